@@ -1,0 +1,24 @@
+"""Module paths that users type, and the room each one is: the one table of them."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from dilated_attention_pytorch import nn
+from dilated_attention_pytorch.models import longnet
+
+PUBLISHED_PATHS: dict[str, ModuleType] = {
+    "dilated_attention": nn,
+    "improved_dilated_attention": nn,
+    "multihead_dilated_attention": nn,
+    "improved_multihead_dilated_attention": nn,
+    "long_net": longnet,
+}
+
+
+def publish(package: ModuleType) -> None:
+    """Make every path importable, as `os.path` is: an entry of `sys.modules` and an attribute of the package."""
+    for name, room in PUBLISHED_PATHS.items():
+        sys.modules[f"{package.__name__}.{name}"] = room
+        setattr(package, name, room)

@@ -1,0 +1,115 @@
+"""The command `dilated-attention`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RUNS = Path("runs")
+
+# What a flag of `train` sets on the model rather than on the run.
+_MODEL_FLAGS = ("d_model", "num_heads", "num_layers", "segment_lengths", "dilation_rates")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0, 1 for an error of the user's, 130 for Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
+        print(f"dilated-attention: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dilated-attention", description="Dilated attention for very long sequences.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a byte-level LongNet language model",
+        description="Train a byte-level LongNetLM on text; by default on the source of Python's standard library.",
+        argument_default=argparse.SUPPRESS,
+    )
+    train.set_defaults(command=_train)
+    train.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders")
+    train.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder (default: a new one below runs/)")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        type=Path,
+        const=None,
+        metavar="FOLDER",
+        help="continue a run (default: the newest below runs/); only --steps and --device may change",
+    )
+    for flag, kind, text in (
+        ("--steps", int, "optimizer steps in all"),
+        ("--batch-size", int, "sequences a step"),
+        ("--sequence-length", int, "bytes a sequence"),
+        ("--learning-rate", float, "peak learning rate"),
+        ("--warmup-steps", int, "steps of linear warm-up"),
+        ("--validate-every", int, "steps between validations"),
+        ("--checkpoint-every", int, "steps between checkpoints"),
+        ("--sample-bytes", int, "bytes to generate at the end"),
+        ("--seed", int, "of weights, batches and the sample"),
+        ("--device", str, "cpu, cuda, ... (default: a GPU if there is one)"),
+        ("--d-model", int, "width of the model"),
+        ("--num-heads", int, "attention heads"),
+        ("--num-layers", int, "layers"),
+    ):
+        train.add_argument(flag, type=kind, help=text)
+    train.add_argument("--segment-lengths", nargs="+", type=int, metavar="W", help="one a branch")
+    train.add_argument("--dilation-rates", nargs="+", type=int, metavar="R", help="one a branch")
+
+    bench = commands.add_parser("bench", help="measure", description="Measure one thing and print a table.")
+    bench.set_defaults(command=_bench)
+    bench.add_argument("suite", choices=["memory"], help="memory: peak memory of the eager backend at two lengths")
+    bench.add_argument("--tokens", nargs="+", type=int, default=[131_072, 262_144], help="sequence lengths")
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.train import TrainConfig, train
+
+    given = {name: value for name, value in vars(arguments).items() if name != "command"}
+    out = given.pop("out", None)
+    if "resume" in given:
+        run = given.pop("resume") or _newest_run()
+        fixed = sorted(given.keys() - {"steps", "device"})
+        if fixed or out is not None:
+            names = ", ".join("--" + name.replace("_", "-") for name in (*fixed, *(["out"] if out else [])))
+            raise ValueError(f"{names} cannot change when a run is resumed: start a new one")
+        config = dataclasses.replace(TrainConfig.from_json(run / "config.json"), **given)
+        train(config, run, resume=True)
+        return
+    model: dict[str, Any] = {name: given.pop(name) for name in _MODEL_FLAGS if name in given}
+    defaults = TrainConfig()
+    if "d_model" in model:  # the default feed-forward width follows the model's
+        model["dim_feedforward"] = 0
+    config = TrainConfig(model=dataclasses.replace(defaults.model, **model), **given)
+    train(config, out or RUNS / time.strftime("%Y-%m-%d-%H%M%S"))
+
+
+def _newest_run() -> Path:
+    runs = sorted(path.parent for path in RUNS.glob("*/config.json"))
+    if not runs:
+        raise FileNotFoundError(f"no run below {RUNS}/ to resume: name its folder with --resume FOLDER")
+    return runs[-1]
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.bench.memory import print_memory
+
+    print_memory(arguments.tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Which attention probabilities are dropped: a pure function of (seed, batch row, head, branch, query, key).
+
+Every backend draws the same mask for the same seed, whatever its tiling, so recomputation in backward, under activation
+checkpointing or on another rank agrees. The hash is Wellons' `lowbias32` over 32-bit words, kept in int64 because
+PyTorch has no unsigned arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Two 32-bit words from the device's own generator, so that graph capture and checkpointing replay them."""
+    return torch.randint(0, 1 << 32, (2,), dtype=torch.int64, device=device)
+
+
+def keep_mask(
+    seed: Tensor, dropout_p: float, *, rows: Tensor, heads: Tensor, branch: int, queries: Tensor, keys: Tensor
+) -> Tensor:
+    """Bool, True where a probability survives; `rows, heads, queries, keys` are int64 and broadcast together.
+
+    `rows` are batch rows, `heads` global query heads, `queries` and `keys` positions in the batch row.
+
+    >>> i, j = torch.arange(1000)[:, None], torch.arange(1000)[None, :]
+    >>> kept = keep_mask(torch.tensor([1, 2]), 0.25, rows=i * 0, heads=i * 0, branch=0, queries=i, keys=j)
+    >>> abs(kept.double().mean().item() - 0.75) < 0.01
+    True
+    """
+    word = _mix(seed[0] + _GOLDEN * (branch + 1))
+    for part in (seed[1], rows, heads, queries):
+        word = _mix(word ^ _mix(part + _GOLDEN))
+    word = _mix(word ^ _mix(keys + _GOLDEN))
+    return word >= round(dropout_p * (_WORD + 1))
+
+
+def _mix(word: Tensor) -> Tensor:
+    word = word & _WORD
+    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
+    word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
+    return word ^ (word >> 16)

@@ -1,0 +1,139 @@
+"""The pattern of dilated attention as pure mathematics: which rows are on a grid, who sees whom, and what it costs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
+
+
+def grid_rows(segment: int, rate: int, offset: int) -> int:
+    """How many of a segment's rows lie on the grid: the size of `range(offset, segment, rate)`.
+
+    >>> grid_rows(10, 4, 1)  # rows 1, 5, 9
+    3
+    """
+    return len(range(offset, segment, rate))
+
+
+def segments(n: int, w: int) -> list[tuple[int, int]]:
+    """`(start, length)` of each segment of a document of `n` tokens; the last one may be shorter.
+
+    >>> segments(10, 4)
+    [(0, 4), (4, 4), (8, 2)]
+    """
+    return [(start, min(w, n - start)) for start in range(0, n, w)]
+
+
+def on_grid(branch: Branch, offset: int | None, positions: Tensor) -> Tensor:
+    """Whether each position (counted from the document's first token) is on the branch's grid."""
+    if offset is None:
+        return torch.zeros_like(positions, dtype=torch.bool)
+    return (positions % branch.segment_length) % branch.dilation_rate == offset
+
+
+def visible(branch: Branch, offset: int | None, i: Tensor, j: Tensor, *, is_causal: bool = False) -> Tensor:
+    """Whether query position `i` sees key position `j` in this branch; broadcasts over `i` and `j`."""
+    sees = on_grid(branch, offset, i) & on_grid(branch, offset, j)
+    sees = sees & (i // branch.segment_length == j // branch.segment_length)
+    return sees & (j <= i) if is_causal else sees
+
+
+def dense_mask(
+    spec: DilatedSpec, offsets: OffsetTable, n: int, *, is_causal: bool = False, device: torch.device | None = None
+) -> Tensor:
+    """`(branches, heads, n, n)` bool: what row `i` of a document sees in each branch. O(n^2): for tests and pictures.
+
+    >>> spec = DilatedSpec.of([2, 4], [1, 2])
+    >>> dense_mask(spec, spec.offsets(1), 4).sum(0)[0]  # how many branches show key j to row i
+    tensor([[2, 1, 1, 0],
+            [1, 1, 0, 0],
+            [1, 0, 2, 1],
+            [0, 0, 1, 1]])
+    """
+    i = torch.arange(n, device=device)[:, None]
+    j = torch.arange(n, device=device)[None, :]
+    return torch.stack(
+        [
+            torch.stack([visible(branch, offset, i, j, is_causal=is_causal) for offset in row])
+            for branch, row in zip(spec.branches, offsets)
+        ]
+    )
+
+
+def covered_rows(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Tensor:
+    """`(n, heads)` bool: whether any branch covers row `p` of head `h`."""
+    positions = torch.arange(n)
+    per_branch = [
+        torch.stack([on_grid(branch, offset, positions) for offset in row], dim=-1)
+        for branch, row in zip(spec.branches, offsets)
+    ]
+    return torch.stack(per_branch).any(0)
+
+
+def uncovered_share(spec: DilatedSpec, heads: int | None = None, n: int | None = None) -> float:
+    """The share of (row, head) pairs that no branch covers; by default over one cycle of heads and the longest segment.
+
+    >>> uncovered_share(DilatedSpec.of([8, 16], [1, 2]))
+    0.0
+    """
+    heads = max(*spec.dilation_rates, len(spec.branches)) if heads is None else heads
+    n = max(spec.segment_lengths) if n is None else n
+    # A sample of heads and rows bounds the cost of what is only a message; the share hardly varies between them.
+    heads, n = min(heads, 64), min(n, 1 << 16)
+    return 1.0 - covered_rows(spec, spec.offsets(heads), n).double().mean().item()
+
+
+def visible_pairs(branch: Branch, offset: int | None, n: int, *, is_causal: bool = False) -> int:
+    """How many (query, key) pairs of a document of `n` tokens the branch computes for one head.
+
+    >>> visible_pairs(Branch(4, 2), 0, 8), visible_pairs(Branch(4, 2), 0, 8, is_causal=True)
+    (8, 6)
+    """
+    if offset is None:
+        return 0
+
+    def pairs(segment: int) -> int:
+        rows = grid_rows(segment, branch.dilation_rate, offset)
+        return rows * (rows + 1) // 2 if is_causal else rows * rows
+
+    full, tail = divmod(n, branch.segment_length)
+    return full * pairs(branch.segment_length) + pairs(tail)
+
+
+def forward_flops(
+    spec: DilatedSpec, n: int, heads: int, head_dim: int, *, kv_heads: int | None = None, is_causal: bool = False
+) -> int:
+    """Floating-point operations of one forward over `n` tokens: 4 per visible pair and head dimension.
+
+    The backward pass takes 2.5 times as many.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    pairs = sum(
+        visible_pairs(branch, offset, n, is_causal=is_causal)
+        for branch, row in zip(spec.branches, spec.offsets(kv_heads))
+        for offset in row
+    )
+    return 4 * pairs * head_dim * (heads // kv_heads)
+
+
+def training_bytes(tokens: int, heads: int, head_dim: int, *, kv_heads: int | None = None, itemsize: int = 2) -> int:
+    """Bytes that forward and backward must hold at once: q, k, v, out, their gradients, and lse and delta in float32.
+
+    It is linear in the number of tokens and does not depend on the branches.
+
+    >>> training_bytes(1024, 12, 64) / 1024  # bytes a token
+    12384.0
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    tensors = (4 * heads + 4 * kv_heads) * head_dim * itemsize
+    rows = 2 * heads * 4
+    return tokens * (tensors + rows)
+
+
+def common_period(spec: DilatedSpec) -> int:
+    """The shortest length that every branch's segments divide: two rows that see each other never straddle it."""
+    return math.lcm(*spec.segment_lengths)

@@ -1,0 +1,113 @@
+"""The definition of correctness: dilated attention written out literally, in float64, over an explicit dense mask.
+
+One softmax over all (branch, key) pairs:
+
+    lse(p, h) = log sum_branch sum_j exp(scale * q.k)
+    out(p, h) =     sum_branch sum_j exp(scale * q.k - lse) v_j
+
+O(N^2) time and memory: it is what every other path is tested against, not a path to run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.dropout import keep_mask
+from dilated_attention_pytorch.core.pattern import dense_mask
+from dilated_attention_pytorch.core.spans import documents
+from dilated_attention_pytorch.core.spec import Problem
+
+
+def reference_forward(
+    query: Tensor, key: Tensor, value: Tensor, problem: Problem, spans: Tensor | None = None, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` in float64, `(B, N, H, D)` and `(B, N, H)`; differentiable by autograd."""
+    B, N, H, D = query.shape
+    query, key, value = (x.double() for x in (query, key, value))
+    out = query.new_zeros(B, N, H, D)
+    lse = query.new_full((B, N, H), -torch.inf)
+    for b, tokens in _rows_of_documents(spans, B, N):
+        weights, row_lse = _weights(query[b, tokens], key[b, tokens], problem)
+        weights = weights * _kept(problem, seed, b, tokens, weights)
+        v = _per_query_head(value[b, tokens], H)
+        out[b, tokens] = torch.einsum("ghij,jhd->ihd", weights, v)
+        lse[b, tokens] = row_lse.transpose(0, 1)
+    return out, lse
+
+
+def reference_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    problem: Problem,
+    spans: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value in float64, by the chain rule on the formula above."""
+    B, N, H, D = query.shape
+    grad_out, query, key, value = (x.double() for x in (grad_out, query, key, value))
+    dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    group = H // key.shape[2]
+    for b, tokens in _rows_of_documents(spans, B, N):
+        weights, _ = _weights(query[b, tokens], key[b, tokens], problem)
+        kept = _kept(problem, seed, b, tokens, weights)
+        k, v = (_per_query_head(x[b, tokens], H) for x in (key, value))
+        do = grad_out[b, tokens]
+        d_weights = torch.einsum("ihd,jhd->hij", do, v) * kept
+        delta = (d_weights * weights).sum((0, 3))  # (H, n): sum over every pair that the row's one softmax covers
+        if grad_lse is not None:
+            delta = delta - grad_lse[b, tokens].double().transpose(0, 1)
+        d_scores = (weights * (d_weights - delta[None, :, :, None])).sum(0) * problem.softmax_scale(D)
+        dq[b, tokens] = torch.einsum("hij,jhd->ihd", d_scores, k)
+        dk[b, tokens] = torch.einsum("hij,ihd->jhd", d_scores, query[b, tokens]).unflatten(1, (-1, group)).sum(2)
+        dv[b, tokens] = torch.einsum("ghij,ihd->jhd", weights * kept, do).unflatten(1, (-1, group)).sum(2)
+    return dq, dk, dv
+
+
+def _rows_of_documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[int, slice]]:
+    return [
+        (b, slice(start, start + length))
+        for rows, start, length in documents(spans, batch, tokens)
+        for b in range(rows.start, rows.stop)
+    ]
+
+
+def _weights(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Of one document: the weights of every (branch, key) pair, `(branches, H, n, n)`, and the lse, `(H, n)`."""
+    n, H, D = q.shape
+    offsets = problem.offsets(H, k.shape[1])
+    per_query_head = tuple(tuple(o for o in row for _ in range(H // k.shape[1])) for row in offsets)
+    sees = dense_mask(problem.spec, per_query_head, n, is_causal=problem.is_causal, device=q.device)
+    scores = torch.einsum("ihd,jhd->hij", q, _per_query_head(k, H)) * problem.softmax_scale(D)
+    scores = scores.masked_fill(~sees, -torch.inf)  # (branches, H, n, n)
+    covered = sees.any(3).any(0)  # (H, n)
+    # An uncovered row has no finite score; a stand-in keeps both its value and its gradient from being nan.
+    lse = scores.masked_fill(~covered[None, :, :, None], 0.0).logsumexp((0, 3))
+    weights = (scores - lse[None, :, :, None]).exp()
+    return weights, lse.masked_fill(~covered, -torch.inf)
+
+
+def _kept(problem: Problem, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:
+    if seed is None:
+        return torch.ones_like(weights)
+    positions = torch.arange(tokens.start, tokens.stop, device=weights.device)
+    keeps = [
+        keep_mask(
+            seed,
+            problem.dropout_p,
+            rows=torch.tensor(b, device=weights.device),
+            heads=problem.head_offset + torch.arange(weights.shape[1], device=weights.device)[:, None, None],
+            branch=branch,
+            queries=positions[:, None],
+            keys=positions[None, :],
+        )
+        for branch in range(weights.shape[0])
+    ]
+    return torch.stack(keeps).double() / (1.0 - problem.dropout_p)
+
+
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)

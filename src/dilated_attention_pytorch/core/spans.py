@@ -1,0 +1,124 @@
+"""Documents in a batch: every way of stating lengths becomes one tensor of spans, checked once.
+
+`spans` is int64 `(documents, 2)`, each row `[start, end)` within a batch row. With several batch rows there is one
+document a row; a single batch row may hold any number of documents, one after another (packed).
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def document_spans(
+    batch: int,
+    tokens: int,
+    *,
+    seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor | None:
+    """The spans that one of `seqlens`, `cu_seqlens` or `key_padding_mask` states, or None when none is given.
+
+    Compute it once and pass `spans=` to many layers: the values are checked here, which waits for the device.
+
+    >>> document_spans(2, 5, key_padding_mask=torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 1]]).bool())
+    tensor([[2, 5],
+            [0, 4]])
+    """
+    stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+    given = {kind: value for kind, value in stated.items() if value is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} both state the lengths: pass one of them")
+    kind, value = next(iter(given.items()))
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{kind} must be a tensor, got {type(value).__name__}")
+    if kind == "key_padding_mask":
+        if value.shape != (batch, tokens):
+            raise ValueError(
+                f"key_padding_mask must be (batch, tokens) = ({batch}, {tokens}), got {tuple(value.shape)}"
+            )
+    elif value.is_floating_point() or value.dtype == torch.bool:
+        raise TypeError(f"{kind} must hold whole numbers, got {value.dtype}")
+    elif kind == "seqlens" and value.shape != (batch,):
+        raise ValueError(f"seqlens must be (batch,) = ({batch},), got {tuple(value.shape)}")
+    elif kind == "cu_seqlens" and (value.dim() != 1 or value.shape[0] < 2):
+        raise ValueError(f"cu_seqlens must be (documents + 1,) with at least one document, got {tuple(value.shape)}")
+    elif kind == "cu_seqlens" and batch != 1:
+        raise ValueError(
+            f"cu_seqlens packs documents into one row, got batch {batch}: "
+            "flatten the batch with x.flatten(0, 1)[None], or state seqlens"
+        )
+    return checked_spans(value, kind, tokens)
+
+
+# An op of its own, so that its look at the values does not break a compiled graph.
+@torch.library.custom_op("dilated_attention_pytorch::checked_spans", mutates_args=())
+def checked_spans(lengths: Tensor, kind: str, tokens: int) -> Tensor:
+    if kind == "key_padding_mask":
+        return _spans_of_mask(lengths)
+    values = lengths.tolist()
+    if kind == "seqlens":
+        for b, value in enumerate(values):
+            if not 0 <= value <= tokens:
+                raise ValueError(f"seqlens[{b}] = {value} is outside [0, {tokens}], the tokens of a row")
+        return torch.tensor([[0, value] for value in values], device=lengths.device)
+    if values[0] != 0 or values[-1] > tokens or any(a > b for a, b in pairwise(values)):
+        shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
+        raise ValueError(
+            f"cu_seqlens must start at 0, never fall, and end at most at the {tokens} tokens of the row, got {shown}"
+        )
+    return torch.tensor(list(pairwise(values)), device=lengths.device)
+
+
+@checked_spans.register_fake
+def _(lengths: Tensor, kind: str, tokens: int) -> Tensor:
+    documents = lengths.shape[0] - 1 if kind == "cu_seqlens" else lengths.shape[0]
+    return lengths.new_empty((documents, 2), dtype=torch.int64)
+
+
+def _spans_of_mask(mask: Tensor) -> Tensor:
+    if mask.is_floating_point():  # nn.TransformerEncoderLayer turns its bool mask into 0 / -inf
+        if not ((mask == 0) | (mask == -torch.inf)).all():
+            raise ValueError("a floating key_padding_mask must hold 0 (keep) or -inf (ignore) only: pass a bool mask")
+        mask = mask == -torch.inf
+    elif mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool, True = ignore, got {mask.dtype}")
+    valid = ~mask
+    count = valid.sum(-1)
+    start = valid.int().argmax(-1)
+    end = start + count
+    position = torch.arange(mask.shape[1], device=mask.device)
+    hole = mask & (position >= start[:, None]) & (position < end[:, None])
+    if hole.any():
+        b, i = hole.nonzero()[0].tolist()
+        raise ValueError(
+            f"key_padding_mask row {b} has a hole at {i}: valid tokens must form one span; pack with cu_seqlens instead"
+        )
+    return torch.stack([start, end], dim=-1)
+
+
+def document_positions(spans: Tensor, batch: int, tokens: int) -> Tensor:
+    """`(batch, tokens)`: each token's position within its own document; meaningless, but in range, on padding.
+
+    >>> document_positions(torch.tensor([[0, 3], [3, 5]]), 1, 5)
+    tensor([[0, 1, 2, 0, 1]])
+    """
+    position = torch.arange(tokens, device=spans.device)
+    if batch > 1:
+        return (position - spans[:, :1]).clamp_min(0)
+    document = torch.searchsorted(spans[:, 1].contiguous(), position, right=True).clamp_max(spans.shape[0] - 1)
+    return (position - spans[document, 0]).clamp_min(0)[None]
+
+
+def documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[slice, int, int]]:
+    """`(batch rows, start, length)` of every document that has tokens; whole rows of equal length come as one."""
+    if spans is None:
+        return [(slice(0, batch), 0, tokens)]
+    return [
+        (slice(b, b + 1) if batch > 1 else slice(0, 1), start, end - start)
+        for b, (start, end) in enumerate(spans.tolist())
+        if end > start
+    ]

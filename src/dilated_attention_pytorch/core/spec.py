@@ -1,0 +1,159 @@
+"""What a dilated attention computes, as frozen values: the branches, the head layout, and one call's settings."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Literal, get_args
+
+import torch
+
+HeadLayout = Literal["interleaved", "blocked", "grouped"]
+HEAD_LAYOUTS: tuple[str, ...] = get_args(HeadLayout)
+
+# offset[branch][head]; None where the head is absent from the branch
+OffsetTable = tuple[tuple["int | None", ...], ...]
+
+_warned: set[DilatedSpec] = set()
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A segment length `w` and a dilation rate `r`: within each segment of `w` tokens every `r`-th one is read.
+
+    >>> Branch(2048, 4)
+    Branch(segment_length=2048, dilation_rate=4)
+    """
+
+    segment_length: int
+    dilation_rate: int
+
+    def __post_init__(self) -> None:
+        for name in ("segment_length", "dilation_rate"):
+            value = getattr(self, name)
+            try:
+                whole = index(value)
+            except TypeError:
+                raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+            if isinstance(value, bool) or whole < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+            object.__setattr__(self, name, whole)
+
+
+@dataclass(frozen=True)
+class DilatedSpec:
+    """The branches of a dilated attention and how heads are laid over them; hashable, so it serves as a cache key.
+
+    A spec without a branch of dilation rate 1 leaves (row, head) pairs that no branch covers: their output is 0.
+    Constructing such a spec warns once.
+
+    >>> spec = DilatedSpec.of([4, 8], [1, 2])
+    >>> spec.offsets(4)
+    ((0, 0, 0, 0), (0, 1, 0, 1))
+    >>> DilatedSpec.of([4, 8], [1, 2], "grouped").offsets(4)
+    ((0, 0, None, None), (None, None, 1, 1))
+    """
+
+    branches: tuple[Branch, ...]
+    head_layout: HeadLayout = "interleaved"
+
+    def __post_init__(self) -> None:
+        if not self.branches:
+            raise ValueError("a dilated attention needs a branch: segment_lengths and dilation_rates are empty")
+        if self.head_layout not in HEAD_LAYOUTS:
+            raise ValueError(f"head_layout must be one of {', '.join(HEAD_LAYOUTS)}, got {self.head_layout!r}")
+        if all(branch.dilation_rate > 1 for branch in self.branches):
+            self._warn_of_uncovered_rows()
+
+    @classmethod
+    def of(
+        cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], head_layout: HeadLayout = "interleaved"
+    ) -> DilatedSpec:
+        """The spec of two lists of equal length, paired in order."""
+        for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+            if isinstance(values, (int, str)) or not hasattr(values, "__len__"):
+                raise TypeError(f"{name} must be a sequence of whole numbers such as [2048, 4096], got {values!r}")
+        if len(segment_lengths) != len(dilation_rates):
+            raise ValueError(
+                f"segment_lengths and dilation_rates must pair up, got {len(segment_lengths)} lengths "
+                f"{list(segment_lengths)} and {len(dilation_rates)} rates {list(dilation_rates)}"
+            )
+        return cls(tuple(Branch(w, r) for w, r in zip(segment_lengths, dilation_rates)), head_layout)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return tuple(branch.segment_length for branch in self.branches)
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        return tuple(branch.dilation_rate for branch in self.branches)
+
+    def offsets(self, heads: int, *, first: int = 0, total: int | None = None) -> OffsetTable:
+        """The offset of each of `heads` key/value heads on each branch, None where a head is absent.
+
+        Under head sharding `first` is the global index of the first head and `total` the global number of heads.
+        """
+        total = heads if total is None else total
+        if not 0 <= first <= total - heads:
+            raise ValueError(
+                f"heads [{first}, {first + heads}) do not lie within the {total} heads in all: "
+                "pass the global head_offset and total_heads"
+            )
+        mine = range(first, first + heads)
+        if self.head_layout == "interleaved":
+            return tuple(tuple(h % branch.dilation_rate for h in mine) for branch in self.branches)
+        if self.head_layout == "blocked":
+            return tuple(tuple(h // math.ceil(total / branch.dilation_rate) for h in mine) for branch in self.branches)
+        small, larger = divmod(total, len(self.branches))
+        sizes = [small + (g < larger) for g in range(len(self.branches))]
+        owner = [g for g, size in enumerate(sizes) for _ in range(size)]
+        return tuple(
+            tuple(g % branch.dilation_rate if owner[h] == g else None for h in mine)
+            for g, branch in enumerate(self.branches)
+        )
+
+    def _warn_of_uncovered_rows(self) -> None:
+        if torch.compiler.is_compiling() or self in _warned:
+            return
+        _warned.add(self)
+        from dilated_attention_pytorch.core.pattern import uncovered_share
+
+        warnings.warn(
+            f"no branch of {self} has dilation rate 1: {uncovered_share(self):.0%} of the (row, head) pairs are on "
+            "no branch's grid and give 0; add a branch with rate 1 to cover every row",
+            stacklevel=4,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything about one attention call that is not a tensor.
+
+    `head_offset` and `total_heads` count query heads, as the caller sees them; under head sharding they are global.
+    """
+
+    spec: DilatedSpec
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+    head_offset: int = 0
+    total_heads: int | None = None
+    allow_tf32: bool | None = None
+
+    def softmax_scale(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def offsets(self, heads: int, kv_heads: int) -> OffsetTable:
+        """The offset table of this call's key/value heads; all query heads of a group share their KV head's row."""
+        group = heads // kv_heads
+        total = heads if self.total_heads is None else self.total_heads
+        for name, count in (("head_offset", self.head_offset), ("total_heads", total)):
+            if count % group:
+                raise ValueError(
+                    f"{name}={count} splits a group of {group} query heads that share one key/value head: "
+                    "shard whole groups"
+                )
+        return self.spec.offsets(kv_heads, first=self.head_offset // group, total=total // group)

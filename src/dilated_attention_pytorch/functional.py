@@ -1,0 +1,199 @@
+"""`dilated_attention`: validate, choose a backend, call the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.dropout import draw_seed
+from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.kernels.op import BACKENDS, attend
+
+__all__ = ["dilated_attention"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    head_layout: HeadLayout = ...,
+    seqlens: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    spans: Tensor | None = ...,
+    head_offset: int = ...,
+    total_heads: int | None = ...,
+    allow_tf32: bool | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    head_layout: HeadLayout = ...,
+    seqlens: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    key_padding_mask: Tensor | None = ...,
+    spans: Tensor | None = ...,
+    head_offset: int = ...,
+    total_heads: int | None = ...,
+    allow_tf32: bool | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    head_layout: HeadLayout = "interleaved",
+    seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    spans: Tensor | None = None,
+    head_offset: int = 0,
+    total_heads: int | None = None,
+    allow_tf32: bool | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """LongNet's dilated attention: one softmax over all (branch, key) pairs that a row sees.
+
+    Args:
+        query: `(B, N, H, D)`.
+        key, value: `(B, N, Hkv, D)`, where `Hkv` divides `H` (grouped-query attention).
+        segment_lengths, dilation_rates: one entry a branch; any positive numbers, for any N.
+        is_causal: a row sees only keys at or before its own position.
+        scale: of the scores; `D ** -0.5` by default.
+        dropout_p: probability of dropping an attention weight, drawn from PyTorch's generator.
+        head_layout: which rows of a segment each head reads: `interleaved` (the paper), `blocked` (torchscale) or
+            `grouped` (each head belongs to one branch).
+        seqlens: `(B,)`, the lengths of right-padded rows.
+        cu_seqlens: `(documents + 1,)`, cumulative lengths of documents packed into a single row.
+        key_padding_mask: `(B, N)`, True = ignore; each row's valid tokens form one span.
+        spans: `(documents, 2)` from `document_spans`, when many calls share the lengths.
+        head_offset, total_heads: under head sharding, the global index of the first query head and their global number.
+        allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
+        return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
+        backend: `auto`, `eager` or `reference`.
+
+    Returns:
+        `(B, N, H, D)` in the dtype of `query`; padded rows and rows that no branch covers are 0.
+
+    >>> q, k, v = torch.randn(3, 2, 100, 4, 8).unbind(0)
+    >>> dilated_attention(q, k, v, segment_lengths=[16, 64], dilation_rates=[1, 4], is_causal=True).shape
+    torch.Size([2, 100, 4, 8])
+    """
+    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
+    query, key, value = _autocast(query, key, value)
+    _check_tensors(query, key, value)
+    B, N = query.shape[:2]
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    if total_heads is None and head_offset:
+        raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
+    if spans is None:
+        spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
+    elif seqlens is not None or cu_seqlens is not None or key_padding_mask is not None:
+        raise ValueError("spans already state the lengths: drop seqlens, cu_seqlens and key_padding_mask")
+    elif spans.dim() != 2 or spans.shape[1] != 2 or (B > 1 and spans.shape[0] != B):
+        raise ValueError(
+            f"spans must be (documents, 2), one document a row when there are several rows; "
+            f"got {tuple(spans.shape)} for batch {B}: make them with document_spans"
+        )
+    out, lse = attend(
+        query,
+        key,
+        value,
+        spans,
+        draw_seed(query.device) if dropout_p > 0.0 else None,
+        spec.segment_lengths,
+        spec.dilation_rates,
+        spec.head_layout,
+        is_causal,
+        scale,
+        dropout_p,
+        head_offset,
+        total_heads,
+        allow_tf32,
+        _choose(backend),
+    )
+    return (out, lse) if return_lse else out
+
+
+def _choose(backend: str) -> str:
+    if backend == "auto":
+        return "eager"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be auto, {' or '.join(BACKENDS)}, got {backend!r}")
+    return backend
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device_type = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    named = (("query", query), ("key", key), ("value", value))
+    for name, x in named:
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, tokens, heads, head_dim), got {x.dim()} dimensions {tuple(x.shape)}; "
+                "for (batch, tokens, embed_dim) use MultiheadDilatedAttention"
+            )
+        if x.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must be float32, float64, bfloat16 or float16, got {x.dtype}: convert with .to(...)"
+            )
+        if x.dtype != query.dtype:
+            raise TypeError(f"query, key and value must share a dtype, got {query.dtype} and {name} {x.dtype}")
+        if x.device != query.device:
+            raise ValueError(f"query, key and value must share a device, got {query.device} and {name} {x.device}")
+        if x.shape[0] != query.shape[0] or x.shape[1] != query.shape[1] or x.shape[3] != query.shape[3]:
+            raise ValueError(
+                f"query, key and value must agree in batch, tokens and head_dim, got query {tuple(query.shape)} and "
+                f"{name} {tuple(x.shape)}; rows of one sequence attend to each other, so there is no cross-attention"
+            )
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"key and value must have as many heads, got {key.shape[2]} and {value.shape[2]}")
+    if 0 in query.shape or key.shape[2] == 0:
+        raise ValueError(f"an empty sequence has nothing to attend to: query is {tuple(query.shape)}")
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"the key/value heads must divide the query heads, got H={query.shape[2]} and Hkv={key.shape[2]}: "
+            "repeat or drop key/value heads"
+        )

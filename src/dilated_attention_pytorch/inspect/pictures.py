@@ -1,0 +1,139 @@
+"""Pictures of patterns as SVG, written without any plotting library.
+
+`python -m dilated_attention_pytorch.inspect.pictures FOLDER` draws the ones of the documentation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
+from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
+
+_CELL, _GAP = 14, 18
+_EMPTY, _BORDER, _INK = "#f1f3f5", "#495057", "#212529"
+# One colour a branch; and shades for how many branches show a key.
+_BRANCHES = ("#1971c2", "#e8590c", "#2f9e44", "#9c36b5", "#c2255c")
+_COUNTS = (_EMPTY, "#a5d8ff", "#4dabf7", "#1971c2", "#0b3d6e")
+
+
+def grids_svg(spec: DilatedSpec, n: int, heads: int) -> str:
+    """Which tokens each head reads in each branch: a row a head, segment borders in between."""
+    offsets = spec.offsets(heads)
+    rows, y = [], _GAP
+    for b, branch in enumerate(spec.branches):
+        rows.append(_text(0, y, f"w = {branch.segment_length}, r = {branch.dilation_rate}"))
+        y += 8
+        for h in range(heads):
+            offset = offsets[b][h]
+            rows.append(_text(0, y + 11, f"head {h}"))
+            for start, length in segments(n, branch.segment_length):
+                read = range(offset, length, branch.dilation_rate) if offset is not None else range(0)
+                colours = [_BRANCHES[b % len(_BRANCHES)] if i in read else _EMPTY for i in range(length)]
+                rows += [_cell(50 + (start + i) * _CELL, y, colour) for i, colour in enumerate(colours)]
+                rows.append(_frame(50 + start * _CELL, y, length * _CELL, _CELL))
+            y += _CELL + 4
+        y += _GAP
+    return _svg(60 + n * _CELL, y, rows)
+
+
+def pattern_svg(spec: DilatedSpec, n: int, head: int, heads: int, *, is_causal: bool = False) -> str:
+    """Who sees whom for one head: each branch alone, then all of them; a darker cell is shown by more branches."""
+    shown = dense_mask(spec, spec.offsets(heads), n, is_causal=is_causal)[:, head].int().tolist()  # (branches, n, n)
+    panels: list[tuple[str, Callable[[int, int], str]]] = []
+    for b, branch in enumerate(spec.branches):
+        colour = _BRANCHES[b % len(_BRANCHES)]
+        panels.append(
+            (
+                f"w = {branch.segment_length}, r = {branch.dilation_rate}",
+                lambda i, j, b=b, colour=colour: colour if shown[b][i][j] else _EMPTY,  # type: ignore[misc]
+            )
+        )
+    deepest = len(_COUNTS) - 1
+    panels.append(("merged", lambda i, j: _COUNTS[min(deepest, sum(branch[i][j] for branch in shown))]))
+    rows, side = [], n * _CELL
+    for index, (title, colour_of) in enumerate(panels):
+        x = index * (side + _GAP)
+        rows.append(_text(x, 12, title))
+        rows += [_cell(x + j * _CELL, 20 + i * _CELL, colour_of(i, j)) for i in range(n) for j in range(n)]
+        rows.append(_frame(x, 20, side, side))
+    rows.append(_text(0, side + 38, "rows: queries, columns: keys"))
+    return _svg(len(panels) * (side + _GAP), side + 44, rows)
+
+
+def layouts_svg(segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads: int) -> str:
+    """The offset of every head on every branch in the three head layouts; empty where a head is absent."""
+    rows, y, wide = [], _GAP, 26
+    for layout in HEAD_LAYOUTS:
+        spec = DilatedSpec.of(segment_lengths, dilation_rates, layout)  # type: ignore[arg-type]
+        rows.append(_text(0, y, layout))
+        y += 8
+        for b, (branch, offsets) in enumerate(zip(spec.branches, spec.offsets(heads))):
+            rows.append(_text(0, y + 13, f"w = {branch.segment_length}, r = {branch.dilation_rate}"))
+            for h, offset in enumerate(offsets):
+                colour = _EMPTY if offset is None else _BRANCHES[b % len(_BRANCHES)]
+                rows.append(_cell(100 + h * wide, y, colour, wide, 18))
+                if offset is not None:
+                    rows.append(_text(100 + h * wide + 9, y + 13, str(offset), "#ffffff"))
+            y += 21
+        y += _GAP
+    return _svg(110 + heads * wide, y, rows)
+
+
+def cost_svg(spec: DilatedSpec) -> str:
+    """Keys that a row sees in each branch beside the segment they are spread over."""
+    rows, y, longest = [], _GAP, max(spec.segment_lengths)
+    for b, branch in enumerate(spec.branches):
+        seen = grid_rows(branch.segment_length, branch.dilation_rate, 0)
+        reach = 400 * branch.segment_length / longest
+        rows.append(_text(0, y + 11, f"w = {branch.segment_length:,}, r = {branch.dilation_rate}"))
+        rows.append(_cell(130, y, _EMPTY, reach, _CELL))
+        rows.append(_cell(130, y, _BRANCHES[b % len(_BRANCHES)], 400 * seen / longest, _CELL))
+        rows.append(_text(140 + reach, y + 11, f"{seen:,} keys"))
+        y += _CELL + 8
+    return _svg(640, y + 4, rows)
+
+
+def draw_documentation(folder: Path) -> list[Path]:
+    """Write the pictures of `docs/` into `folder`."""
+    small = DilatedSpec.of([4, 8, 16], [1, 2, 4])
+    paper = DilatedSpec.of([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    pictures = {
+        "grids.svg": grids_svg(small, 16, 4),
+        "pattern.svg": pattern_svg(small, 16, 0, 4),
+        "pattern-causal.svg": pattern_svg(small, 16, 1, 4, is_causal=True),
+        "layouts.svg": layouts_svg([4, 8, 16], [1, 2, 4], 8),
+        "cost.svg": cost_svg(paper),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        (folder / name).write_text(picture)
+    return [folder / name for name in pictures]
+
+
+def _svg(width: float, height: float, rows: list[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="11">'
+    )
+    background = f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>'
+    return "\n".join([head, background, *rows, "</svg>", ""])
+
+
+def _cell(x: float, y: float, colour: str, width: float = _CELL, height: float = _CELL) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{colour}" stroke="#ffffff"/>'
+
+
+def _frame(x: float, y: float, width: float, height: float) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="none" stroke="{_BORDER}"/>'
+
+
+def _text(x: float, y: float, text: str, colour: str = _INK) -> str:
+    return f'<text x="{x:g}" y="{y:g}" fill="{colour}">{text}</text>'
+
+
+if __name__ == "__main__":
+    for path in draw_documentation(Path(sys.argv[1])):
+        print(path)

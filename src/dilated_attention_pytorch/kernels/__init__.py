@@ -1,0 +1,1 @@
+"""One operator, several engines. Private: use `dilated_attention_pytorch.functional`."""

@@ -1,0 +1,82 @@
+"""The sizes of a LongNet, as one frozen value that is saved beside its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+
+Positions = Literal["rotary", "xpos", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of `LongNetLM` and `LongNet`; the defaults are the LongNet paper's base model.
+
+    `num_layers` are the layers of `LongNetLM` and of `LongNet`'s encoder; `num_decoder_layers` those of `LongNet`'s
+    decoder, 0 for an encoder alone. `vocab_size` concerns `LongNetLM` only.
+
+    >>> ModelConfig(d_model=128, num_heads=4, num_layers=2).dim_feedforward
+    512
+    """
+
+    vocab_size: int = 256
+    d_model: int = 768
+    num_heads: int = 12
+    num_kv_heads: int | None = None
+    num_layers: int = 12
+    num_decoder_layers: int = 12
+    dim_feedforward: int = 0  # 0: four times d_model
+    segment_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
+    dilation_rates: tuple[int, ...] = (1, 2, 4, 6, 12)
+    head_layout: HeadLayout = "interleaved"
+    positions: Positions = "rotary"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    activation: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    tie_weights: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+        object.__setattr__(self, "dim_feedforward", self.dim_feedforward or 4 * self.d_model)
+        for name in ("vocab_size", "d_model", "num_heads", "num_layers", "dim_feedforward"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_decoder_layers < 0:
+            raise ValueError(f"num_decoder_layers must be 0 (an encoder alone) or more, got {self.num_decoder_layers}")
+        if self.d_model % self.num_heads:
+            raise ValueError(f"num_heads must divide d_model, got {self.num_heads} and {self.d_model}")
+        if self.positions not in get_args(Positions):
+            raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, got {self.positions!r}")
+        _ = self.spec
+
+    @property
+    def spec(self) -> DilatedSpec:
+        return DilatedSpec.of(self.segment_lengths, self.dilation_rates, self.head_layout)
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, path: Path) -> ModelConfig:
+        """The config saved at `path`; unknown or missing content is an error that names it."""
+        try:
+            values: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no model config at {path}: is this the folder of save_pretrained?") from None
+        except ValueError as error:
+            raise ValueError(f"{path} is not a model config: {error}") from None
+        unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"{path} has unknown keys {sorted(unknown)}: it was written by another version")
+        return cls(**values)

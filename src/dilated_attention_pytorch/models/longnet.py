@@ -1,0 +1,243 @@
+"""LongNet: a causal language model, and an encoder-decoder (or encoder alone) on embeddings."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention_pytorch.core.pattern import common_period
+from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.weights import load_weights, save_weights
+from dilated_attention_pytorch.nn.positions import RotaryPositions, XPosPositions
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+
+Model = TypeVar("Model", bound="_Pretrained")
+
+
+class _Pretrained(nn.Module):
+    """What every model here shares: a config, layers that can be checkpointed, saving and loading."""
+
+    def __init__(self, config: ModelConfig | None = None, **overrides: Any) -> None:
+        super().__init__()
+        if config is not None and overrides:
+            raise TypeError(f"pass a config or its fields, not both: got a config and {sorted(overrides)}")
+        self.config = ModelConfig(**overrides) if config is None else config
+        self.gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self, enable: bool = True) -> None:
+        """Keep only the layers' inputs while training and recompute the rest in backward."""
+        self.gradient_checkpointing = enable
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json` and `model.safetensors` into `folder`, each whole or not at all."""
+        save_weights(self, self.config.to_json(), Path(folder))
+
+    @classmethod
+    def from_pretrained(cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None) -> Model:
+        """The model that `save_pretrained` wrote."""
+        model = cls(ModelConfig.from_json(Path(folder) / "config.json"))
+        load_weights(model, Path(folder))
+        return model.to(device)
+
+    def _layer_settings(self, gamma: float) -> dict[str, Any]:
+        c = self.config
+        return {
+            "d_model": c.d_model,
+            "nhead": c.num_heads,
+            "segment_lengths": c.segment_lengths,
+            "dilation_rates": c.dilation_rates,
+            "dim_feedforward": c.dim_feedforward,
+            "dropout": c.dropout,
+            "attention_dropout": c.attention_dropout,
+            "activation": c.activation,
+            "layer_norm_eps": c.layer_norm_eps,
+            "gamma_init": gamma,
+            "num_kv_heads": c.num_kv_heads,
+            "head_layout": c.head_layout,
+        }
+
+    def _positions(self) -> RotaryPositions | None:
+        if self.config.positions == "none":
+            return None
+        if self.config.positions == "xpos":
+            return XPosPositions(self.config.head_dim, period=common_period(self.config.spec))
+        return RotaryPositions(self.config.head_dim)
+
+    def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            return checkpoint(layer, *args, use_reentrant=False, **kwargs)
+        return layer(*args, **kwargs)
+
+
+class LongNetLM(_Pretrained):
+    """A decoder-only language model with causal dilated attention: `(B, N)` tokens to `(B, N, vocab)` logits.
+
+    >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
+    >>> model(torch.randint(256, (2, 100))).shape
+    torch.Size([2, 100, 256])
+    """
+
+    def __init__(self, config: ModelConfig | None = None, **overrides: Any) -> None:
+        super().__init__(config, **overrides)
+        c = self.config
+        settings = self._layer_settings(gamma=math.sqrt(math.log(2 * c.num_layers)) if c.num_layers > 1 else 1.0)
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        self.positions = self._positions()
+        self.dropout = nn.Dropout(c.dropout)
+        self.layers = nn.ModuleList(DilatedTransformerEncoderLayer(**settings) for _ in range(c.num_layers))
+        self.norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps)
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        if c.tie_weights:
+            self.head.weight = self.embedding.weight
+        # With inputs scaled by sqrt(d) and a tied head, this makes both embeddings and first logits of unit variance.
+        nn.init.normal_(self.embedding.weight, std=c.d_model**-0.5)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `(B, N, vocab)` of the token that follows each position."""
+        return self.head(self.hidden(tokens, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens))
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        key_padding_mask: Tensor | None = None,
+        seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The final hidden states `(B, N, d_model)`, before the head."""
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens must be (batch, tokens) of whole numbers, got {tokens.dtype} {tuple(tokens.shape)}"
+            )
+        B, N = tokens.shape
+        spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
+        rotation = None if self.positions is None else self.positions(B, N, spans, tokens.device)
+        x = self.dropout(self.embedding(tokens) * self.config.d_model**0.5)  # (B, N, E)
+        for layer in self.layers:
+            x = self._run(layer, x, is_causal=True, spans=spans, rotation=rotation)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`(B, N + max_new_tokens)`: the prompt and its continuation; `temperature=0` takes the likeliest token."""
+        if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(
+                f"max_new_tokens and temperature must be at least 0 and top_k at least 1, "
+                f"got {max_new_tokens}, {temperature}, {top_k}"
+            )
+        was_training = self.training
+        self.eval()
+        for _ in range(max_new_tokens):
+            logits = self.head(self.hidden(tokens)[:, -1]).float()  # (B, vocab)
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k is not None and top_k < logits.shape[-1]:
+                    least = logits.topk(top_k).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -torch.inf)
+                chosen = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+            tokens = torch.cat([tokens, chosen], dim=1)
+        self.train(was_training)
+        return tokens
+
+
+class LongNet(_Pretrained):
+    """An encoder-decoder on embeddings, `(B, N, E)`, or with `num_decoder_layers=0` an encoder alone.
+
+    The decoder's self-attention is causal and dilated; its cross-attention is dense.
+
+    >>> encoder = LongNet(
+    ...     d_model=32, num_heads=4, num_layers=2, num_decoder_layers=0, segment_lengths=(16, 64), dilation_rates=(1, 4)
+    ... )
+    >>> encoder(torch.randn(2, 100, 32)).shape
+    torch.Size([2, 100, 32])
+    """
+
+    def __init__(self, config: ModelConfig | None = None, **overrides: Any) -> None:
+        super().__init__(config, **overrides)
+        c = self.config
+        N, M = c.num_layers, c.num_decoder_layers
+        if M:
+            encoder_gamma = math.sqrt(math.log(3 * M) * math.log(2 * N) / 3)
+            decoder_gamma = math.sqrt(math.log(3 * M))
+        else:
+            encoder_gamma = decoder_gamma = math.sqrt(math.log(2 * N)) if N > 1 else 1.0
+        if c.positions == "xpos":
+            raise ValueError("xPos grows towards later keys, which an encoder sees: use positions='rotary'")
+        self.positions = self._positions()
+        self.encoder = nn.ModuleList(
+            DilatedTransformerEncoderLayer(**self._layer_settings(encoder_gamma)) for _ in range(N)
+        )
+        self.encoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps)
+        self.decoder = nn.ModuleList(
+            DilatedTransformerDecoderLayer(**self._layer_settings(decoder_gamma)) for _ in range(M)
+        )
+        self.decoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps) if M else None
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor | None = None,
+        *,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        is_causal: bool = True,
+    ) -> Tensor:
+        """The decoder's output on `tgt`, `(B, N of tgt, E)`; the encoder's on `src` when there is no decoder.
+
+        `is_causal` concerns the decoder's self-attention.
+        """
+        memory = self.encode(src, src_key_padding_mask)
+        if self.decoder_norm is None:
+            if tgt is not None:
+                raise ValueError("this LongNet is an encoder alone (num_decoder_layers=0): it takes no tgt")
+            return memory
+        if tgt is None:
+            raise ValueError("an encoder-decoder needs tgt; for an encoder alone set num_decoder_layers=0")
+        B, N = tgt.shape[:2]
+        spans = document_spans(B, N, key_padding_mask=tgt_key_padding_mask)
+        rotation = None if self.positions is None else self.positions(B, N, spans, tgt.device)
+        for layer in self.decoder:
+            tgt = self._run(
+                layer,
+                tgt,
+                memory,
+                memory_key_padding_mask=src_key_padding_mask,
+                tgt_is_causal=is_causal,
+                spans=spans,
+                rotation=rotation,
+            )
+        return self.decoder_norm(tgt)
+
+    def encode(self, src: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """The encoder's output, `(B, N, E)`."""
+        if src.dim() != 3 or src.shape[-1] != self.config.d_model:
+            raise ValueError(f"src must be (batch, tokens, {self.config.d_model}), got {tuple(src.shape)}")
+        B, N = src.shape[:2]
+        spans = document_spans(B, N, key_padding_mask=key_padding_mask)
+        rotation = None if self.positions is None else self.positions(B, N, spans, src.device)
+        for layer in self.encoder:
+            src = self._run(layer, src, spans=spans, rotation=rotation)
+        return self.encoder_norm(src)

@@ -1,0 +1,72 @@
+"""Weights on disk: safetensors beside a JSON config, written whole or not at all, loaded without unpickling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor, nn
+
+WEIGHTS = "model.safetensors"
+
+
+def save_weights(model: nn.Module, config: str, folder: Path) -> None:
+    safetensors = _safetensors()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "config.json", lambda path: path.write_text(config))
+    write_whole(folder / WEIGHTS, lambda path: safetensors.save_file(_without_ties(model), path))
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    safetensors = _safetensors()
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}: is this the folder of save_pretrained?")
+    try:
+        found = safetensors.load_file(path)
+    except Exception as error:
+        raise ValueError(f"{path} is broken or truncated ({error}): use another copy of the checkpoint") from error
+    expected = _without_ties(model)
+    problems = [f"missing {name}" for name in expected.keys() - found.keys()]
+    problems += [f"unexpected {name}" for name in found.keys() - expected.keys()]
+    problems += [
+        f"{name} is {tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
+        for name in expected.keys() & found.keys()
+        if found[name].shape != expected[name].shape
+    ]
+    if problems:
+        raise ValueError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:8])}")
+    model.load_state_dict(found, strict=False)
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, then put it in its place at once: no reader sees half a file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _without_ties(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with each shared tensor under its first name only, as safetensors stores it."""
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor.detach().contiguous()
+    return tensors
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "weights are stored with safetensors: pip install 'dilated-attention-pytorch[train]'"
+        ) from error
+    return safetensors.torch

@@ -1,0 +1,24 @@
+"""Modules: attention on `(B, N, H, D)`, multihead on `(B, N, E)`, positions, transformer layers."""
+
+from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.positions import RotaryPositions, Rotation, XPosPositions, rotate
+from dilated_attention_pytorch.nn.transformer import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    FeedForward,
+)
+
+__all__ = [
+    "DilatedAttention",
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
+    "FeedForward",
+    "ImprovedDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
+    "MultiheadDilatedAttention",
+    "RotaryPositions",
+    "Rotation",
+    "XPosPositions",
+    "rotate",
+]

@@ -1,0 +1,218 @@
+"""Multihead dilated attention on `(B, N, E)` tensors, in the interface of `nn.MultiheadAttention(batch_first=True)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.positions import Rotation, rotate
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Drop-in for `nn.MultiheadAttention(batch_first=True)` with dilated attention.
+
+    Follows MAGNETO: an extra LayerNorm before the output projection, and value and output projections initialised with
+    gain `gamma_init`.
+
+    Args:
+        embed_dim, num_heads: as in `nn.MultiheadAttention`.
+        segment_lengths, dilation_rates: one entry a branch.
+        dropout: of the attention weights, while training.
+        bias: whether projections have a bias.
+        layer_norm: whether the output projection is preceded by a LayerNorm (with `layer_norm_eps`).
+        gamma_init: gain of the initial value and output projections.
+        num_kv_heads: fewer key/value heads than query heads (grouped-query attention).
+        settings: passed on to `DilatedAttention` (`head_layout`, `softmax_scale`, `backend`, ...).
+
+    >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> x = torch.randn(2, 100, 32)
+    >>> out, weights = attention(x, x, x, is_causal=True)
+    >>> out.shape, weights
+    (torch.Size([2, 100, 32]), None)
+    """
+
+    batch_first = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        *,
+        num_kv_heads: int | None = None,
+        batch_first: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        if not batch_first:
+            raise ValueError("inputs are (batch, tokens, embed_dim): transpose them and leave batch_first True")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.gamma_init = gamma_init
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._make_projections(bias, factory)
+        self.attention = self._make_attention(segment_lengths, dilation_rates, dropout, settings)
+        self.norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **factory) if layer_norm else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.reset_parameters()
+
+    def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
+        self.k_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
+        self.v_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
+
+    def _make_attention(
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
+    ) -> DilatedAttention:
+        return DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **settings)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return self.attention.segment_lengths
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        return self.attention.dilation_rates
+
+    def reset_parameters(self) -> None:
+        """MAGNETO's initialisation."""
+        for weight, gain in (*self._projection_gains(), (self.out_proj.weight, self.gamma_init)):
+            nn.init.xavier_normal_(weight, gain=gain)
+        for name, parameter in self.named_parameters():
+            if name.endswith("proj.bias"):
+                nn.init.zeros_(parameter)
+
+    def _projection_gains(self) -> list[tuple[Tensor, float]]:
+        return [(self.q_proj.weight, 1.0), (self.k_proj.weight, 1.0), (self.v_proj.weight, self.gamma_init)]
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        spans: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, None]:
+        """`(out, None)` with `out` `(B, N, E)`, or `(N, E)` for an unbatched input.
+
+        `rotation` turns queries and keys by their positions (`RotaryPositions`, `XPosPositions`). Weights would take
+        O(N^2) memory, so `need_weights=True` is refused; `average_attn_weights` only concerns them.
+        """
+        if need_weights:
+            raise ValueError("attention weights take O(N^2) memory and are not returned: pass need_weights=False")
+        self._check(query, key, value)
+        if query.dim() == 2:
+            mask = None if key_padding_mask is None else key_padding_mask[None]
+            out, _ = self.forward(
+                query[None],
+                key[None],
+                value[None],
+                mask,
+                attn_mask=attn_mask,
+                is_causal=is_causal,
+                seqlens=seqlens,
+                cu_seqlens=cu_seqlens,
+                spans=spans,
+                rotation=rotation,
+            )
+            return out[0], None
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, heads, D)
+        if rotation is not None:
+            q, k = rotate(q, k, rotation)
+        out = self.attention(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            attn_mask=attn_mask,
+            key_padding_mask=key_padding_mask,
+            seqlens=seqlens,
+            cu_seqlens=cu_seqlens,
+            spans=spans,
+        ).flatten(-2)  # (B, N, E)
+        if self.norm is not None:
+            out = self.norm(out)
+        return self.out_proj(out), None
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
+                raise ValueError(
+                    f"{name} must be (batch, tokens, {self.embed_dim}), got {tuple(x.shape)}; "
+                    "for (batch, tokens, heads, head_dim) use DilatedAttention"
+                )
+            if x.shape != query.shape:
+                raise ValueError(
+                    f"query, key and value must be of one shape, got {tuple(query.shape)} and {name} {tuple(x.shape)}: "
+                    "dilated attention relates the rows of one sequence; for cross-attention use nn.MultiheadAttention"
+                )
+
+    def extra_repr(self) -> str:
+        shown = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+        return shown if self.num_kv_heads == self.num_heads else f"{shown}, num_kv_heads={self.num_kv_heads}"
+
+
+class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """`MultiheadDilatedAttention` with one fused QKV projection, and TF32 for float32 on GPUs unless `use_tf32=False`.
+
+    TF32 here concerns the attention products; the projections follow `torch.set_float32_matmul_precision`.
+    """
+
+    def __init__(self, *args: Any, use_tf32: bool = True, **settings: Any) -> None:
+        super().__init__(*args, use_tf32=use_tf32, **settings)
+        self.use_tf32 = use_tf32
+
+    def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
+        self._qkv_dims = (self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim)
+        self.qkv_proj = nn.Linear(self.embed_dim, sum(self._qkv_dims), bias=bias, **factory)
+
+    def _make_attention(
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
+    ) -> DilatedAttention:
+        return ImprovedDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
+
+    def _projection_gains(self) -> list[tuple[Tensor, float]]:
+        # Rows of the fused weight are initialised apart, so that fan-in and fan-out are those of each projection.
+        return list(zip(self.qkv_proj.weight.split(self._qkv_dims), (1.0, 1.0, self.gamma_init)))
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if query is key and key is value:
+            q, k, v = self.qkv_proj(query).split(self._qkv_dims, dim=-1)
+            return q, k, v
+        weights = self.qkv_proj.weight.split(self._qkv_dims)
+        bias = self.qkv_proj.bias
+        biases = (None,) * 3 if bias is None else bias.split(self._qkv_dims)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
+        return q, k, v

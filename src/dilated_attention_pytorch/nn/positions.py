@@ -1,0 +1,104 @@
+"""Relative positions by rotation: rotary embeddings, and xPos, which also lets scores decay with distance."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.spans import document_positions
+
+
+class Rotation(NamedTuple):
+    """What positions do to queries and keys: angles as `cos` and `sin`, `(1 or B, N, D/2)`, and xPos's `scale`."""
+
+    cos: Tensor
+    sin: Tensor
+    scale: Tensor | None = None
+
+
+class RotaryPositions(nn.Module):
+    """Rotary position embedding: pairs of query and key dimensions turn by `position * base ** (-2i/D)`.
+
+    Angles are computed in float64: in float32 a position of a million is off by whole hundredths of a turn.
+
+    >>> rotation = RotaryPositions(8)(batch=1, tokens=5)
+    >>> rotation.cos.shape
+    torch.Size([1, 5, 4])
+    """
+
+    def __init__(self, head_dim: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"rotary positions turn pairs of dimensions: head_dim must be even, got {head_dim}")
+        self.head_dim = head_dim
+        self.base = base
+
+    def forward(
+        self, batch: int, tokens: int, spans: Tensor | None = None, device: torch.device | str | None = None
+    ) -> Rotation:
+        """The rotation of `tokens` positions, counted from each document's first token where `spans` are given."""
+        if spans is None:
+            positions = torch.arange(tokens, device=device)[None]
+        else:
+            positions = document_positions(spans, batch, tokens)
+        return self.of(positions)
+
+    def of(self, positions: Tensor) -> Rotation:
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device)
+        angles = positions.double().unsqueeze(-1) * self.base ** (-pairs / self.head_dim)
+        return Rotation(angles.cos().float(), angles.sin().float())
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, base={self.base}"
+
+
+class XPosPositions(RotaryPositions):
+    """xPos: rotary positions whose scores also decay, by `zeta ** (distance / scale_base)`; for causal attention.
+
+    Queries are multiplied by `zeta ** (p / scale_base)` and keys divided by it, which overflows on a long sequence.
+    Only rows of one segment see each other, so `p` is taken modulo `period`, a common multiple of the segment lengths.
+    """
+
+    def __init__(
+        self, head_dim: int, period: int, base: float = 10_000.0, scale_base: float = 512.0, gamma: float = 0.4
+    ) -> None:
+        super().__init__(head_dim, base)
+        self.period = period
+        self.scale_base = scale_base
+        self.gamma = gamma
+        largest = period / 2 / scale_base * -math.log(gamma / (1 + gamma))  # power of e in a scaled query or key
+        if largest > 80:
+            raise ValueError(
+                f"xPos over {period} tokens with scale_base={scale_base} scales queries by e^{largest:.0f}, "
+                f"beyond float32: use scale_base >= {scale_base * largest / 80:.0f}, or rotary positions"
+            )
+
+    def of(self, positions: Tensor) -> Rotation:
+        cos, sin, _ = super().of(positions)
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device)
+        zeta = (pairs / self.head_dim + self.gamma) / (1 + self.gamma)
+        power = (positions % self.period - self.period / 2).double() / self.scale_base
+        return Rotation(cos, sin, (zeta ** power.unsqueeze(-1)).float())
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, period={self.period}, scale_base={self.scale_base}"
+
+
+def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Query and key, `(B, N, heads, D)`, turned by their positions; computed in float32, returned in their dtype."""
+    if rotation.scale is None:
+        return _turn(query, rotation, None), _turn(key, rotation, None)
+    if query.dtype == torch.float16:
+        raise ValueError("xPos scales queries and keys beyond float16: use bfloat16, float32 or rotary positions")
+    return _turn(query, rotation, rotation.scale), _turn(key, rotation, 1.0 / rotation.scale)
+
+
+def _turn(x: Tensor, rotation: Rotation, scale: Tensor | None) -> Tensor:
+    cos, sin = rotation.cos.unsqueeze(-2), rotation.sin.unsqueeze(-2)  # (1 or B, N, 1, D/2)
+    if scale is not None:
+        cos, sin = cos * scale.unsqueeze(-2), sin * scale.unsqueeze(-2)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,158 @@
+"""Pre-norm transformer layers around multihead dilated attention, with MAGNETO's inner norms and initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.positions import Rotation
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with MAGNETO's LayerNorm before the second one."""
+
+    def __init__(
+        self,
+        d_model: int,
+        dim_feedforward: int,
+        dropout: float = 0.0,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        self.activation = activation
+        self.linear1 = nn.Linear(d_model, dim_feedforward, **factory)
+        self.norm = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **factory)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, **factory)
+        self.dropout = nn.Dropout(dropout)
+        for linear in (self.linear1, self.linear2):
+            nn.init.xavier_normal_(linear.weight, gain=gamma_init)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(_ACTIVATIONS[self.activation](self.linear1(x)))
+        return self.linear2(self.norm(x))
+
+
+class DilatedTransformerEncoderLayer(nn.Module):
+    """`nn.TransformerEncoderLayer(norm_first=True, batch_first=True)` with dilated self-attention.
+
+    With `is_causal=True` it is a decoder-only layer. `settings` go to `MultiheadDilatedAttention`.
+
+    >>> layer = DilatedTransformerEncoderLayer(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> layer(torch.randn(2, 100, 32)).shape
+    torch.Size([2, 100, 32])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.0,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        magneto: dict[str, Any] = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **factory}
+        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        self.self_attn = MultiheadDilatedAttention(
+            d_model, nhead, segment_lengths, dilation_rates, attention_dropout, **magneto, **settings
+        )
+        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        self.feed_forward = FeedForward(d_model, dim_feedforward, dropout, activation, **magneto)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        spans: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """`(B, N, E)`. A dense `src_mask` is refused: use `is_causal`."""
+        x = src + self._attend_to_self(src, src_mask, src_key_padding_mask, is_causal, spans, rotation)
+        return x + self.dropout(self.feed_forward(self.norm2(x)))
+
+    def _attend_to_self(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        spans: Tensor | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        x = self.norm1(x)
+        attended, _ = self.self_attn(
+            x,
+            x,
+            x,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            spans=spans,
+            rotation=rotation,
+        )
+        return self.dropout(attended)
+
+
+class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
+    """`nn.TransformerDecoderLayer(norm_first=True, batch_first=True)` with dilated self-attention.
+
+    Cross-attention relates two sequences that share no segments, so it is PyTorch's own dense attention.
+
+    >>> layer = DilatedTransformerDecoderLayer(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> layer(torch.randn(2, 100, 32), torch.randn(2, 70, 32)).shape
+    torch.Size([2, 100, 32])
+    """
+
+    def __init__(self, d_model: int, nhead: int, *args: Any, **settings: Any) -> None:
+        super().__init__(d_model, nhead, *args, **settings)
+        factory: dict[str, Any] = {"device": self.norm1.weight.device, "dtype": self.norm1.weight.dtype}
+        dropout = self.self_attn.attention.attention_dropout
+        self.cross_attn = nn.MultiheadAttention(d_model, nhead, dropout, batch_first=True, **factory)
+        self.norm3 = nn.LayerNorm(d_model, eps=self.norm1.eps, **factory)
+
+    def forward(  # type: ignore[override]
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = True,
+        *,
+        spans: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """`(B, N, E)` from the target `(B, N, E)` and the encoder's output `(B, any N, E)`; causal by default."""
+        x = tgt + self._attend_to_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, spans, rotation)
+        crossed, _ = self.cross_attn(
+            self.norm3(x), memory, memory, key_padding_mask=memory_key_padding_mask, need_weights=False
+        )
+        x = x + self.dropout(crossed)
+        return x + self.dropout(self.feed_forward(self.norm2(x)))

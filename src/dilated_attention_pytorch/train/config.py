@@ -1,0 +1,78 @@
+"""A training run as one frozen value; saved with the run, so that resuming needs nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dilated_attention_pytorch.models.config import ModelConfig
+
+# Small enough to learn something visible on two CPU cores in two minutes.
+SMALL_MODEL = ModelConfig(
+    d_model=128,
+    num_heads=4,
+    num_layers=4,
+    num_decoder_layers=0,
+    segment_lengths=(64, 128, 256, 512),
+    dilation_rates=(1, 2, 4, 8),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """`data` are text files or folders; none means the source of the running interpreter's standard library."""
+
+    data: tuple[str, ...] = ()
+    model: ModelConfig = field(default=SMALL_MODEL)
+    sequence_length: int = 512
+    batch_size: int = 8
+    steps: int = 300
+    learning_rate: float = 2e-3
+    warmup_steps: int = 30
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    validate_every: int = 50
+    validation_batches: int = 8
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    sample_bytes: int = 200
+    seed: int = 0
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", tuple(self.data))
+        for name in (
+            "sequence_length",
+            "batch_size",
+            "steps",
+            "validate_every",
+            "validation_batches",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "sample_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip_norm"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.model.vocab_size != 256:
+            raise ValueError(f"text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, path: Path) -> TrainConfig:
+        try:
+            values = json.loads(path.read_text())
+            model = ModelConfig(**values.pop("model"))
+            return cls(model=model, **values)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no training run at {path.parent}: there is no {path.name}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the config of a training run: {error}") from None

@@ -1,0 +1,227 @@
+"""Every backend gives the reference's out, lse, dq, dk and dv."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, example, given, settings
+from torch import Tensor
+
+from dilated_attention_pytorch.core import DilatedSpec, dense_mask
+from dilated_attention_pytorch.functional import dilated_attention
+
+from .draws import Draw, draws
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore:no branch of")]
+
+BASE = Draw(
+    batch=2,
+    tokens=48,
+    heads=4,
+    kv_heads=4,
+    head_dim=8,
+    segment_lengths=(8, 16, 48),
+    dilation_rates=(1, 2, 6),
+    head_layout="interleaved",
+    is_causal=False,
+    scale=None,
+    dropout_p=0.0,
+    lengths="whole",
+    shards=1,
+    seed=0,
+)
+CORNERS: dict[str, dict] = {
+    "ragged": {"tokens": 53, "is_causal": True},
+    "shorter than a segment": {"tokens": 5},
+    "segments that rates do not divide": {"segment_lengths": (7, 13, 31), "dilation_rates": (1, 4, 5)},
+    "rates beyond half a segment": {"segment_lengths": (4, 8, 8), "dilation_rates": (1, 6, 12)},
+    "rates that do not divide the heads": {"heads": 5, "kv_heads": 5, "dilation_rates": (1, 3, 4)},
+    "rows that nobody covers": {"dilation_rates": (2, 4, 6), "tokens": 50},
+    "one token": {"tokens": 1, "is_causal": True},
+    "grouped queries": {"heads": 6, "kv_heads": 2, "is_causal": True},
+    "padded": {"lengths": "right-padded"},
+    "left-padded": {"lengths": "left-padded", "is_causal": True},
+    "packed": {"batch": 1, "lengths": "packed"},
+    "a shard of the heads": {"shards": 3, "head_layout": "blocked"},
+    "each head in one branch": {"head_layout": "grouped", "heads": 7, "kv_heads": 7},
+    "dropout": {"dropout_p": 0.4, "is_causal": True, "tokens": 53},
+}
+
+
+def corners(test):
+    for change in CORNERS.values():
+        test = example(dataclasses.replace(BASE, **change))(test)
+    return test
+
+
+def run(draw: Draw, backend: str, dtype: torch.dtype, *, through_lse: bool) -> dict[str, Tensor]:
+    """out, lse and gradients of a random linear function of out, and of lse if asked, as float64."""
+    tensors = draw.tensors(dtype)
+    torch.manual_seed(draw.seed % 2**32)  # the same dropout on every backend
+    out, lse = dilated_attention(*tensors, **draw.settings(), return_lse=True, backend=backend)
+    assert out.dtype == dtype
+    generator = torch.Generator().manual_seed(draw.seed + 2)
+    loss = (out * torch.randn(out.shape, dtype=torch.float64, generator=generator).to(dtype)).sum()
+    covered = lse != -torch.inf
+    assert torch.equal(out[~covered], torch.zeros_like(out[~covered]))
+    if through_lse:
+        loss = loss + (lse * torch.randn(lse.shape, dtype=torch.float64, generator=generator))[covered].sum()
+    dq, dk, dv = torch.autograd.grad(loss, tensors) if covered.any() else map(torch.zeros_like, tensors)
+    found = {"out": out, "lse": lse.masked_fill(~covered, 0.0), "dq": dq, "dk": dk, "dv": dv}
+    found["covered"] = covered
+    return {name: x.detach().double() for name, x in found.items()}
+
+
+@settings(max_examples=150)
+@corners
+@given(draws())
+@pytest.mark.parametrize("through_lse", [False, True])
+def test_eager_equals_the_reference_in_float64(through_lse: bool, draw: Draw) -> None:
+    expected = run(draw, "reference", torch.float64, through_lse=through_lse)
+    found = run(draw, "eager", torch.float64, through_lse=through_lse)
+    for name, x in expected.items():
+        torch.testing.assert_close(
+            found[name], x, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+# A budget for norms says something about many roundings, not about one: no tiny problems here, and no dropout, under
+# which a rounded `out` cancels against an unrounded weight. Both are exact in float64 above.
+@settings(max_examples=60)
+@corners
+@given(draws(min_tokens=32, head_dims=(8, 16), dropout=False))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_eager_keeps_the_error_budget(dtype: torch.dtype, draw: Draw) -> None:
+    if draw.lengths != "packed":
+        draw = dataclasses.replace(draw, batch=8)
+    # The reference sees the same low-precision inputs.
+    inputs = tuple(x.detach().double().requires_grad_() for x in draw.tensors(dtype))
+    expected = _reference_on(draw, inputs)
+    found = run(draw, "eager", dtype, through_lse=False)
+    assert torch.equal(found["covered"], expected["covered"])
+    assume(expected["covered"].sum() >= 256)
+    flash = flash_errors(dtype, draw.head_dim, keys_a_row(draw)) if dtype != torch.float32 else {}
+    scale = max(expected[name].norm().item() for name in ("dq", "dk", "dv"))
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        # A gradient that cancels to nothing is measured against its siblings.
+        norm = max(expected[name].norm().item(), 0.2 * scale if name.startswith("d") else 0.0)
+        error = (found[name] - expected[name]).norm().item() / norm if norm else found[name].norm().item()
+        limit = max(1.5 * flash[name], 2e-6) if flash else 2e-6  # the lse is float32 in any case
+        assert error <= limit, f"{name}: {error:.2e} is over {limit:.2e}"
+
+
+def keys_a_row(draw: Draw) -> int:
+    """How many keys a row sees on average: the size of the dense problem that is as hard."""
+    spec = DilatedSpec.of(draw.segment_lengths, draw.dilation_rates, draw.head_layout)
+    mask = dense_mask(spec, spec.offsets(draw.kv_heads), draw.tokens, is_causal=draw.is_causal).sum(0)
+    return max(2, round(mask.sum().item() / max(1, mask.any(-1).sum().item())))
+
+
+def _reference_on(draw: Draw, tensors: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    fixed = dataclasses.replace(draw)
+    object.__setattr__(fixed, "tensors", lambda dtype, device="cpu": tensors)
+    return run(fixed, "reference", torch.float64, through_lse=False)
+
+
+@functools.cache
+def flash_errors(dtype: torch.dtype, head_dim: int, keys: int) -> dict[str, float]:
+    """The relative errors of PyTorch's own flash attention on dense problems of this dtype."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (2048 // keys, 2, keys, head_dim)
+    q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].transpose(-1, -2) * head_dim**-0.5
+    expected = {"out": scores.softmax(-1) @ exact[2], "lse": scores.logsumexp(-1)}
+    expected |= zip(("dq", "dk", "dv"), torch.autograd.grad((expected["out"] * do).sum(), exact))
+    low = [x.requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*low)
+    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    found = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad((out * do).sum(), low)))
+    return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in expected.items()}
+
+
+def test_float32_lse_is_as_exact_for_low_precision_inputs() -> None:
+    q, k, v = BASE.tensors(torch.bfloat16)
+    _, lse = dilated_attention(q, k, v, [8, 16], [1, 2], return_lse=True)
+    exact = dilated_attention(*(x.double() for x in (q, k, v)), [8, 16], [1, 2], return_lse=True, backend="reference")[
+        1
+    ]
+    assert lse.dtype == torch.float32
+    assert (lse - exact).norm() / exact.norm() < 2e-6
+
+
+def test_a_single_branch_of_rate_one_is_dense_attention() -> None:
+    q, k, v = BASE.tensors(torch.float64)
+    out = dilated_attention(q, k, v, [1000], [1], is_causal=True)
+    dense = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(out, dense)
+
+
+def test_shards_of_heads_together_give_the_whole() -> None:
+    for layout in ("interleaved", "blocked", "grouped"):
+        q, k, v = BASE.tensors(torch.float64)
+        whole = dilated_attention(q, k, v, [8, 16, 48], [1, 2, 6], head_layout=layout)
+        shards = [
+            dilated_attention(
+                *(x[:, :, h : h + 2] for x in (q, k, v)),
+                [8, 16, 48],
+                [1, 2, 6],
+                head_layout=layout,
+                head_offset=h,
+                total_heads=4,
+            )
+            for h in (0, 2)
+        ]
+        torch.testing.assert_close(torch.cat(shards, 2), whole)
+
+
+def test_left_padding_does_not_shift_the_pattern() -> None:
+    q, k, v = BASE.tensors(torch.float64)
+    alone = dilated_attention(q, k, v, [8, 16], [1, 3], is_causal=True)
+    padded = [F.pad(x, (0, 0, 0, 0, 5, 0)) for x in (q, k, v)]
+    mask = torch.zeros(2, 53, dtype=torch.bool)
+    mask[:, :5] = True
+    out = dilated_attention(*padded, [8, 16], [1, 3], is_causal=True, key_padding_mask=mask)
+    torch.testing.assert_close(out[:, 5:], alone)
+    assert not out[:, :5].any()
+
+
+def test_packed_documents_are_computed_apart() -> None:
+    q, k, v = (x[:1] for x in BASE.tensors(torch.float64))
+    packed = dilated_attention(q, k, v, [8, 16], [1, 3], cu_seqlens=torch.tensor([0, 19, 19, 48]))
+    apart = [dilated_attention(*(x[:, s] for x in (q, k, v)), [8, 16], [1, 3]) for s in (slice(0, 19), slice(19, 48))]
+    torch.testing.assert_close(packed, torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_inputs_may_have_any_strides(fused: bool) -> None:
+    if fused:
+        q, k, v = torch.randn(2, 40, 4, 3, 8).unbind(3)
+    else:
+        q, k, v = (torch.randn(2, 4, 8, 40).permute(0, 3, 1, 2) for _ in range(3))
+        k = k[:1].expand(2, -1, -1, -1)
+    expected = dilated_attention(q, k, v, [8, 16], [1, 2], backend="reference")
+    torch.testing.assert_close(dilated_attention(q, k, v, [8, 16], [1, 2], backend="eager"), expected)
+
+
+def test_dropout_repeats_with_the_seed_and_keeps_the_mean() -> None:
+    q, k, v = BASE.tensors(torch.float32)
+    outs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outs.append(dilated_attention(q, k, v, [48], [1], dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
+    many = torch.stack([dilated_attention(q, k, v, [48], [1], dropout_p=0.5) for _ in range(400)]).mean(0)
+    assert (many - dilated_attention(q, k, v, [48], [1])).abs().mean() < 0.05
+
+
+def test_no_warning_is_raised_by_a_covered_spec() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dilated_attention(*BASE.tensors(torch.float32), [8, 16], [1, 2])

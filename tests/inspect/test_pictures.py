@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+from dilated_attention_pytorch.core import DilatedSpec, dense_mask
+from dilated_attention_pytorch.inspect.pictures import draw_documentation, pattern_svg
+
+DOCS = Path(__file__).parents[2] / "docs" / "pictures"
+
+
+def test_the_pictures_of_the_documentation_are_the_ones_that_the_code_draws(tmp_path) -> None:
+    drawn = draw_documentation(tmp_path)
+    assert {path.name for path in drawn} == {path.name for path in DOCS.iterdir()}
+    for path in drawn:
+        assert path.read_text() == (DOCS / path.name).read_text(), f"{path.name} is stale: ./run docs"
+
+
+def test_a_pattern_has_a_coloured_cell_for_every_visible_pair() -> None:
+    spec = DilatedSpec.of([3, 6], [1, 2])
+    root = ElementTree.fromstring(pattern_svg(spec, 6, head=1, heads=2, is_causal=True))
+    colours = [rect.get("fill") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    shown = dense_mask(spec, spec.offsets(2), 6, is_causal=True)[:, 1].sum((1, 2)).tolist()
+    assert [colours.count(colour) for colour in ("#e8590c",)] == shown[1:]

@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    LongNet,
+    LongNetLM,
+    MultiheadDilatedAttention,
+    RotaryPositions,
+)
+from dilated_attention_pytorch.functional import dilated_attention
+
+SPEC = {"segment_lengths": [4, 8, 16], "dilation_rates": [1, 2, 3]}
+SIZES = {"d_model": 16, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2, **SPEC}
+N = 21
+
+
+def causal_cases():
+    def heads(module):
+        return module, torch.randn(2, N, 4, 4), lambda m, x: m(x, x, x, is_causal=True)
+
+    def rows(module):
+        return module, torch.randn(2, N, 16), lambda m, x: m(x, x, x, is_causal=True)[0]
+
+    source = torch.randn(2, 7, 16)
+    return {
+        "DilatedAttention": lambda: heads(DilatedAttention(**SPEC)),
+        "grouped": lambda: heads(DilatedAttention(**SPEC, head_layout="grouped")),
+        "blocked": lambda: heads(DilatedAttention(**SPEC, head_layout="blocked")),
+        "ImprovedDilatedAttention": lambda: heads(ImprovedDilatedAttention(**SPEC)),
+        "MultiheadDilatedAttention": lambda: rows(MultiheadDilatedAttention(16, 4, **SPEC)),
+        "ImprovedMultiheadDilatedAttention": lambda: rows(ImprovedMultiheadDilatedAttention(16, 4, **SPEC)),
+        "encoder layer": lambda: (
+            DilatedTransformerEncoderLayer(16, 4, **SPEC),
+            torch.randn(2, N, 16),
+            lambda m, x: m(x, is_causal=True),
+        ),
+        "decoder layer": lambda: (
+            DilatedTransformerDecoderLayer(16, 4, **SPEC),
+            torch.randn(2, N, 16),
+            lambda m, x: m(x, source),
+        ),
+        "LongNet": lambda: (LongNet(**SIZES), torch.randn(2, N, 16), lambda m, x: m(source, x)),
+        "LongNetLM": lambda: (LongNetLM(**SIZES), torch.randint(256, (2, N)), lambda m, x: m(x)),
+        "LongNetLM with xPos": lambda: (
+            LongNetLM(**SIZES, positions="xpos"),
+            torch.randint(256, (2, N)),
+            lambda m, x: m(x),
+        ),
+    }
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    """Modules and inputs alike in float64, so that "unchanged" can be exact."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("case", causal_cases())
+def test_changing_a_token_changes_nothing_before_it(case) -> None:
+    module, x, call = causal_cases()[case]()
+    module.eval()
+    before = call(module, x)
+    for t in range(N):
+        changed = x.clone()
+        changed[:, t] = (x[:, t] + 1) % 256
+        after = call(module, changed)
+        torch.testing.assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-12)
+        assert not torch.equal(after[:, t], before[:, t])
+
+
+def test_multihead_is_projections_around_the_function() -> None:
+    module = MultiheadDilatedAttention(16, 4, **SPEC, num_kv_heads=2).eval()
+    x = torch.randn(2, N, 16)
+    heads = [p(x).unflatten(-1, (-1, 4)) for p in (module.q_proj, module.k_proj, module.v_proj)]
+    expected = module.out_proj(module.norm(dilated_attention(*heads, **SPEC).flatten(-2)))
+    torch.testing.assert_close(module(x, x, x)[0], expected)
+    assert module(x, x, x)[1] is None
+
+
+def test_the_fused_projection_is_three_projections() -> None:
+    fused = ImprovedMultiheadDilatedAttention(16, 4, **SPEC, num_kv_heads=2).eval()
+    apart = MultiheadDilatedAttention(16, 4, **SPEC, num_kv_heads=2).eval()
+    state = fused.state_dict()
+    for kind in ("weight", "bias"):
+        parts = state.pop(f"qkv_proj.{kind}").split([16, 8, 8])
+        state |= {f"{name}_proj.{kind}": part for name, part in zip("qkv", parts)}
+    apart.load_state_dict(state)
+    x, y = torch.randn(2, N, 16), torch.randn(2, N, 16)
+    torch.testing.assert_close(fused(x, x, x)[0], apart(x, x, x)[0])
+    torch.testing.assert_close(fused(x, y, y)[0], apart(x, y, y)[0])
+    assert (fused.embed_dim, fused.num_heads, fused.segment_lengths, fused.dilation_rates) == (
+        16,
+        4,
+        (4, 8, 16),
+        (1, 2, 3),
+    )
+
+
+def test_magneto_initialises_value_and_output_with_the_gain() -> None:
+    for build in (MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention):
+        module = build(256, 4, **SPEC, gamma_init=3.0)
+        fused = build is ImprovedMultiheadDilatedAttention
+        weights = (
+            module.qkv_proj.weight.split(256)
+            if fused
+            else [p.weight for p in (module.q_proj, module.k_proj, module.v_proj)]
+        )
+        deviations = [w.std().item() * 16 for w in (*weights, module.out_proj.weight)]
+        assert deviations == pytest.approx([1.0, 1.0, 3.0, 3.0], rel=0.05)
+
+
+def test_it_replaces_pytorchs_attention_in_its_own_layer() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    layer.self_attn = MultiheadDilatedAttention(16, 4, **SPEC)
+    x, mask = torch.randn(2, N, 16), torch.arange(N) >= torch.tensor([[N], [9]])
+    out = layer(x, src_key_padding_mask=mask)
+    changed = x.clone()
+    changed[1, 9:] += 1.0
+    torch.testing.assert_close(layer(changed, src_key_padding_mask=mask)[1, :9], out[1, :9])
+
+
+def test_unbatched_input_is_a_batch_of_one() -> None:
+    module = MultiheadDilatedAttention(16, 4, **SPEC).eval()
+    x, mask = torch.randn(N, 16), torch.arange(N) >= 15
+    expected = module(x[None], x[None], x[None], key_padding_mask=mask[None])[0][0]
+    torch.testing.assert_close(module(x, x, x, key_padding_mask=mask)[0], expected)
+
+
+@pytest.mark.parametrize("build", [MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention])
+def test_padding_reaches_no_valid_row(build) -> None:
+    module = build(16, 4, **SPEC).eval()
+    x = torch.randn(2, N, 16)
+    mask = torch.zeros(2, N, dtype=torch.bool)
+    mask[0, :6] = True
+    mask[1, 15:] = True
+    changed = x.masked_fill(mask[..., None], 9.0)
+    outs = [module(y, y, y, key_padding_mask=mask)[0] for y in (x, changed)]
+    torch.testing.assert_close(outs[0][~mask], outs[1][~mask])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"need_weights": True}, r"O\(N\^2\).*need_weights=False"),
+        ({"attn_mask": torch.zeros(N, N)}, "is_causal=True for causality, key_padding_mask or seqlens"),
+    ],
+)
+def test_what_would_take_quadratic_memory_is_refused(arguments, message) -> None:
+    module = MultiheadDilatedAttention(16, 4, **SPEC)
+    x = torch.randn(2, N, 16)
+    with pytest.raises(ValueError, match=message):
+        module(x, x, x, **arguments)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    module = MultiheadDilatedAttention(16, 4, **SPEC)
+    x = torch.randn(2, N, 16)
+    with pytest.raises(ValueError, match=r"cross-attention use nn\.MultiheadAttention"):
+        module(x, x[:, :5], x[:, :5])
+    with pytest.raises(ValueError, match=r"query must be \(batch, tokens, 16\)"):
+        module(x[..., :8], x, x)
+    with pytest.raises(ValueError, match="num_heads must divide embed_dim, got embed_dim=16, num_heads=3"):
+        MultiheadDilatedAttention(16, 3, **SPEC)
+    with pytest.raises(ValueError, match="leave batch_first True"):
+        MultiheadDilatedAttention(16, 4, **SPEC, batch_first=False)
+
+
+def test_dropout_acts_while_training_only() -> None:
+    module = DilatedAttention(**SPEC, attention_dropout=0.5)
+    q, k, v = torch.randn(3, 1, N, 4, 4)
+    assert not torch.equal(module(q, k, v), module(q, k, v))
+    module.eval()
+    assert torch.equal(module(q, k, v), dilated_attention(q, k, v, **SPEC))
+
+
+def test_profiling_names_the_call() -> None:
+    module = DilatedAttention(**SPEC, enable_profiling=True)
+    q, k, v = torch.randn(3, 1, N, 4, 4)
+    with torch.profiler.profile() as profile:
+        module(q, k, v)
+    assert any(event.key.startswith("DilatedAttention(") for event in profile.key_averages())
+
+
+def test_one_module_serves_two_sets_of_parameters() -> None:
+    module = MultiheadDilatedAttention(16, 4, **SPEC)
+    x = torch.randn(2, N, 16)
+    other = {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+    with torch.no_grad():
+        other["out_proj.bias"] += 1.0
+    one = module(x, x, x)[0]
+    two = torch.func.functional_call(module, other, (x, x, x))[0]
+    (one.sum() * 2 + two.sum() * 3).backward()
+    torch.testing.assert_close(two, one + 1.0)
+    torch.testing.assert_close(other["out_proj.weight"].grad, module.out_proj.weight.grad * 1.5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_layers_compile_whole(dynamic) -> None:
+    layer = DilatedTransformerEncoderLayer(16, 4, **SPEC, dropout=0.0)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for tokens in (12, 25):
+        x = torch.randn(2, tokens, 16)
+        torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True))
+
+
+def test_rotary_positions_make_attention_depend_on_distance_alone() -> None:
+    module = MultiheadDilatedAttention(16, 4, [64], [1]).eval()
+    rotary = RotaryPositions(4)
+    x = torch.randn(1, 12, 16)
+    near = module(x, x, x, is_causal=True, rotation=rotary.of(torch.arange(12)[None]))[0]
+    far = module(x, x, x, is_causal=True, rotation=rotary.of(torch.arange(12)[None] + 3_000_000))[0]
+    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(near, module(x, x, x, is_causal=True)[0])
+
+
+def _one_ddp_step(rank: int, port: int, results) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    models = [LongNetLM(**SIZES), LongNet(**SIZES), ImprovedMultiheadDilatedAttention(16, 4, **SPEC)]
+    x = torch.full((1, N, 16), float(rank + 1)).cumsum(1)
+    calls = [
+        lambda m: m(torch.full((1, N), rank)),
+        lambda m: m(x, x),
+        lambda m: m(x, x, x)[0],
+    ]
+    for model, call in zip(models, calls):
+        # An unused parameter makes the second step raise, since unused ones are not looked for.
+        wrapped = DistributedDataParallel(model)
+        for _ in range(2):
+            call(wrapped).square().sum().backward()
+    results[rank] = [p.grad.clone() for model in models for p in model.parameters()]
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_without_an_unused_parameter(unused_port) -> None:
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_one_ddp_step, (unused_port, results), nprocs=2)
+        for one, other in zip(results[0], results[1]):
+            torch.testing.assert_close(one, other)
+            assert one.isfinite().all()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,59 @@
+"""Bad input gets one clear error that names the value and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.functional import dilated_attention
+
+
+def tensors(**changes):
+    shapes = {"query": (2, 8, 4, 4), "key": (2, 8, 4, 4), "value": (2, 8, 4, 4)} | changes
+    return [x if isinstance(x, torch.Tensor) else torch.randn(x) for x in shapes.values()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query": (2, 8, 16)}, ValueError, "query must be .*got 3 dimensions.*MultiheadDilatedAttention"),
+        (
+            {"key": torch.randn(2, 8, 4, 4).double()},
+            TypeError,
+            "share a dtype, got torch.float32 and key torch.float64",
+        ),
+        ({"value": torch.randn(2, 8, 4, 4, device="meta")}, ValueError, "share a device, got cpu and value meta"),
+        ({"query": torch.ones(2, 8, 4, 4).int()}, TypeError, "query must be float32.*got torch.int32"),
+        ({"key": (2, 9, 4, 4)}, ValueError, "agree in batch, tokens and head_dim.*no cross-attention"),
+        ({"key": (2, 8, 3, 4), "value": (2, 8, 3, 4)}, ValueError, "H=4 and Hkv=3"),
+        ({"key": (2, 8, 2, 4)}, ValueError, "as many heads, got 2 and 4"),
+        (dict.fromkeys(("query", "key", "value"), (2, 0, 4, 4)), ValueError, "an empty sequence"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(changes, error, message) -> None:
+    with pytest.raises(error, match=message):
+        dilated_attention(*tensors(**changes), [4, 8], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"dilation_rates": [1]}, ValueError, "2 lengths .* and 1 rates"),
+        ({"segment_lengths": [4, 0]}, ValueError, "segment_length must be at least 1, got 0"),
+        ({"dilation_rates": [1, -2]}, ValueError, "dilation_rate must be at least 1, got -2"),
+        ({"head_layout": "diagonal"}, ValueError, "got 'diagonal'"),
+        ({"backend": "magic"}, ValueError, "backend must be auto, eager or reference, got 'magic'"),
+        ({"dropout_p": 1.0}, ValueError, "below 1, got 1.0"),
+        ({"head_offset": 4}, ValueError, "needs total_heads"),
+        ({"head_offset": 4, "total_heads": 6}, ValueError, "do not lie within the 6 heads"),
+        ({"spans": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, r"got \(3, 2\) for batch 2"),
+        (
+            {"spans": torch.zeros(2, 2, dtype=torch.int64), "seqlens": torch.tensor([1, 1])},
+            ValueError,
+            "spans already state",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, error, message) -> None:
+    with pytest.raises(error, match=message):
+        dilated_attention(*tensors(), **({"segment_lengths": [4, 8], "dilation_rates": [1, 2]} | settings))

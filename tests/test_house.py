@@ -1,0 +1,144 @@
+"""The rooms and the arrows between them; what importing costs; the names that users type."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dilated_attention_pytorch
+
+PACKAGE = Path(dilated_attention_pytorch.__file__).parent
+NAME = "dilated_attention_pytorch"
+# A room may import from its own floor's room and from lower floors.
+FLOORS = [
+    {"core"},
+    {"kernels"},
+    {"functional"},
+    {"nn"},
+    {"models"},
+    {"train", "bench", "inspect"},
+    {"cli"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def imports_between_rooms() -> list[tuple[str, str, Path]]:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room.startswith("_"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert name != NAME, f"{path} imports the root, which imports everything"
+                if name.startswith(f"{NAME}."):
+                    found.append((room, name.split(".")[1], path))
+    return found
+
+
+def test_imports_go_downward_only() -> None:
+    found = imports_between_rooms()
+    assert len(found) > 20
+    for room, imported, path in found:
+        assert room == imported or FLOOR[imported] < FLOOR[room], f"{path}: {room} may not import {imported}"
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    assert {room for room in rooms if not room.startswith("_")} == set(FLOOR)
+
+
+def test_importing_loads_no_optional_package_and_changes_no_setting() -> None:
+    script = f"""
+import sys, torch
+state = lambda: (torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads())
+before, modules = state(), set(sys.modules)
+import {NAME}
+assert state() == before
+optional = ("triton", "transformers", "matplotlib", "safetensors", "torch._dynamo")
+print(*[name for name in optional if name in sys.modules and name not in modules])
+print(*[name for name in ("triton", "transformers", "matplotlib") if name in sys.modules])
+"""
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+ATTENTION = {
+    "dilated_attention.DilatedAttention": {"softmax_scale": 0.2, "attention_dropout": 0.1, "enable_profiling": True},
+    "improved_dilated_attention.ImprovedDilatedAttention": {"dropout": 0.1, "use_tf32": True},
+}
+MULTIHEAD = {
+    "multihead_dilated_attention.MultiheadDilatedAttention": {"gamma_init": 2.0, "layer_norm": True},
+    "dilated_attention.MultiheadDilatedAttention": {"dropout": 0.1, "layer_norm": False, "bias": False},
+    "improved_multihead_dilated_attention.ImprovedMultiheadDilatedAttention": {"use_tf32": False},
+}
+MODELS = {"long_net.LongNetLM": {}, "long_net.LongNet": {"num_decoder_layers": 1}}
+OFF = {"enable_memory_pool": False, "lightweight_pool": False, "use_pattern_cache": False}
+
+
+def published(path: str):
+    module, name = path.split(".")
+    found = getattr(importlib.import_module(f"{NAME}.{module}"), name)
+    assert found is getattr(dilated_attention_pytorch, name)
+    assert getattr(dilated_attention_pytorch, module) is sys.modules[f"{NAME}.{module}"]
+    return found
+
+
+def build(path: str):
+    """The module of a documented path with its documented keywords, and a call of it."""
+    if path in ATTENTION:
+        module = published(path)([4, 8], [1, 2], **ATTENTION[path], **OFF)
+        x = torch.randn(2, 10, 4, 4)
+        return module, lambda m: m(x, x, x, is_causal=True)
+    if path in MULTIHEAD:
+        module = published(path)(16, 4, segment_lengths=[4, 8], dilation_rates=[1, 2], **MULTIHEAD[path], **OFF)
+        x = torch.randn(2, 10, 16)
+        return module, lambda m: m(x, x, x, is_causal=True)[0]
+    sizes = {"d_model": 16, "num_heads": 4, "num_layers": 1, "segment_lengths": [4, 8], "dilation_rates": [1, 2]}
+    module = published(path)(**sizes, **MODELS[path])
+    tokens, x = torch.randint(256, (2, 10)), torch.randn(2, 10, 16)
+    return module, (lambda m: m(tokens)) if path.endswith("LM") else (lambda m: m(x, x))
+
+
+@pytest.mark.parametrize("path", [*ATTENTION, *MULTIHEAD, *MODELS])
+def test_a_published_name_constructs_runs_copies_and_pickles(path) -> None:
+    module, call = build(path)
+    module.eval()
+    expected = call(module)
+    for _ in range(2):  # before and after a backward
+        assert type(module).__name__ in repr(module)
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            torch.testing.assert_close(call(twin), expected)
+        if any(p.requires_grad for p in module.parameters()):
+            call(module).sum().backward()
+
+
+@pytest.mark.parametrize("keyword", ["enable_memory_pool", "lightweight_pool", "use_pattern_cache"])
+@pytest.mark.parametrize("path", [*ATTENTION, *MULTIHEAD])
+def test_what_this_release_cannot_do_is_refused(path, keyword) -> None:
+    sizes = (16, 4) if path in MULTIHEAD else ()
+    with pytest.raises(ValueError, match=f"leave .*{keyword}.* False"):
+        published(path)(*sizes, [4], [1], **{keyword: True})
+
+
+def test_modules_show_that_pool_and_cache_are_off() -> None:
+    module = dilated_attention_pytorch.DilatedAttention([4], [1])
+    shown = (module.use_pattern_cache, module.enable_memory_pool, module._pattern_cache, module._memory_pool)
+    assert shown == (False, False, None, None)
+
+
+def test_every_root_name_exists() -> None:
+    for name in dilated_attention_pytorch.__all__:
+        assert getattr(dilated_attention_pytorch, name) is not None

@@ -1,0 +1,46 @@
+"""The command that newcomers start with."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def script():
+    loader = SourceFileLoader("run_script", str(ROOT / "run"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("run_script", loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_help_lists_every_command(script) -> None:
+    done = subprocess.run([sys.executable, ROOT / "run", "help"], capture_output=True, text=True, check=True)
+    for command in script.EXTRAS:
+        assert f"./run {command}" in done.stdout
+
+
+def test_an_unknown_command_is_refused() -> None:
+    done = subprocess.run([sys.executable, ROOT / "run", "fly"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no command 'fly'; ./run help lists them" in done.stderr
+
+
+def test_a_python_that_has_everything_is_used_as_it_is(script) -> None:
+    if not script.satisfied("test"):
+        pytest.fail("the tests run in a Python that lacks the test extra")
+    assert script.prepare("test") == sys.executable
+
+
+def test_a_requirement_that_is_not_met_is_noticed(script, tmp_path, monkeypatch) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(text.replace('"torch>=2.6"', '"torch>=99"'))
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    assert not script.satisfied("train")

@@ -1,0 +1,179 @@
+"""The main job on a tiny model: it runs, resumes exactly, and loses no checkpoint to bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.train import checkpoint as checkpoints
+from dilated_attention_pytorch.train import curve, trainer
+from dilated_attention_pytorch.train.data import read_corpus
+
+FLAGS = """
+    --d-model 16 --num-heads 2 --num-layers 1 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
+    --batch-size 2 --warmup-steps 2 --validate-every 2 --checkpoint-every 2 --sample-bytes 4 --device cpu
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return path
+
+
+def run(*arguments: object) -> int:
+    return main(["train", *map(str, arguments)])
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text, capsys) -> None:
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
+    printed = capsys.readouterr().out
+    assert "bits per byte on the validation split; byte frequencies alone" in printed
+    assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    newest = checkpoints.list_checkpoints(tmp_path / "run")[-1]
+    assert {path.name for path in newest.iterdir()} == {"config.json", "model.safetensors", "state.pt"}
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text) -> None:
+    assert run("--data", text, "--out", tmp_path / "whole", "--steps", 6, *FLAGS) == 0
+    assert run("--data", text, "--out", tmp_path / "parts", "--steps", 6, *FLAGS) == 0
+    # Take the second one back to step 4, as if it had been killed after step 5.
+    newest = checkpoints.list_checkpoints(tmp_path / "parts")
+    assert [path.name for path in newest] == ["step-00000004", "step-00000006"]
+    for path in newest[-1].iterdir():
+        path.unlink()
+    newest[-1].rmdir()
+    assert run("--resume", tmp_path / "parts") == 0
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    assert [m["loss"] for m in whole] == [m["loss"] for m in parts]
+    weights = [
+        (path / "checkpoints" / "step-00000006" / "model.safetensors").read_bytes()
+        for path in (tmp_path / "whole", tmp_path / "parts")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--resume") == 1
+    assert "no run below runs/" in capsys.readouterr().err
+    assert run("--data", text, "--out", "runs/one", "--steps", 2, *FLAGS) == 0
+    assert run("--resume") == 1
+    assert "has finished its 2 steps: raise --steps" in capsys.readouterr().err
+    assert run("--resume", "--steps", 3) == 0
+    assert run("--resume", "--steps", 4, "--batch-size", 3) == 1
+    assert "--batch-size cannot change" in capsys.readouterr().err
+    assert run("--data", text, "--out", "runs/one", "--steps", 2, *FLAGS) == 1
+    assert "already holds a run: continue it with --resume" in capsys.readouterr().err
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_kept(tmp_path, text, capsys) -> None:
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
+    before, newest = checkpoints.list_checkpoints(tmp_path / "run")
+    state = newest / "state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    assert run("--resume", tmp_path / "run", "--steps", 6) == 1
+    error = capsys.readouterr().err
+    assert f"{state} is broken or truncated" in error
+    assert "resume from the checkpoint before it" in error
+    assert before.is_dir()
+
+
+def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, text, capsys, monkeypatch) -> None:
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 0
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    assert run("--resume", tmp_path / "run", "--steps", 4) == 1
+    assert "No space left" in capsys.readouterr().err
+    found = list((tmp_path / "run" / "checkpoints").iterdir())
+    assert [path.name for path in found] == ["step-00000002"]
+    monkeypatch.undo()
+    assert run("--resume", tmp_path / "run", "--steps", 4) == 0
+
+
+def test_ctrl_c_saves_and_can_be_resumed(tmp_path, text, monkeypatch) -> None:
+    real = trainer._step
+
+    def interrupted(model, optimizer, corpus, config, step, device):
+        if step == 4:
+            raise KeyboardInterrupt
+        return real(model, optimizer, corpus, config, step, device)
+
+    monkeypatch.setattr(trainer, "_step", interrupted)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 130
+    assert checkpoints.list_checkpoints(tmp_path / "run")[-1].name == "step-00000003"
+    monkeypatch.undo()
+    assert run("--resume", tmp_path / "run") == 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(trainer, "_loss", lambda model, *_: model.norm.weight.sum() * torch.nan)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 1
+    assert "the loss is nan at step 1: lower --learning-rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "short", "unreadable"])
+def test_a_corpus_that_cannot_serve_is_refused(tmp_path, capsys, kind, monkeypatch) -> None:
+    path = tmp_path / "data.txt"
+    expected = {
+        "missing": "no file or folder",
+        "empty": "too short: 0 bytes in 1 files",
+        "short": "give more text with --data or a smaller --sequence-length",
+        "unreadable": "cannot read .*Permission denied",
+    }[kind]
+    if kind != "missing":
+        path.write_text("" if kind == "empty" else "short text")
+    if kind == "unreadable":
+        # Root reads everything, so the refusal is staged.
+        def refuse(self):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(type(path), "read_bytes", refuse)
+    assert run("--data", path, "--out", tmp_path / "run", *FLAGS) == 1
+    assert re.search(expected, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_are_read_whole_but_for_hidden_and_binary_files(tmp_path) -> None:
+    for name, content in {"a.txt": b"aa" * 500, "sub/b.md": b"bb" * 500, ".hidden": b"cc", "x.bin": b"\0d"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    corpus = read_corpus([str(tmp_path)], 16)
+    assert set(torch.cat([corpus.training, corpus.validation]).tolist()) == set(b"ab\n")
+    assert len(corpus.training) + len(corpus.validation) == 2001
+
+
+def test_the_default_corpus_is_the_standard_library() -> None:
+    corpus = read_corpus([], 512)
+    assert corpus.source.startswith("the Python standard library")
+    assert len(corpus.training) > 1_000_000
+    assert 3.0 < corpus.unigram_bits() < 6.0
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    corpus = read_corpus([], 32)
+    one, again = (corpus.training_batch(2, 32, 0, 5)[0] for _ in range(2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, corpus.training_batch(2, 32, 0, 6)[0])
+    tokens, following = corpus.training_batch(2, 32, 1, 5)
+    assert torch.equal(tokens[:, 1:], following[:, :-1])
+
+
+def test_without_matplotlib_the_curve_is_a_line_of_text(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(curve, "find_spec", lambda name: None)
+    assert curve.draw_curve([{"step": 1, "bits": 8.0}], 4.0, tmp_path / "loss.png") is None
+    assert curve.sparkline([8.0] * 100 + [1.0] * 100, width=4) == "██▁▁"
