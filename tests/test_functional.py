@@ -45,15 +45,39 @@ def test_tensors_that_do_not_fit_are_refused(changes, error, message) -> None:
         ({"backend": "magic"}, ValueError, "backend must be auto, eager or reference, got 'magic'"),
         ({"dropout_p": 1.0}, ValueError, "below 1, got 1.0"),
         ({"head_offset": 4}, ValueError, "needs total_heads"),
+        ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+        ({"attn_mask": torch.zeros(8, 8)}, ValueError, "use is_causal=True for causality, key_padding_mask"),
+        ({"spans": [[0, 8], [0, 8]]}, TypeError, "spans must be a tensor, got list"),
+        ({"spans": torch.zeros(2, 2)}, TypeError, "spans must hold whole numbers"),
+        ({"spans": torch.tensor([[0, 8], [5, 2]])}, ValueError, r"span \[5, 2\) does not follow"),
+        ({"spans": torch.tensor([[0, 8], [0, 9]])}, ValueError, r"span \[0, 9\) .* a row of 8 tokens"),
         ({"head_offset": 4, "total_heads": 6}, ValueError, "do not lie within the 6 heads"),
         ({"spans": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, r"got \(3, 2\) for batch 2"),
         (
             {"spans": torch.zeros(2, 2, dtype=torch.int64), "seqlens": torch.tensor([1, 1])},
             ValueError,
-            "spans already state",
+            "seqlens and spans both state the lengths",
         ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, error, message) -> None:
     with pytest.raises(error, match=message):
         dilated_attention(*tensors(), **({"segment_lengths": [4, 8], "dilation_rates": [1, 2]} | settings))
+
+
+def test_an_empty_sequence_is_refused_before_its_mask_is_read() -> None:
+    x = torch.randn(2, 0, 4, 4)
+    with pytest.raises(ValueError, match="an empty sequence"):
+        dilated_attention(x, x, x, [4], [1], key_padding_mask=torch.zeros(2, 0, dtype=torch.bool))
+
+
+def test_packed_spans_may_not_overlap() -> None:
+    x = torch.randn(1, 8, 4, 4)
+    with pytest.raises(ValueError, match=r"span \[3, 8\) does not follow the one before it"):
+        dilated_attention(x, x, x, [4], [1], spans=torch.tensor([[0, 5], [3, 8]]))
+
+
+def test_autocast_casts_no_integers() -> None:
+    x = torch.ones(2, 8, 4, 4, dtype=torch.int32)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"got torch\.int32"):
+        dilated_attention(x, x, x, [4], [1])

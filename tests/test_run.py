@@ -44,3 +44,18 @@ def test_a_requirement_that_is_not_met_is_noticed(script, tmp_path, monkeypatch)
     (tmp_path / "pyproject.toml").write_text(text.replace('"torch>=2.6"', '"torch>=99"'))
     monkeypatch.setattr(script, "ROOT", tmp_path)
     assert not script.satisfied("train")
+
+
+def test_ctrl_c_waits_for_the_command_to_save(script) -> None:
+    class Saving:
+        """A command that ends after the second look, the first one interrupted."""
+
+        looks = 0
+
+        def wait(self) -> int:
+            self.looks += 1
+            if self.looks == 1:
+                raise KeyboardInterrupt
+            return 130
+
+    assert script.wait(Saving()) == 130

@@ -99,10 +99,12 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _newest_run() -> Path:
-    runs = sorted(path.parent for path in RUNS.glob("*/config.json"))
-    if not runs:
-        raise FileNotFoundError(f"no run below {RUNS}/ to resume: name its folder with --resume FOLDER")
-    return runs[-1]
+    from dilated_attention_pytorch.train.checkpoint import list_checkpoints
+
+    newest = [found[-1] for run in RUNS.glob("*") if (found := list_checkpoints(run))]
+    if not newest:
+        raise FileNotFoundError(f"no run with a checkpoint below {RUNS}/: name its folder with --resume FOLDER")
+    return max(newest, key=lambda checkpoint: checkpoint.stat().st_mtime).parents[1]
 
 
 def _bench(arguments: argparse.Namespace) -> None:

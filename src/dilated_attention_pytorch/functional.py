@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -86,6 +87,7 @@ def dilated_attention(
     allow_tf32: bool | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    attn_mask: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: one softmax over all (branch, key) pairs that a row sees.
 
@@ -106,6 +108,7 @@ def dilated_attention(
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
         backend: `auto`, `eager` or `reference`.
+        attn_mask: refused; a dense mask takes O(N^2) memory.
 
     Returns:
         `(B, N, H, D)` in the dtype of `query`; padded rows and rows that no branch covers are 0.
@@ -114,6 +117,7 @@ def dilated_attention(
     >>> dilated_attention(q, k, v, segment_lengths=[16, 64], dilation_rates=[1, 4], is_causal=True).shape
     torch.Size([2, 100, 4, 8])
     """
+    refuse_dense_mask(attn_mask)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
@@ -122,15 +126,9 @@ def dilated_attention(
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if total_heads is None and head_offset:
         raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
-    if spans is None:
-        spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
-    elif seqlens is not None or cu_seqlens is not None or key_padding_mask is not None:
-        raise ValueError("spans already state the lengths: drop seqlens, cu_seqlens and key_padding_mask")
-    elif spans.dim() != 2 or spans.shape[1] != 2 or (B > 1 and spans.shape[0] != B):
-        raise ValueError(
-            f"spans must be (documents, 2), one document a row when there are several rows; "
-            f"got {tuple(spans.shape)} for batch {B}: make them with document_spans"
-        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans)
     out, lse = attend(
         query,
         key,
@@ -146,12 +144,13 @@ def dilated_attention(
         head_offset,
         total_heads,
         allow_tf32,
-        _choose(backend),
+        choose_backend(backend),
     )
     return (out, lse) if return_lse else out
 
 
-def _choose(backend: str) -> str:
+def choose_backend(backend: str) -> str:
+    """The engine that `backend` names, or the best one for `auto`."""
     if backend == "auto":
         return "eager"
     if backend not in BACKENDS:
@@ -159,12 +158,20 @@ def _choose(backend: str) -> str:
     return backend
 
 
+def refuse_dense_mask(attn_mask: Tensor | None) -> None:
+    if attn_mask is not None:
+        raise ValueError(
+            "a dense attn_mask takes O(N^2) memory and is not supported: use is_causal=True for causality, "
+            "key_padding_mask or seqlens for padding, cu_seqlens for packed documents"
+        )
+
+
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device_type = tensors[0].device.type
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x.dtype in _DTYPES and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -88,7 +88,7 @@ def draws(
         dilation_rates=tuple(r for _, r in branches),
         head_layout=draw(st.sampled_from(["interleaved", "blocked", "grouped"])),
         is_causal=draw(st.booleans()),
-        scale=draw(st.sampled_from([None, 0.3])),
+        scale=draw(st.sampled_from([None, 0.3, -0.2])),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])) if dropout else 0.0,
         lengths=lengths,
         shards=draw(st.sampled_from([1, 1, 3])),

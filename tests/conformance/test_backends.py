@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core import DilatedSpec, dense_mask
 from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.kernels import dense
 
 from .draws import Draw, draws
 
@@ -50,6 +51,8 @@ CORNERS: dict[str, dict] = {
     "a shard of the heads": {"shards": 3, "head_layout": "blocked"},
     "each head in one branch": {"head_layout": "grouped", "heads": 7, "kv_heads": 7},
     "dropout": {"dropout_p": 0.4, "is_causal": True, "tokens": 53},
+    "scores turned around": {"scale": -0.5, "is_causal": True},
+    "no scores": {"scale": 0.0, "is_causal": True},
 }
 
 
@@ -143,6 +146,43 @@ def flash_errors(dtype: torch.dtype, head_dim: int, keys: int) -> dict[str, floa
     _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     found = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad((out * do).sum(), low)))
     return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in expected.items()}
+
+
+@settings(max_examples=60)
+@corners
+@given(draws())
+def test_small_chunks_change_nothing(draw: Draw) -> None:
+    """The chunked path, which dropout and an lse gradient take, cuts rows and segments apart."""
+    expected = run(draw, "reference", torch.float64, through_lse=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "_ROWS_AT_ONCE", 5)
+        patch.setattr(dense, "_SCORES_AT_ONCE", 400)
+        found = run(draw, "eager", torch.float64, through_lse=True)
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_token_gets_its_own_value_and_no_score_gradient(dtype) -> None:
+    draw = dataclasses.replace(BASE, tokens=1, is_causal=True)
+    found = run(draw, "eager", dtype, through_lse=False)
+    _, _, v = draw.tensors(dtype)
+    assert torch.equal(found["out"], v.detach().double())
+    assert found["dq"].abs().max() < 1e-6
+    assert found["dk"].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_autocast_around_a_call_costs_no_precision(dropout_p) -> None:
+    q, k, v = BASE.tensors(torch.bfloat16)
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, lse = dilated_attention(q, k, v, [8, 16], [1, 2], dropout_p=dropout_p, return_lse=True)
+            results.append((out, lse, *torch.autograd.grad(out.float().sum() + lse.sum(), (q, k, v))))
+    for one, other in zip(*results):
+        assert torch.equal(one, other)
 
 
 def test_float32_lse_is_as_exact_for_low_precision_inputs() -> None:

@@ -54,3 +54,23 @@ def test_merging_in_place_writes_through_strided_views() -> None:
     merge_(out[1::2], lse[1::2], *other)
     torch.testing.assert_close((out[1::2], lse[1::2]), expected)
     assert torch.equal(out[::2], untouched)
+
+
+def test_merge_is_differentiable_also_where_partials_are_empty() -> None:
+    tensors = [torch.randn(3, 2).double(), torch.tensor([0.3, -torch.inf, -torch.inf]).double()]
+    tensors += [torch.randn(3, 2).double(), torch.tensor([0.5, 0.1, -torch.inf]).double()]
+    for x in tensors:
+        x.requires_grad_()
+    out, lse = merge(*tensors)
+    (out.sum() + lse[:2].sum()).backward()
+    assert all(x.grad.isfinite().all() for x in tensors)
+    weight = torch.sigmoid(torch.tensor(0.2, dtype=torch.float64))
+    torch.testing.assert_close(tensors[2].grad[0], weight.expand(2))
+
+
+def test_low_precision_partials_merge_by_their_float32_lse() -> None:
+    a, b = ((torch.randn(4, 3).bfloat16(), torch.randn(4)) for _ in range(2))
+    out, lse = merge(*a, *b)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    exact = merge(a[0].float(), a[1], b[0].float(), b[1])[0]
+    torch.testing.assert_close(out, exact.bfloat16())

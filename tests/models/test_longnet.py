@@ -35,13 +35,23 @@ def test_checkpointing_changes_memory_not_gradients(build) -> None:
     x = torch.randn(2, 10, 16)
     tokens = torch.randint(256, (2, 10))
     grads = []
+    saved = []
     for enable in (False, True):
         model.gradient_checkpointing_enable(enable)
         torch.manual_seed(1)
         model.zero_grad()
-        (model(tokens) if build is LongNetLM else model(x, x)).square().sum().backward()
+        saved.append(0)
+
+        def count(tensor):
+            saved[-1] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = (model(tokens) if build is LongNetLM else model(x, x)).square().sum()
+        loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     torch.testing.assert_close(*grads)
+    assert saved[1] < saved[0] / 2
 
 
 @pytest.mark.parametrize("tie_weights", [True, False])
@@ -69,6 +79,10 @@ def test_broken_weights_are_named(tmp_path) -> None:
     (tmp_path / "config.json").write_text(ModelConfig(**(SIZES | {"d_model": 32})).to_json())
     with pytest.raises(ValueError, match=r"does not fit the model: embedding\.weight is"):
         LongNetLM.from_pretrained(tmp_path)
+    for content in ("[]", '{"d_model": "16"}', "{"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match="is not a model config"):
+            LongNetLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"width": 3}')
     with pytest.raises(ValueError, match=r"unknown keys \['width'\]"):
         LongNetLM.from_pretrained(tmp_path)
@@ -109,8 +123,13 @@ def test_an_encoder_alone_takes_no_target() -> None:
     x = torch.randn(1, 9, 16)
     encoder = LongNet(**(SIZES | {"num_decoder_layers": 0}))
     assert encoder(x).shape == x.shape
-    with pytest.raises(ValueError, match="encoder alone"):
-        encoder(x, x)
+    for more in ({"tgt": x}, {"is_causal": True}, {"tgt_key_padding_mask": torch.zeros(1, 9, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="encoder alone"):
+            encoder(x, **more)
+    with pytest.raises(ValueError, match=r"tgt must be \(batch, tokens, 16\), got \(1, 9, 8\)"):
+        LongNet(**SIZES)(x, x[..., :8])
+    with pytest.raises(ValueError, match="one batch size, got 1 and 2"):
+        LongNet(**SIZES)(x, x.expand(2, -1, -1))
     with pytest.raises(ValueError, match="needs tgt"):
         LongNet(**SIZES)(x)
     with pytest.raises(ValueError, match="use positions='rotary'"):
@@ -129,11 +148,25 @@ def test_generation_extends_the_prompt_and_repeats_with_the_seed() -> None:
         model.generate(prompt, -1)
 
 
+def test_generation_leaves_every_module_in_its_mode() -> None:
+    model = LongNetLM(**SIZES).train()
+    model.layers[0].eval()
+    model.generate(torch.zeros(1, 3, dtype=torch.int64), 1)
+    assert (model.training, model.layers[0].training, model.layers[1].training) == (True, False, True)
+
+
+def test_a_model_loads_in_the_dtype_it_was_saved_in(tmp_path) -> None:
+    LongNetLM(**SIZES).bfloat16().save_pretrained(tmp_path)
+    assert LongNetLM.from_pretrained(tmp_path).embedding.weight.dtype == torch.bfloat16
+
+
 def test_a_config_or_its_fields_but_not_both() -> None:
     with pytest.raises(TypeError, match=r"not both: got a config and \['d_model'\]"):
         LongNetLM(ModelConfig(**SIZES), d_model=8)
     with pytest.raises(ValueError, match="num_heads must divide d_model"):
         ModelConfig(d_model=10, num_heads=3)
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads, got 5 and 12"):
+        ModelConfig(num_kv_heads=5)
     with pytest.raises(ValueError, match="positions must be one of rotary, xpos, none"):
         ModelConfig(positions="learned")
     with pytest.raises(ValueError, match="whole numbers"):

@@ -122,14 +122,49 @@ def test_magneto_initialises_value_and_output_with_the_gain() -> None:
         assert deviations == pytest.approx([1.0, 1.0, 3.0, 3.0], rel=0.05)
 
 
-def test_it_replaces_pytorchs_attention_in_its_own_layer() -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_it_replaces_pytorchs_attention_in_its_own_encoder(training) -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     layer.self_attn = MultiheadDilatedAttention(16, 4, **SPEC)
+    encoder = nn.TransformerEncoder(layer, 2).train(training)
     x, mask = torch.randn(2, N, 16), torch.arange(N) >= torch.tensor([[N], [9]])
-    out = layer(x, src_key_padding_mask=mask)
-    changed = x.clone()
-    changed[1, 9:] += 1.0
-    torch.testing.assert_close(layer(changed, src_key_padding_mask=mask)[1, :9], out[1, :9])
+    with torch.set_grad_enabled(training):
+        out = encoder(x, src_key_padding_mask=mask)
+        changed = x.clone()
+        changed[1, 9:] += 1.0
+        torch.testing.assert_close(encoder(changed, src_key_padding_mask=mask)[1, :9], out[1, :9])
+
+
+def test_the_decoder_layer_fits_pytorchs_decoder() -> None:
+    layer = DilatedTransformerDecoderLayer(16, 4, **SPEC)
+    decoder = nn.TransformerDecoder(layer, 2).eval()
+    x, memory = torch.randn(2, N, 16), torch.randn(2, 7, 16)
+    mask = torch.arange(7) >= torch.tensor([[7], [4]])
+    out = decoder(x, memory, memory_key_padding_mask=mask, tgt_is_causal=True)
+    changed = memory.clone()
+    changed[1, 4:] += 1.0
+    torch.testing.assert_close(decoder(x, changed, memory_key_padding_mask=mask, tgt_is_causal=True), out)
+    assert not torch.allclose(decoder(x, changed, tgt_is_causal=True), out)
+
+
+def test_modules_pass_their_settings_on() -> None:
+    q, k, v = torch.randn(3, 1, N, 4, 4)
+    scaled = DilatedAttention(**SPEC, softmax_scale=0.9)
+    torch.testing.assert_close(scaled(q, k, v), dilated_attention(q, k, v, **SPEC, scale=0.9))
+    multihead = MultiheadDilatedAttention(16, 4, **SPEC, dropout=0.5, layer_norm_eps=0.1, softmax_scale=0.9)
+    assert (multihead.attention.attention_dropout, multihead.attention.softmax_scale) == (0.5, 0.9)
+    assert multihead.norm.eps == 0.1
+    assert ImprovedDilatedAttention(**SPEC).allow_tf32 is True
+    assert ImprovedMultiheadDilatedAttention(16, 4, **SPEC, use_tf32=False).attention.allow_tf32 is False
+    with pytest.raises(ValueError, match="got 'magic'"):
+        DilatedAttention(**SPEC, backend="magic")
+
+
+def test_lengths_are_stated_once() -> None:
+    module = DilatedAttention(**SPEC)
+    q, k, v = torch.randn(3, 2, N, 4, 4)
+    with pytest.raises(ValueError, match="seqlens and spans both state the lengths"):
+        module(q, k, v, spans=torch.tensor([[0, N], [0, N]]), seqlens=torch.tensor([3, 3]))
 
 
 def test_unbatched_input_is_a_batch_of_one() -> None:

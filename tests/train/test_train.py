@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
+import signal
 
 import pytest
 import torch
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.train import TrainConfig, curve, trainer
 from dilated_attention_pytorch.train import checkpoint as checkpoints
-from dilated_attention_pytorch.train import curve, trainer
-from dilated_attention_pytorch.train.data import read_corpus
+from dilated_attention_pytorch.train.data import Corpus, read_corpus
 
 FLAGS = """
     --d-model 16 --num-heads 2 --num-layers 1 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
@@ -67,7 +70,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text) -> None:
 def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("--resume") == 1
-    assert "no run below runs/" in capsys.readouterr().err
+    assert "no run with a checkpoint below runs/" in capsys.readouterr().err
     assert run("--data", text, "--out", "runs/one", "--steps", 2, *FLAGS) == 0
     assert run("--resume") == 1
     assert "has finished its 2 steps: raise --steps" in capsys.readouterr().err
@@ -105,25 +108,42 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, text, capsys, mo
     assert run("--resume", tmp_path / "run", "--steps", 4) == 0
 
 
-def test_ctrl_c_saves_and_can_be_resumed(tmp_path, text, monkeypatch) -> None:
-    real = trainer._step
+@pytest.mark.parametrize("moment", ["_step", "validate"])
+def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(tmp_path, text, monkeypatch, moment) -> None:
+    assert run("--data", text, "--out", tmp_path / "whole", "--steps", 6, *FLAGS) == 0
+    real, calls = getattr(trainer, moment), []
 
-    def interrupted(model, optimizer, corpus, config, step, device):
-        if step == 4:
-            raise KeyboardInterrupt
-        return real(model, optimizer, corpus, config, step, device)
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
 
-    monkeypatch.setattr(trainer, "_step", interrupted)
+    monkeypatch.setattr(trainer, moment, interrupted)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 130
-    assert checkpoints.list_checkpoints(tmp_path / "run")[-1].name == "step-00000003"
+    stopped = 1 if moment == "_step" else 2
+    assert checkpoints.list_checkpoints(tmp_path / "run")[-1].name == f"step-{stopped:08d}"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.undo()
     assert run("--resume", tmp_path / "run") == 0
+    losses = [[m["loss"] for m in metrics(tmp_path / name)] for name in ("whole", "run")]
+    assert losses[0] == losses[1]
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch) -> None:
+    def twice(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(trainer, "_step", twice)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 130
+    assert checkpoints.list_checkpoints(tmp_path / "run") == []
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeypatch) -> None:
     monkeypatch.setattr(trainer, "_loss", lambda model, *_: model.norm.weight.sum() * torch.nan)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 1
-    assert "the loss is nan at step 1: lower --learning-rate" in capsys.readouterr().err
+    assert "the loss is nan and the gradient's norm nan at step 1: lower --learning-rate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "short", "unreadable"])
@@ -177,3 +197,77 @@ def test_without_matplotlib_the_curve_is_a_line_of_text(tmp_path, monkeypatch) -
     monkeypatch.setattr(curve, "find_spec", lambda name: None)
     assert curve.draw_curve([{"step": 1, "bits": 8.0}], 4.0, tmp_path / "loss.png") is None
     assert curve.sparkline([8.0] * 100 + [1.0] * 100, width=4) == "██▁▁"
+
+
+def test_broken_gradients_reach_neither_weights_nor_checkpoints(tmp_path, text, capsys, monkeypatch) -> None:
+    real = trainer._loss
+
+    def broken(model, tokens, following):
+        loss = real(model, tokens, following)
+        return loss + (model.norm.weight * 0.0).sum().sqrt()  # finite itself, with an infinite derivative
+
+    monkeypatch.setattr(trainer, "_loss", broken)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 1
+    assert "the gradient's norm nan at step 1" in capsys.readouterr().err
+    assert checkpoints.list_checkpoints(tmp_path / "run") == []
+
+
+def test_a_run_with_dropout_resumes_exactly(tmp_path, text) -> None:
+    model = dataclasses.replace(
+        TrainConfig().model, d_model=16, num_heads=2, num_layers=1, dropout=0.3, dim_feedforward=0
+    )
+    config = TrainConfig(
+        data=(str(text),), model=model, sequence_length=16, steps=4, checkpoint_every=2, sample_bytes=1
+    )
+    trainer.train(config, tmp_path / "whole")
+    trainer.train(dataclasses.replace(config, steps=2), tmp_path / "parts")
+    # Steps set the learning rate too, so the first half is the whole run's own checkpoint.
+    for name in ("metrics.jsonl", "config.json"):
+        shutil.copy(tmp_path / "whole" / name, tmp_path / "parts" / name)
+    shutil.rmtree(tmp_path / "parts" / "checkpoints")
+    shutil.copytree(
+        tmp_path / "whole" / "checkpoints" / "step-00000002", tmp_path / "parts" / "checkpoints" / "step-00000002"
+    )
+    trainer.train(config, tmp_path / "parts", resume=True)
+    losses = [[m["loss"] for m in metrics(tmp_path / name)] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+def test_the_newest_run_is_the_one_last_saved(tmp_path, text, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("z-older", "a-newer"):
+        assert run("--data", text, "--out", f"runs/{name}", "--steps", 2, *FLAGS) == 0
+    assert run("--resume", "--steps", 3) == 0
+    assert len(metrics(tmp_path / "runs" / "a-newer")) == 3
+
+
+def test_what_a_killed_save_left_is_swept(tmp_path, text) -> None:
+    left = tmp_path / "run" / "checkpoints" / ".step-00000001.1.partial"
+    left.mkdir(parents=True)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 0
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("content", ["{", '{"loss": 1}', "[]"])
+def test_broken_metrics_are_named(tmp_path, text, capsys, content) -> None:
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 0
+    (tmp_path / "run" / "metrics.jsonl").write_text(content)
+    assert run("--resume", tmp_path / "run", "--steps", 3) == 1
+    assert "metrics.jsonl is broken" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path, text, capsys) -> None:
+    assert run("--data", text, "--out", tmp_path / "run", *FLAGS[:-2], "--device", "warp") == 1
+    assert "no device 'warp' here" in capsys.readouterr().err
+
+
+def test_the_learning_rate_rises_then_falls() -> None:
+    config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [trainer._learning_rate(config, step) for step in (1, 10, 55, 100)]
+    assert rates == pytest.approx([0.1, 1.0, 0.55, 0.1])
+
+
+def test_validation_windows_fit_a_split_that_float32_cannot_count() -> None:
+    split = torch.zeros(16_777_219, dtype=torch.uint8)
+    windows = list(Corpus(split, split, "zeros").validation_batches(8, 16, 8))
+    assert {tokens.shape for tokens, _ in windows} == {torch.Size([8, 16])}

@@ -11,22 +11,26 @@ from torch import Tensor
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The partial over both sets of pairs. `out` is `(..., D)`, `lse` is `(...)`.
+    """The partial over both sets of pairs. `out` is `(..., D)`, `lse` is `(...)`; differentiable.
 
     >>> out, lse = merge(torch.zeros(1, 2), torch.tensor([-torch.inf]), torch.ones(1, 2), torch.tensor([0.5]))
     >>> out, lse
     (tensor([[1., 1.]]), tensor([0.5000]))
     """
-    return torch.lerp(out_a, out_b, _weight_of_second(lse_a, lse_b)), torch.logaddexp(lse_a, lse_b)
+    weight, lse = _weigh(lse_a, lse_b)
+    return torch.lerp(out_a.to(lse.dtype), out_b.to(lse.dtype), weight).to(out_a.dtype), lse
 
 
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """`merge` into the first pair, in place; the pair may be strided views."""
-    out.lerp_(out_b, _weight_of_second(lse, lse_b))
-    # Not out=: logaddexp resizes a strided view instead of writing into it.
-    lse.copy_(torch.logaddexp(lse, lse_b))
+    weight, merged = _weigh(lse, lse_b)
+    out.lerp_(out_b, weight)
+    lse.copy_(merged)
 
 
-def _weight_of_second(lse_a: Tensor, lse_b: Tensor) -> Tensor:
-    # exp(b) / (exp(a) + exp(b)); two empty partials give nan, whose weight does not matter since both outs are 0.
-    return torch.sigmoid(lse_b - lse_a).nan_to_num_(0.0).unsqueeze(-1)
+def _weigh(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """The second partial's share of the sum, exp(b) / (exp(a) + exp(b)), and the lse of both."""
+    # Two empty partials meet as -inf - -inf: a stand-in keeps nan out of values and gradients.
+    empty = (lse_a == -torch.inf) & (lse_b == -torch.inf)
+    a, b = lse_a.masked_fill(empty, 0.0), lse_b.masked_fill(empty, 0.0)
+    return torch.sigmoid(b - a).unsqueeze(-1), torch.logaddexp(a, b).masked_fill(empty, -torch.inf)

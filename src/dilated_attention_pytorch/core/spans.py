@@ -17,8 +17,9 @@ def document_spans(
     seqlens: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor | None:
-    """The spans that one of `seqlens`, `cu_seqlens` or `key_padding_mask` states, or None when none is given.
+    """The spans that one of `seqlens`, `cu_seqlens`, `key_padding_mask` or `spans` states, or None when none is given.
 
     Compute it once and pass `spans=` to many layers: the values are checked here, which waits for the device.
 
@@ -26,7 +27,7 @@ def document_spans(
     tensor([[2, 5],
             [0, 4]])
     """
-    stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+    stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask, "spans": spans}
     given = {kind: value for kind, value in stated.items() if value is not None}
     if not given:
         return None
@@ -35,6 +36,8 @@ def document_spans(
     kind, value = next(iter(given.items()))
     if not isinstance(value, Tensor):
         raise TypeError(f"{kind} must be a tensor, got {type(value).__name__}")
+    if tokens == 0:
+        raise ValueError("an empty sequence has nothing to attend to: there are 0 tokens")
     if kind == "key_padding_mask":
         if value.shape != (batch, tokens):
             raise ValueError(
@@ -51,7 +54,12 @@ def document_spans(
             f"cu_seqlens packs documents into one row, got batch {batch}: "
             "flatten the batch with x.flatten(0, 1)[None], or state seqlens"
         )
-    return checked_spans(value, kind, tokens)
+    elif kind == "spans" and (value.dim() != 2 or value.shape[1] != 2 or (batch > 1 and value.shape[0] != batch)):
+        raise ValueError(
+            f"spans must be (documents, 2), one document a row when there are several rows; "
+            f"got {tuple(value.shape)} for batch {batch}: make them with document_spans"
+        )
+    return value if kind == "spans" else checked_spans(value, kind, tokens)
 
 
 # An op of its own, so that its look at the values does not break a compiled graph.
@@ -117,6 +125,14 @@ def documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[slice
     """`(batch rows, start, length)` of every document that has tokens; whole rows of equal length come as one."""
     if spans is None:
         return [(slice(0, batch), 0, tokens)]
+    after = 0
+    for start, end in spans.tolist():
+        if not (0 if batch > 1 else after) <= start <= end <= tokens:
+            raise ValueError(
+                f"span [{start}, {end}) does not follow the one before it within a row of {tokens} tokens: "
+                "make spans with document_spans"
+            )
+        after = end
     return [
         (slice(b, b + 1) if batch > 1 else slice(0, 1), start, end - start)
         for b, (start, end) in enumerate(spans.tolist())

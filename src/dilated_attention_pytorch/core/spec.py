@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ class Branch:
 class DilatedSpec:
     """The branches of a dilated attention and how heads are laid over them; hashable, so it serves as a cache key.
 
-    A spec without a branch of dilation rate 1 leaves (row, head) pairs that no branch covers: their output is 0.
-    Constructing such a spec warns once.
+    A spec without a branch of dilation rate 1 leaves (row, head) pairs that no branch covers: their output is 0, and
+    constructing it warns once. In the `grouped` layout a head has the rows of its own branch only, by design.
 
     >>> spec = DilatedSpec.of([4, 8], [1, 2])
     >>> spec.offsets(4)
@@ -61,6 +62,7 @@ class DilatedSpec:
     head_layout: HeadLayout = "interleaved"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "branches", tuple(self.branches))
         if not self.branches:
             raise ValueError("a dilated attention needs a branch: segment_lengths and dilation_rates are empty")
         if self.head_layout not in HEAD_LAYOUTS:
@@ -124,8 +126,18 @@ class DilatedSpec:
         warnings.warn(
             f"no branch of {self} has dilation rate 1: {uncovered_share(self):.0%} of the (row, head) pairs are on "
             "no branch's grid and give 0; add a branch with rate 1 to cover every row",
-            stacklevel=4,
+            stacklevel=_frames_within_the_package(),
         )
+
+
+def _frames_within_the_package() -> int:
+    """The stacklevel that makes the caller's caller's warning point at the user's own line."""
+    package = __name__.split(".")[0]
+    frame, level = sys._getframe(1), 1
+    # A dataclass's __init__ belongs to no module of the package by its globals' name, but to its file.
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,17 +14,19 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-# Scores held at once by the chunked path: 64 MiB in float32, whatever the sequence length.
-_SCORES_AT_ONCE = 1 << 24
+# Scores held at once by the chunked path, whatever the sequence length: 16 MiB in float32, several times that with
+# dropout, whose hash is kept in int64.
+_SCORES_AT_ONCE = 1 << 22
 _ROWS_AT_ONCE = 256
 
 Keep = Callable[[slice, slice, slice], Tensor]
 """`keep(segments, query rows, key rows)`: the `(S, H, rows, keys)` factor of dropout, 0 or 1 / (1 - p)."""
 
 
-def flash_fits(q: Tensor) -> bool:
+def flash_fits(q: Tensor, scale: float) -> bool:
     """Whether PyTorch's CPU flash kernel computes this: it takes strided rows and gives the lse."""
-    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
+    # It scales after masking, so that a causal -inf would turn to nan or +inf under a scale that is not positive.
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and scale > 0
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -90,8 +92,7 @@ def chunked_backward(
 
 def _chunks(q: Tensor, is_causal: bool) -> Iterator[tuple[slice, slice, slice]]:
     S, M, H, _ = q.shape
-    rows = min(M, max(_ROWS_AT_ONCE, 1))
-    rows = max(1, min(rows, _SCORES_AT_ONCE // (M * H)))
+    rows = max(1, min(M, _ROWS_AT_ONCE, _SCORES_AT_ONCE // (M * H)))
     segments = max(1, _SCORES_AT_ONCE // (M * H * rows))
     for s in range(0, S, segments):
         for i in range(0, M, rows):

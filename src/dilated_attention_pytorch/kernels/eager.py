@@ -7,6 +7,7 @@ float32: on a CPU that is also the faster way, since its bf16 flash backward is 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,8 @@ from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels import dense
 from dilated_attention_pytorch.kernels.parts import Part, parts
+
+_tf32_lock = threading.Lock()
 
 
 def forward(
@@ -32,7 +35,7 @@ def forward(
             part_k, part_v = part.view(k), part.view(v)
             for g in range(groups):
                 part_q = part.view(q, g, groups)
-                if seed is None and dense.flash_fits(q):
+                if seed is None and dense.flash_fits(q, scale):
                     partial = dense.flash_forward(part_q, part_k, part_v, scale, problem.is_causal)
                 else:
                     keep = _keep(part, problem, seed, k.shape[2], g, groups, q.dtype)
@@ -61,7 +64,8 @@ def backward(
     do, q, k, v, merged = (_working(x) for x in (grad_out, query, key, value, out))
     groups, scale = q.shape[2] // k.shape[2], problem.softmax_scale(q.shape[3])
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    flash = seed is None and grad_lse is None and dense.flash_fits(q)
+    lse = lse.contiguous()  # by row, so that batches of segments are views
+    flash = seed is None and grad_lse is None and dense.flash_fits(q, scale)
     delta = torch.empty(0) if flash else (do * merged).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
@@ -119,18 +123,18 @@ def _keep(
 
 @contextmanager
 def _tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
-    """PyTorch's own setting, or `allow` for as long as the block runs."""
+    """PyTorch's own setting, or `allow` for as long as the block runs; the setting is the process's, hence the lock."""
     if allow is None or device.type != "cuda":
         yield
         return
     matmul = torch.backends.cuda.matmul
     # Since 2.9 PyTorch refuses to read the old switch once the new one is set.
-    name, value = (
-        ("fp32_precision", "tf32" if allow else "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", allow)
-    )
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, before)
+    new = hasattr(matmul, "fp32_precision")
+    name, value = ("fp32_precision", "tf32" if allow else "ieee") if new else ("allow_tf32", allow)
+    with _tf32_lock:
+        before = getattr(matmul, name)
+        setattr(matmul, name, value)
+        try:
+            yield
+        finally:
+            setattr(matmul, name, before)

@@ -40,10 +40,13 @@ def attend(
     problem = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
     )
-    if backend == "reference":
-        out, lse = reference_forward(query, key, value, problem, spans, seed)
-        return out.to(query.dtype), lse.to(lse_dtype(query.dtype))
-    return eager.forward(query, key, value, problem, spans, seed)
+    # Autocast has done its work in `functional`; inside, it would turn float32 sums into low-precision ones.
+    with torch.autocast(query.device.type, enabled=False):
+        if backend == "reference":
+            out, lse = reference_forward(query, key, value, problem, spans, seed)
+            return out.to(query.dtype), _by_head(lse.to(lse_dtype(query.dtype)))
+        out, lse = eager.forward(query, key, value, problem, spans, seed)
+        return out, _by_head(lse)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -72,18 +75,18 @@ def attend_backward(
     problem = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
     )
-    if backend == "reference":
-        grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
-        return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
-    return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
+    with torch.autocast(query.device.type, enabled=False):
+        if backend == "reference":
+            grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
+            return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+        return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
 
 
 @attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    return (
-        query.new_empty(query.shape),
-        query.new_empty(query.shape[:3], dtype=lse_dtype(query.dtype)),
-    )
+    B, N, H, _ = query.shape
+    lse = query.new_empty((B, H, N), dtype=lse_dtype(query.dtype)).transpose(1, 2)  # as _by_head
+    return query.new_empty(query.shape), lse
 
 
 @attend_backward.register_fake
@@ -91,6 +94,11 @@ def _(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _by_head(lse: Tensor) -> Tensor:
+    """`(B, N, H)`, laid out in memory as `(B, H, N)`: as fused kernels write and read it."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -35,6 +35,7 @@ class ModelConfig:
     dilation_rates: tuple[int, ...] = (1, 2, 4, 6, 12)
     head_layout: HeadLayout = "interleaved"
     positions: Positions = "rotary"
+    scale_base: float = 512.0  # of xPos: the distance over which scores decay
     dropout: float = 0.0
     attention_dropout: float = 0.0
     activation: str = "gelu"
@@ -52,6 +53,8 @@ class ModelConfig:
             raise ValueError(f"num_decoder_layers must be 0 (an encoder alone) or more, got {self.num_decoder_layers}")
         if self.d_model % self.num_heads:
             raise ValueError(f"num_heads must divide d_model, got {self.num_heads} and {self.d_model}")
+        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+            raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
         if self.positions not in get_args(Positions):
             raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, got {self.positions!r}")
         _ = self.spec
@@ -71,12 +74,21 @@ class ModelConfig:
     def from_json(cls, path: Path) -> ModelConfig:
         """The config saved at `path`; unknown or missing content is an error that names it."""
         try:
-            values: dict[str, Any] = json.loads(path.read_text())
+            values = json.loads(path.read_text())
         except FileNotFoundError:
             raise FileNotFoundError(f"no model config at {path}: is this the folder of save_pretrained?") from None
         except ValueError as error:
             raise ValueError(f"{path} is not a model config: {error}") from None
+        return cls.from_dict(values, path)
+
+    @classmethod
+    def from_dict(cls, values: Any, source: Path) -> ModelConfig:
+        if not isinstance(values, dict):
+            raise ValueError(f"{source} is not a model config: it holds {type(values).__name__}")
         unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
-            raise ValueError(f"{path} has unknown keys {sorted(unknown)}: it was written by another version")
-        return cls(**values)
+            raise ValueError(f"{source} has unknown keys {sorted(unknown)}: it was written by another version")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"{source} is not a model config: {error}") from None

@@ -67,7 +67,9 @@ class _Pretrained(nn.Module):
         if self.config.positions == "none":
             return None
         if self.config.positions == "xpos":
-            return XPosPositions(self.config.head_dim, period=common_period(self.config.spec))
+            return XPosPositions(
+                self.config.head_dim, period=common_period(self.config.spec), scale_base=self.config.scale_base
+            )
         return RotaryPositions(self.config.head_dim)
 
     def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -147,19 +149,22 @@ class LongNetLM(_Pretrained):
                 f"max_new_tokens and temperature must be at least 0 and top_k at least 1, "
                 f"got {max_new_tokens}, {temperature}, {top_k}"
             )
-        was_training = self.training
+        modes = [(module, module.training) for module in self.modules()]
         self.eval()
-        for _ in range(max_new_tokens):
-            logits = self.head(self.hidden(tokens)[:, -1]).float()  # (B, vocab)
-            if temperature == 0:
-                chosen = logits.argmax(-1, keepdim=True)
-            else:
-                if top_k is not None and top_k < logits.shape[-1]:
-                    least = logits.topk(top_k).values[:, -1:]
-                    logits = logits.masked_fill(logits < least, -torch.inf)
-                chosen = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
-            tokens = torch.cat([tokens, chosen], dim=1)
-        self.train(was_training)
+        try:
+            for _ in range(max_new_tokens):
+                logits = self.head(self.hidden(tokens)[:, -1]).float()  # (B, vocab)
+                if temperature == 0:
+                    chosen = logits.argmax(-1, keepdim=True)
+                else:
+                    if top_k is not None and top_k < logits.shape[-1]:
+                        least = logits.topk(top_k).values[:, -1:]
+                        logits = logits.masked_fill(logits < least, -torch.inf)
+                    chosen = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+                tokens = torch.cat([tokens, chosen], dim=1)
+        finally:
+            for module, training in modes:
+                module.training = training
         return tokens
 
 
@@ -203,19 +208,25 @@ class LongNet(_Pretrained):
         *,
         src_key_padding_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None,
-        is_causal: bool = True,
+        is_causal: bool | None = None,
     ) -> Tensor:
         """The decoder's output on `tgt`, `(B, N of tgt, E)`; the encoder's on `src` when there is no decoder.
 
-        `is_causal` concerns the decoder's self-attention.
+        `is_causal` concerns the decoder's self-attention; it is causal unless told otherwise.
         """
-        memory = self.encode(src, src_key_padding_mask)
         if self.decoder_norm is None:
-            if tgt is not None:
-                raise ValueError("this LongNet is an encoder alone (num_decoder_layers=0): it takes no tgt")
-            return memory
+            if tgt is not None or tgt_key_padding_mask is not None or is_causal is not None:
+                raise ValueError(
+                    "this LongNet is an encoder alone (num_decoder_layers=0): it takes no tgt, tgt_key_padding_mask or "
+                    "is_causal"
+                )
+            return self.encode(src, src_key_padding_mask)
         if tgt is None:
             raise ValueError("an encoder-decoder needs tgt; for an encoder alone set num_decoder_layers=0")
+        self._check("tgt", tgt)
+        if tgt.shape[0] != src.shape[0]:
+            raise ValueError(f"src and tgt must have one batch size, got {src.shape[0]} and {tgt.shape[0]}")
+        memory = self.encode(src, src_key_padding_mask)
         B, N = tgt.shape[:2]
         spans = document_spans(B, N, key_padding_mask=tgt_key_padding_mask)
         rotation = None if self.positions is None else self.positions(B, N, spans, tgt.device)
@@ -225,7 +236,7 @@ class LongNet(_Pretrained):
                 tgt,
                 memory,
                 memory_key_padding_mask=src_key_padding_mask,
-                tgt_is_causal=is_causal,
+                tgt_is_causal=is_causal is not False,
                 spans=spans,
                 rotation=rotation,
             )
@@ -233,11 +244,14 @@ class LongNet(_Pretrained):
 
     def encode(self, src: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The encoder's output, `(B, N, E)`."""
-        if src.dim() != 3 or src.shape[-1] != self.config.d_model:
-            raise ValueError(f"src must be (batch, tokens, {self.config.d_model}), got {tuple(src.shape)}")
+        self._check("src", src)
         B, N = src.shape[:2]
         spans = document_spans(B, N, key_padding_mask=key_padding_mask)
         rotation = None if self.positions is None else self.positions(B, N, spans, src.device)
         for layer in self.encoder:
             src = self._run(layer, src, spans=spans, rotation=rotation)
         return self.encoder_norm(src)
+
+    def _check(self, name: str, x: Tensor) -> None:
+        if x.dim() != 3 or x.shape[-1] != self.config.d_model:
+            raise ValueError(f"{name} must be (batch, tokens, {self.config.d_model}), got {tuple(x.shape)}")

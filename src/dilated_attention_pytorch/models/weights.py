@@ -38,6 +38,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     ]
     if problems:
         raise ValueError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:8])}")
+    dtypes = {tensor.dtype for tensor in found.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtypes.pop())  # as it was saved
     model.load_state_dict(found, strict=False)
 
 
@@ -46,6 +49,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write(partial)
+        with partial.open("rb+") as stream:
+            os.fsync(stream.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
-from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.functional import choose_backend, dilated_attention, refuse_dense_mask
 
 
 class DilatedAttention(nn.Module):
@@ -55,6 +55,7 @@ class DilatedAttention(nn.Module):
             raise ValueError("this release has no workspace pool: leave enable_memory_pool and lightweight_pool False")
         if use_pattern_cache:
             raise ValueError("a branch is a row stride and needs no cached indices: leave use_pattern_cache False")
+        choose_backend(backend)
         self.spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
         self.softmax_scale = softmax_scale
         self.attention_dropout = attention_dropout
@@ -88,18 +89,15 @@ class DilatedAttention(nn.Module):
         spans: Tensor | None = None,
     ) -> Tensor:
         """`(B, N, H, D)` from query `(B, N, H, D)` and key, value `(B, N, Hkv, D)`."""
-        if attn_mask is not None:
-            raise ValueError(
-                "a dense attn_mask takes O(N^2) memory and is not supported: use is_causal=True for causality, "
-                "key_padding_mask or seqlens for padding, cu_seqlens for packed documents"
-            )
-        if spans is None and query.dim() == 4:
+        refuse_dense_mask(attn_mask)
+        if query.dim() == 4:
             spans = document_spans(
                 query.shape[0],
                 query.shape[1],
                 seqlens=seqlens,
                 cu_seqlens=cu_seqlens,
                 key_padding_mask=key_padding_mask,
+                spans=spans,
             )
         if not self.enable_profiling:
             return self.attend(query, key, value, is_causal=is_causal, spans=spans)

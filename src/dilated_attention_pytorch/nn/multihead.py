@@ -36,7 +36,11 @@ class MultiheadDilatedAttention(nn.Module):
     (torch.Size([2, 100, 32]), None)
     """
 
+    # What nn.TransformerEncoder(Layer) looks at to see that its own fused path does not apply.
     batch_first = True
+    _qkv_same_embed_dim = False
+    in_proj_weight = None
+    in_proj_bias = None
 
     def __init__(
         self,
@@ -58,9 +62,9 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or embed_dim % num_heads:
+        if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads must divide embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}")
-        if num_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
         if not batch_first:
             raise ValueError("inputs are (batch, tokens, embed_dim): transpose them and leave batch_first True")

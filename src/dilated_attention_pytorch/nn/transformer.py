@@ -1,4 +1,4 @@
-"""Pre-norm transformer layers around multihead dilated attention, with MAGNETO's inner norms and initialisation."""
+"""Pre-norm transformer layers around multihead dilated attention and a feed-forward network, both after MAGNETO."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ class DilatedTransformerEncoderLayer(nn.Module):
 
 
 class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
-    """`nn.TransformerDecoderLayer(norm_first=True, batch_first=True)` with dilated self-attention.
+    """`nn.TransformerDecoderLayer(norm_first=True, batch_first=True)` with dilated self-attention, causal by default.
 
-    Cross-attention relates two sequences that share no segments, so it is PyTorch's own dense attention.
+    Cross-attention relates two sequences that share no segments, so it is PyTorch's own dense `nn.MultiheadAttention`.
 
     >>> layer = DilatedTransformerDecoderLayer(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
     >>> layer(torch.randn(2, 100, 32), torch.randn(2, 70, 32)).shape
@@ -142,17 +142,28 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         tgt: Tensor,
         memory: Tensor,
         tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None,
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = True,
+        memory_is_causal: bool = False,
         *,
         spans: Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """`(B, N, E)` from the target `(B, N, E)` and the encoder's output `(B, any N, E)`; causal by default."""
+        """`(B, N, E)` from the target `(B, N, E)` and the encoder's output `(B, any N, E)`.
+
+        A dense `tgt_mask` is refused; `memory_mask` is the cross-attention's.
+        """
         x = tgt + self._attend_to_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, spans, rotation)
         crossed, _ = self.cross_attn(
-            self.norm3(x), memory, memory, key_padding_mask=memory_key_padding_mask, need_weights=False
+            self.norm3(x),
+            memory,
+            memory,
+            key_padding_mask=memory_key_padding_mask,
+            attn_mask=memory_mask,
+            is_causal=memory_is_causal,
+            need_weights=False,
         )
         x = x + self.dropout(crossed)
         return x + self.dropout(self.feed_forward(self.norm2(x)))

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.models.weights import load_weights
+from dilated_attention_pytorch.models.weights import load_weights, write_whole
 
 _STATE = "state.pt"
 
@@ -21,10 +20,13 @@ _STATE = "state.pt"
 def save_checkpoint(run: Path, step: int, model: LongNetLM, optimizer: torch.optim.Optimizer, keep: int) -> Path:
     """Write the checkpoint of `step`, then drop all but the newest `keep`."""
     folder = run / "checkpoints" / f"step-{step:08d}"
+    for stale in folder.parent.glob(".step-*.partial"):  # of a save that was killed
+        shutil.rmtree(stale)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         model.save_pretrained(partial)
-        torch.save({"step": step, "optimizer": optimizer.state_dict()}, partial / _STATE)
+        state = {"step": step, "optimizer": optimizer.state_dict()}
+        write_whole(partial / _STATE, lambda path: torch.save(state, path))
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
@@ -42,17 +44,12 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 def load_checkpoint(folder: Path, model: LongNetLM, optimizer: torch.optim.Optimizer) -> int:
     """Restore model and optimizer; returns the step that was finished."""
-    state = _read_state(folder)
-    load_weights(model, folder)
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
-
-
-def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / _STATE
+    load_weights(model, folder)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        return {"step": state["step"], "optimizer": state["optimizer"]}
+        optimizer.load_state_dict(state["optimizer"])
+        return int(state["step"])
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder} is not a checkpoint: it has no {_STATE}") from None
     except Exception as error:

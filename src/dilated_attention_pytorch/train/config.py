@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class TrainConfig:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", tuple(self.data))
+        # Absolute, so that the run can be resumed from anywhere.
+        object.__setattr__(self, "data", tuple(os.path.abspath(path) for path in self.data))
         for name in (
             "sequence_length",
             "batch_size",
@@ -70,9 +72,8 @@ class TrainConfig:
     def from_json(cls, path: Path) -> TrainConfig:
         try:
             values = json.loads(path.read_text())
-            model = ModelConfig(**values.pop("model"))
-            return cls(model=model, **values)
+            return cls(model=ModelConfig.from_dict(values.pop("model"), path), **values)
         except FileNotFoundError:
             raise FileNotFoundError(f"no training run at {path.parent}: there is no {path.name}") from None
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the config of a training run: {error}") from None

@@ -37,7 +37,7 @@ class Corpus:
 
     def validation_batches(self, batch_size: int, length: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The same evenly spread windows at every call."""
-        starts = torch.linspace(0, len(self.validation) - length - 1, batch_size * batches).long()
+        starts = torch.linspace(0, len(self.validation) - length - 1, batch_size * batches, dtype=torch.float64).long()
         for chunk in starts.split(batch_size):
             yield _windows(self.validation, chunk, length)
 
@@ -69,7 +69,8 @@ def read_corpus(paths: Sequence[str], length: int) -> Corpus:
 def _files(paths: Sequence[str]) -> tuple[list[Path], str]:
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
-        files = [file for file in _below(library, "*.py") if not {"site-packages", "test", "tests"} & set(file.parts)]
+        apart = {"site-packages", "test", "tests"}
+        files = [file for file in _below(library, "*.py") if not apart & set(file.relative_to(library).parts)]
         return files, "the Python standard library"
     found: list[Path] = []
     for name in paths:

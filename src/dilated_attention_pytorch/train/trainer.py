@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -54,15 +56,15 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False) -> dict[str, 
     print(f"model    {parameters / 1e6:.1f}M parameters, {shape}")
     print(f"run      {run}{f', from step {start}' if start else ''} on {device}")
 
-    bar = tqdm(total=config.steps, initial=start, unit="step", dynamic_ncols=True)
-    step, saved = start, start
-    try:
+    saved = start
+    with _Interrupt() as interrupt, tqdm(total=config.steps, initial=start, unit="step", dynamic_ncols=True) as bar:
         for step in range(start + 1, config.steps + 1):
             began = time.perf_counter()
             loss, norm = _step(model, optimizer, corpus, config, step, device)
-            if not math.isfinite(loss):
+            if not math.isfinite(loss + norm):
                 raise FloatingPointError(
-                    f"the loss is {loss} at step {step}: lower --learning-rate; step {saved} is the last checkpoint"
+                    f"the loss is {loss} and the gradient's norm {norm} at step {step}: lower --learning-rate; "
+                    + (f"step {saved} is the last checkpoint" if saved else "there is no checkpoint yet")
                 )
             seconds = time.perf_counter() - began
             record = {
@@ -75,21 +77,37 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False) -> dict[str, 
             if step % config.validate_every == 0 or step == config.steps:
                 record["validation_bits"] = validate(model, corpus, config, device)
             records.append(record)
-            if step % config.checkpoint_every == 0 or step == config.steps:
+            if step % config.checkpoint_every == 0 or step == config.steps or interrupt.asked:
                 _save(run, step, model, optimizer, config, records)
                 saved = step
             bar.set_postfix(_shown(records), refresh=False)
             bar.update()
-    except KeyboardInterrupt:
-        if records and records[-1]["step"] > saved:
-            saved = records[-1]["step"]
-            _save(run, saved, model, optimizer, config, records)
-        bar.close()
-        print(f"stopped at step {saved}; continue with --resume {run}")
-        raise
-    finally:
-        bar.close()
+            if interrupt.asked and step < config.steps:
+                bar.close()
+                print(f"stopped after step {step}; continue with --resume {run}")
+                raise KeyboardInterrupt
     return _report(run, model, config, records, unigram_bits, device)
+
+
+class _Interrupt:
+    """Turns the first Ctrl-C into a wish to stop after the step under way; the second one stops at once."""
+
+    asked = False
+
+    def __enter__(self) -> _Interrupt:
+        self._before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 def validate(model: LongNetLM, corpus: Corpus, config: TrainConfig, device: torch.device) -> float:
@@ -114,17 +132,19 @@ def _step(
     step: int,
     device: torch.device,
 ) -> tuple[float, float]:
+    # Batches and dropout depend on (seed, step) alone, so that a resumed run is the run that never stopped.
+    torch.manual_seed(config.seed * 1_000_003 + step)
     tokens, following = corpus.training_batch(config.batch_size, config.sequence_length, config.seed, step)
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(config, step)
     loss = _loss(model, tokens.to(device), following.to(device))
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm).item()
     value = loss.item()
-    if math.isfinite(value):  # a step with a broken loss must not reach the weights
+    if math.isfinite(value + norm):  # a broken step must not reach the weights
         optimizer.step()
-    return value, norm.item()
+    return value, norm
 
 
 def _loss(model: LongNetLM, tokens: Tensor, following: Tensor) -> Tensor:
@@ -161,7 +181,14 @@ def _save(
 
 def _read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    if not path.is_file():
+        return []
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        _ = [record["step"] for record in records]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
+    return records
 
 
 def _shown(records: list[dict[str, Any]]) -> dict[str, str]:
@@ -202,9 +229,12 @@ def _report(
 
 
 def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no device {name!r} here ({str(error).splitlines()[0]}): leave --device out") from None
 
 
 def _progress_bar() -> Any:
