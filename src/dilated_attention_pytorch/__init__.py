@@ -8,6 +8,7 @@ import sys
 from dilated_attention_pytorch._published_paths import publish
 from dilated_attention_pytorch._version import __version__
 from dilated_attention_pytorch.core import Branch, DilatedSpec, document_spans, merge
+from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
     DilatedAttention,
@@ -35,6 +36,7 @@ __all__ = [
     "RotaryPositions",
     "XPosPositions",
     "__version__",
+    "backends",
     "document_spans",
     "merge",
 ]

@@ -69,10 +69,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--segment-lengths", nargs="+", type=int, metavar="W", help="one a branch")
     train.add_argument("--dilation-rates", nargs="+", type=int, metavar="R", help="one a branch")
 
-    bench = commands.add_parser("bench", help="measure", description="Measure one thing and print a table.")
+    bench = commands.add_parser(
+        "bench", help="measure against the strongest baselines", description="Measure a suite and print a table."
+    )
     bench.set_defaults(command=_bench)
-    bench.add_argument("suite", choices=["memory"], help="memory: peak memory of the eager backend at two lengths")
-    bench.add_argument("--tokens", nargs="+", type=int, default=[131_072, 262_144], help="sequence lengths")
+    bench.add_argument(
+        "suite",
+        choices=["attention", "short", "scaling", "memory", "page"],
+        help="attention, short, scaling: time and memory against baselines; memory: the eager backend's peak memory on "
+        "the CPU; page: a Markdown page from results",
+    )
+    bench.add_argument("--tokens", nargs="+", type=int, default=[131_072, 262_144], help="lengths of the memory suite")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="append results to this file as JSON lines")
+    bench.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run")
+    bench.add_argument("--device", default=None, help="cpu or cuda (default: a GPU if there is one)")
+    bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where `page` writes")
     return parser
 
 
@@ -108,9 +119,20 @@ def _newest_run() -> Path:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from dilated_attention_pytorch.bench.memory import print_memory
+    import torch
 
-    print_memory(arguments.tokens)
+    from dilated_attention_pytorch.bench.memory import print_memory
+    from dilated_attention_pytorch.bench.runner import run_suite, write_page
+
+    if arguments.suite == "memory":
+        print_memory(arguments.tokens)
+    elif arguments.suite == "page":
+        if arguments.out is None:
+            raise ValueError("page needs --out FILE, the results to read")
+        write_page(arguments.out, arguments.page)
+    else:
+        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        run_suite(arguments.suite, arguments.out, device=device, contenders=arguments.only)
 
 
 if __name__ == "__main__":

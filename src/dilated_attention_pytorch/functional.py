@@ -12,9 +12,10 @@ from torch import Tensor
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
-from dilated_attention_pytorch.kernels.op import BACKENDS, attend
+from dilated_attention_pytorch.kernels.ladder import backends, check_backend
+from dilated_attention_pytorch.kernels.op import attend
 
-__all__ = ["dilated_attention"]
+__all__ = ["backends", "check_backend", "dilated_attention", "refuse_dense_mask"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -107,7 +108,7 @@ def dilated_attention(
         head_offset, total_heads: under head sharding, the global index of the first query head and their global number.
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
-        backend: `auto`, `eager` or `reference`.
+        backend: `auto`, or the engine to run: `triton`, `eager` or `reference`.
         attn_mask: refused; a dense mask takes O(N^2) memory.
 
     Returns:
@@ -118,6 +119,7 @@ def dilated_attention(
     torch.Size([2, 100, 4, 8])
     """
     refuse_dense_mask(attn_mask)
+    check_backend(backend)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
@@ -144,18 +146,9 @@ def dilated_attention(
         head_offset,
         total_heads,
         allow_tf32,
-        choose_backend(backend),
+        backend,
     )
     return (out, lse) if return_lse else out
-
-
-def choose_backend(backend: str) -> str:
-    """The engine that `backend` names, or the best one for `auto`."""
-    if backend == "auto":
-        return "eager"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be auto, {' or '.join(BACKENDS)}, got {backend!r}")
-    return backend
 
 
 def refuse_dense_mask(attn_mask: Tensor | None) -> None:

@@ -72,16 +72,21 @@ def draws(
     *,
     min_tokens: int = 1,
     max_tokens: int = 70,
+    max_segment: int = 80,
     head_dims: tuple[int, ...] = (1, 4, 8, 16),
+    heads: list[tuple[int, int]] = HEADS,
+    min_segment: int = 1,
     dropout: bool = True,
 ) -> Draw:
-    branches = draw(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 12)), min_size=1, max_size=4))
-    heads, kv_heads = draw(st.sampled_from(HEADS))
+    branches = draw(
+        st.lists(st.tuples(st.integers(min_segment, max_segment), st.integers(1, 12)), min_size=1, max_size=4)
+    )
+    query_heads, kv_heads = draw(st.sampled_from(heads))
     lengths = draw(st.sampled_from(LENGTHS))
     return Draw(
         batch=1 if lengths == "packed" else draw(st.integers(1, 3)),
         tokens=draw(st.integers(min_tokens, max_tokens)),
-        heads=heads,
+        heads=query_heads,
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from(head_dims)),
         segment_lengths=tuple(w for w, _ in branches),

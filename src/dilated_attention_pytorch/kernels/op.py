@@ -14,8 +14,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 from dilated_attention_pytorch.kernels import eager
-
-BACKENDS = ("eager", "reference")
+from dilated_attention_pytorch.kernels.ladder import choose_backend
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
@@ -40,11 +39,16 @@ def attend(
     problem = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
     )
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
     # Autocast has done its work in `functional`; inside, it would turn float32 sums into low-precision ones.
     with torch.autocast(query.device.type, enabled=False):
         if backend == "reference":
             out, lse = reference_forward(query, key, value, problem, spans, seed)
             return out.to(query.dtype), _by_head(lse.to(lse_dtype(query.dtype)))
+        if backend == "triton":
+            from dilated_attention_pytorch.kernels.triton import engine
+
+            return engine.forward(query, key, value, problem, spans, seed)
         out, lse = eager.forward(query, key, value, problem, spans, seed)
         return out, _by_head(lse)
 
@@ -75,10 +79,15 @@ def attend_backward(
     problem = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
     )
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
     with torch.autocast(query.device.type, enabled=False):
         if backend == "reference":
             grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
             return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+        if backend == "triton":
+            from dilated_attention_pytorch.kernels.triton import engine
+
+            return engine.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
         return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
 
 

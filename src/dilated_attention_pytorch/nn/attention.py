@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
-from dilated_attention_pytorch.functional import choose_backend, dilated_attention, refuse_dense_mask
+from dilated_attention_pytorch.functional import check_backend, dilated_attention, refuse_dense_mask
 
 
 class DilatedAttention(nn.Module):
@@ -55,7 +55,7 @@ class DilatedAttention(nn.Module):
             raise ValueError("this release has no workspace pool: leave enable_memory_pool and lightweight_pool False")
         if use_pattern_cache:
             raise ValueError("a branch is a row stride and needs no cached indices: leave use_pattern_cache False")
-        choose_backend(backend)
+        check_backend(backend)
         self.spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
         self.softmax_scale = softmax_scale
         self.attention_dropout = attention_dropout

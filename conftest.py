@@ -1,0 +1,38 @@
+"""What must be set before PyTorch's first operator (some machines advertise AMX and trap it) and the first kernel."""
+
+import os
+from importlib.util import find_spec
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+import hypothesis
+import pytest
+import torch
+
+# Without a GPU, kernels run in Triton's interpreter; it must be asked for before a kernel is defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Where Triton does not exist, its kernels cannot be imported for their doctests.
+collect_ignore_glob = [] if find_spec("triton") else ["src/*/kernels/triton/*"]
+
+# Every run draws fresh examples; no deadline, because no test times anything.
+hypothesis.settings.register_profile(
+    "project", deadline=None, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("project")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fill what `torch.empty` returns with NaN, so that a row nobody writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

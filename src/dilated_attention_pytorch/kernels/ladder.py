@@ -1,0 +1,67 @@
+"""Which engine runs a call, and why the others cannot: the one place that decides it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+
+import torch
+
+BACKENDS = ("triton", "eager", "reference")
+
+
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The engine that `backend` names, or for `auto` the one to use."""
+    check_backend(backend)
+    if backend == "auto":
+        return "eager"  # the Triton kernels run when named, until they are measured to be the better choice
+    reason = why_not(backend, device, dtype, head_dim)
+    if reason is not None:
+        able = [name for name in BACKENDS if why_not(name, device, dtype, head_dim) is None]
+        raise ValueError(f"backend {backend!r} cannot take this call: {reason}; {' or '.join(able)} can")
+    return backend
+
+
+def check_backend(backend: str) -> None:
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be auto, {' or '.join(BACKENDS)}, got {backend!r}")
+
+
+def why_not(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why a backend cannot take tensors of this kind, or None. Engines that are right take everything."""
+    if backend != "triton":
+        return None
+    if dtype == torch.float64:
+        return "its kernels compute in float32, the tensors are float64"
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        return f"its kernels take a head_dim from 16 to 256 that is a multiple of 8, got {head_dim}"
+    missing = _triton_missing(device.type)
+    if missing is None and device.type == "cuda" and dtype != torch.float32:
+        return f"its kernels have passed the error budget on a GPU in float32 only, the tensors are {dtype}"
+    return missing
+
+
+def backends(device: torch.device | str | None = None) -> dict[str, str]:
+    """What can run here: each backend with `available`, or the reason why it is not.
+
+    >>> backends("cpu")["eager"]
+    'available'
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    reasons = {name: why_not(name, torch.device(device), torch.float32, 64) for name in BACKENDS}
+    return {name: "available" if reason is None else reason for name, reason in reasons.items()}
+
+
+@functools.lru_cache
+def _triton_missing(device_type: str) -> str | None:
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device_type != "cuda":
+        return f"Triton runs on GPUs, the tensors are on {device_type}"
+    if torch.version.cuda is not None and torch.cuda.get_device_capability() < (8, 0):
+        return f"its kernels need compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
+    return None

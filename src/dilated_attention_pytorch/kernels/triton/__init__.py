@@ -1,0 +1,1 @@
+"""Fused kernels in Triton; imported only where they run."""

@@ -1,0 +1,378 @@
+"""Backward of one branch against the merged out and lse, without atomics: every gradient row has one writer.
+
+    p  = exp(s - lse);  dp = do v^T;  ds = p * (dp - delta)
+    dv = p^T do;  dk = scale * ds^T q  (a program owns key rows and walks the queries that see them)
+    dq = scale * ds k                  (a program owns query rows and walks the keys that they see)
+
+with `delta = sum(do * out) - dlse`, computed once for all branches. A later branch adds to what is there.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from dilated_attention_pytorch.kernels.triton.primitives import (
+    LOG2_E,
+    UNSPECIALIZED,
+    dropout_key_word,
+    dropout_row_word,
+    keeps,
+    load_rows,
+    locate_slot,
+    store_rows,
+)
+
+
+@triton.jit(do_not_specialize=("N", "H"))
+def delta_kernel(
+    Out,
+    Do,
+    Dlse,
+    Delta,
+    do_b,
+    do_n,
+    do_h,
+    dl_b,
+    dl_n,
+    dl_h,
+    N,
+    H,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """`delta`, `(B, H, N)`, of BLOCK_M rows of one head."""
+    tiles = tl.cdiv(N, BLOCK_M)
+    pid = tl.program_id(0)
+    rows = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = (pid // tiles % H).to(tl.int64)
+    b = (pid // tiles // H).to(tl.int64)
+    out = load_rows(Out + (b * N * H + head) * D, rows, H * D, D, BLOCK_D, N, True).to(tl.float32)
+    do = load_rows(Do + b * do_b + head * do_h, rows, do_n, D, BLOCK_D, N, True).to(tl.float32)
+    delta = tl.sum(out * do, 1)
+    if HAS_DLSE:
+        pointers = Dlse + b * dl_b + head * dl_h + rows.to(tl.int64) * dl_n
+        delta -= tl.load(pointers, mask=rows < N, other=0.0)
+    tl.store(Delta + (b * H + head) * N + rows, delta, mask=rows < N)
+
+
+@triton.jit
+def _visit_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_base,
+    do_base,
+    q_stride,
+    do_stride,
+    lse_base,
+    delta_base,
+    keys,
+    first_row,
+    last_row,
+    count,
+    seed,
+    b,
+    dropout_head,
+    branch,
+    key_word,
+    token,
+    rate,
+    qk_scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    for start in tl.range(first_row, last_row, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_rows(q_base, rows, q_stride, D, BLOCK_D, count, MASKED)
+        do = load_rows(do_base, rows, do_stride, D, BLOCK_D, count, MASKED)
+        if MASKED:
+            lse = tl.load(lse_base + rows.to(tl.int64) * rate, mask=rows < count, other=0.0) * LOG2_E
+            delta = tl.load(delta_base + rows.to(tl.int64) * rate, mask=rows < count, other=0.0)
+        else:
+            lse = tl.load(lse_base + rows.to(tl.int64) * rate) * LOG2_E
+            delta = tl.load(delta_base + rows.to(tl.int64) * rate)
+        s = tl.dot(k, q.T, input_precision=PRECISION) * qk_scale
+        p = tl.exp2(s - lse[None, :])  # (keys, rows)
+        if MASKED:
+            sees = (keys[:, None] < count) & (rows[None, :] < count)
+            if CAUSAL:
+                sees = sees & (keys[:, None] <= rows[None, :])
+            p = tl.where(sees, p, 0.0)
+        dp = tl.dot(v, do.T, input_precision=PRECISION)
+        dropped = p
+        if DROPOUT:
+            row_word = dropout_row_word(seed, b, dropout_head, branch, token + rows * rate)
+            kept = keeps(row_word[None, :], key_word[:, None], threshold)
+            dropped = tl.where(kept, p * keep_scale, 0.0)
+            dp = tl.where(kept, dp * keep_scale, 0.0)
+        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _visit_keys(
+    dq,
+    q,
+    do,
+    lse,
+    delta,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    rows,
+    first_key,
+    last_key,
+    count,
+    row_word,
+    token,
+    rate,
+    qk_scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    for start in tl.range(first_key, last_key, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_base, keys, k_stride, D, BLOCK_D, count, MASKED)
+        v = load_rows(v_base, keys, v_stride, D, BLOCK_D, count, MASKED)
+        s = tl.dot(q, k.T, input_precision=PRECISION) * qk_scale
+        p = tl.exp2(s - lse[:, None])  # (rows, keys)
+        if MASKED:
+            sees = (keys[None, :] < count) & (rows[:, None] < count)
+            if CAUSAL:
+                sees = sees & (keys[None, :] <= rows[:, None])
+            p = tl.where(sees, p, 0.0)
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        if DROPOUT:
+            kept = keeps(row_word[:, None], dropout_key_word(token + keys * rate)[None, :], threshold)
+            dp = tl.where(kept, dp * keep_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def dkdv_kernel(
+    Q,
+    K,
+    V,
+    Do,
+    Lse,
+    Delta,
+    Dk,
+    Dv,
+    table,
+    offsets,
+    seed,
+    q_b,
+    q_n,
+    q_h,
+    k_b,
+    k_n,
+    k_h,
+    v_b,
+    v_n,
+    v_h,
+    do_b,
+    do_n,
+    do_h,
+    N,
+    H,
+    W,
+    rate,
+    heads,
+    first_head,
+    tiles,
+    slots_a_row,
+    head_offset,
+    branch,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of key rows of one KV head; `heads` and `first_head` count KV heads here."""
+    pid = tl.program_id(0)
+    tile = pid % tiles  # under causality the first keys are seen by most rows: longest first
+    kv_head = first_head + (pid // tiles) % heads
+    slot = pid // tiles // heads
+    offset = tl.load(offsets + kv_head)
+    b, start, length = locate_slot(slot, table, N, W, slots_a_row, HAS_TABLE)
+    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
+    first_key = tile * BLOCK_N
+    if first_key >= count:
+        return
+    keys = first_key + tl.arange(0, BLOCK_N)
+    token = (start + offset).to(tl.int64)
+    kv64 = kv_head.to(tl.int64)
+    kv_heads = H // GROUP
+    k = load_rows(K + b * k_b + token * k_n + kv64 * k_h, keys, rate * k_n, D, BLOCK_D, count, True)
+    v = load_rows(V + b * v_b + token * v_n + kv64 * v_h, keys, rate * v_n, D, BLOCK_D, count, True)
+    key_word = keys.to(tl.uint32)
+    if DROPOUT:
+        key_word = dropout_key_word(token + keys * rate)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # Query tiles that the mask cuts through, then whole ones, then the ragged end.
+    if CAUSAL:
+        first_row = first_key // BLOCK_M * BLOCK_M
+        unmasked = tl.minimum(tl.cdiv(first_key + BLOCK_N, BLOCK_M) * BLOCK_M, count)
+    else:
+        first_row = 0
+        unmasked = 0
+    whole = tl.maximum(unmasked, count // BLOCK_M * BLOCK_M)
+    if first_key + BLOCK_N > count:  # keys past the end must be masked everywhere
+        unmasked = count
+        whole = count
+    for g in tl.static_range(GROUP):
+        head = kv64 * GROUP + g
+        q_base = Q + b * q_b + token * q_n + head * q_h
+        do_base = Do + b * do_b + token * do_n + head * do_h
+        lse_base = Lse + (b * H + head) * N + token
+        delta_base = Delta + (b * H + head) * N + token
+        dropout_head = head + head_offset
+        dk, dv = _visit_queries(
+            dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
+            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+        )  # fmt: skip
+        dk, dv = _visit_queries(
+            dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
+            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
+        )  # fmt: skip
+        dk, dv = _visit_queries(
+            dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, count,
+            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+        )  # fmt: skip
+    dk *= scale
+    into = ((b * N + token) * kv_heads + kv64) * D
+    if CONTINUES:
+        dk += load_rows(Dk + into, keys, rate * kv_heads * D, D, BLOCK_D, count, True).to(tl.float32)
+        dv += load_rows(Dv + into, keys, rate * kv_heads * D, D, BLOCK_D, count, True).to(tl.float32)
+    store_rows(Dk + into, keys, rate * kv_heads * D, D, BLOCK_D, count, dk)
+    store_rows(Dv + into, keys, rate * kv_heads * D, D, BLOCK_D, count, dv)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def dq_kernel(
+    Q,
+    K,
+    V,
+    Do,
+    Lse,
+    Delta,
+    Dq,
+    table,
+    offsets,
+    seed,
+    q_b,
+    q_n,
+    q_h,
+    k_b,
+    k_n,
+    k_h,
+    v_b,
+    v_n,
+    v_h,
+    do_b,
+    do_n,
+    do_h,
+    N,
+    H,
+    W,
+    rate,
+    heads,
+    first_head,
+    tiles,
+    slots_a_row,
+    head_offset,
+    branch,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A tile of query rows of one query head."""
+    pid = tl.program_id(0)
+    tile = tiles - 1 - pid % tiles
+    head = first_head + (pid // tiles) % heads
+    slot = pid // tiles // heads
+    offset = tl.load(offsets + head // GROUP)
+    b, start, length = locate_slot(slot, table, N, W, slots_a_row, HAS_TABLE)
+    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
+    first_row = tile * BLOCK_M
+    if first_row >= count:
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    token = (start + offset).to(tl.int64)
+    head64 = head.to(tl.int64)
+    q = load_rows(Q + b * q_b + token * q_n + head64 * q_h, rows, rate * q_n, D, BLOCK_D, count, True)
+    do = load_rows(Do + b * do_b + token * do_n + head64 * do_h, rows, rate * do_n, D, BLOCK_D, count, True)
+    k_base = K + b * k_b + token * k_n + (head64 // GROUP) * k_h
+    v_base = V + b * v_b + token * v_n + (head64 // GROUP) * v_h
+    at = (b * H + head64) * N + token + rows.to(tl.int64) * rate
+    lse = tl.load(Lse + at, mask=rows < count, other=0.0) * LOG2_E
+    delta = tl.load(Delta + at, mask=rows < count, other=0.0)
+    row_word = rows.to(tl.uint32)
+    if DROPOUT:
+        row_word = dropout_row_word(seed, b, head + head_offset, branch, token + rows * rate)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if CAUSAL:
+        whole = first_row // BLOCK_N * BLOCK_N
+        last = tl.minimum(first_row + BLOCK_M, count)
+    else:
+        whole = count // BLOCK_N * BLOCK_N
+        last = count
+    dq = _visit_keys(
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, count, row_word, token, rate,
+        scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION,
+    )  # fmt: skip
+    dq = _visit_keys(
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, count, row_word, token, rate,
+        scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION,
+    )  # fmt: skip
+    dq *= scale
+    into = Dq + ((b * N + token) * H + head64) * D
+    if CONTINUES:
+        dq += load_rows(into, rows, rate * H * D, D, BLOCK_D, count, True).to(tl.float32)
+    store_rows(into, rows, rate * H * D, D, BLOCK_D, count, dq)

@@ -1,0 +1,175 @@
+"""Forward of one branch: rows are read and written in place, and the softmax of earlier branches is continued.
+
+For a tile of query rows, over the key tiles of its segment (all, or up to the diagonal):
+
+    s = scale * q k^T;  m' = max(m, rowmax s);  p = exp(s - m')
+    l = l * exp(m - m') + rowsum p;  acc = acc * exp(m - m') + p v
+
+starting from m = -inf, l = 0, acc = 0, or, where earlier branches have written the row, from m = lse, l = 1, acc = out.
+In the end out = acc / l and lse = m + log l.
+"""
+
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+from dilated_attention_pytorch.kernels.triton.primitives import (
+    LN_2,
+    LOG2_E,
+    UNSPECIALIZED,
+    dropout_key_word,
+    dropout_row_word,
+    keeps,
+    load_rows,
+    locate_slot,
+    store_rows,
+)
+
+
+@triton.jit
+def _visit_keys(
+    acc,
+    m,
+    total,
+    q,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    rows,
+    first_key,
+    last_key,
+    count,
+    row_word,
+    key_start,
+    rate,
+    qk_scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    for start in tl.range(first_key, last_key, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)
+        k = load_rows(k_base, keys, k_stride, D, BLOCK_D, count, MASKED)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if MASKED:
+            sees = keys[None, :] < count
+            if CAUSAL:
+                sees = sees & (keys[None, :] <= rows[:, None])
+            s = tl.where(sees, s, -float("inf"))
+        # The scale is positive, so it may wait until after the maximum and become part of one multiply-add.
+        m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
+        # Finite from the first tile on: every row sees that tile's first key.
+        p = tl.exp2(s * qk_scale - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if DROPOUT:
+            key_word = dropout_key_word(key_start + keys * rate)
+            p = tl.where(keeps(row_word[:, None], key_word[None, :], threshold), p * keep_scale, 0.0)
+        v = load_rows(v_base, keys, v_stride, D, BLOCK_D, count, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, m, total
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def forward_kernel(
+    Q,
+    K,
+    V,
+    Out,
+    Lse,
+    table,
+    offsets,
+    seed,
+    q_b,
+    q_n,
+    q_h,
+    k_b,
+    k_n,
+    k_h,
+    v_b,
+    v_n,
+    v_h,
+    N,
+    H,
+    W,
+    rate,
+    heads,
+    first_head,
+    tiles,
+    slots_a_row,
+    head_offset,
+    branch,
+    qk_scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CONTINUES: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Tiles of one slot and head run side by side, so that they share its keys in L2; the longest of them first.
+    pid = tl.program_id(0)
+    tile = tiles - 1 - pid % tiles
+    head = first_head + (pid // tiles) % heads
+    slot = pid // tiles // heads
+    offset = tl.load(offsets + head // GROUP)
+    b, start, length = locate_slot(slot, table, N, W, slots_a_row, HAS_TABLE)
+    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
+    first_row = tile * BLOCK_M
+    if first_row >= count:
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    token = (start + offset).to(tl.int64)
+    head64 = head.to(tl.int64)
+    q_base = Q + b * q_b + token * q_n + head64 * q_h
+    k_base = K + b * k_b + token * k_n + (head64 // GROUP) * k_h
+    v_base = V + b * v_b + token * v_n + (head64 // GROUP) * v_h
+    out_base = Out + ((b * N + token) * H + head64) * D
+    lse_pointers = Lse + (b * H + head64) * N + token + rows.to(tl.int64) * rate
+
+    q = load_rows(q_base, rows, rate * q_n, D, BLOCK_D, count, True)
+    if CONTINUES:
+        m = tl.load(lse_pointers, mask=rows < count, other=-float("inf")) * LOG2_E
+        total = tl.where(m == -float("inf"), 0.0, 1.0)
+        acc = load_rows(out_base, rows, rate * H * D, D, BLOCK_D, count, True).to(tl.float32)
+    else:
+        m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_word = rows.to(tl.uint32)
+    if DROPOUT:
+        row_word = dropout_row_word(seed, b, head + head_offset, branch, token + rows * rate)
+
+    # Whole key tiles that need no mask, then the rest.
+    if CAUSAL:
+        whole = tl.minimum(first_row, count) // BLOCK_N * BLOCK_N
+        last = tl.minimum(first_row + BLOCK_M, count)
+    else:
+        whole = count // BLOCK_N * BLOCK_N
+        last = count
+    acc, m, total = _visit_keys(
+        acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, count, row_word, token, rate,
+        qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION,
+    )  # fmt: skip
+    acc, m, total = _visit_keys(
+        acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, count, row_word, token, rate,
+        qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION,
+    )  # fmt: skip
+    store_rows(out_base, rows, rate * H * D, D, BLOCK_D, count, acc / total[:, None])
+    tl.store(lse_pointers, (m + tl.log2(total)) * LN_2, mask=rows < count)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import backends
+from dilated_attention_pytorch.kernels import ladder
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def gpu_only(monkeypatch):
+    """As if Triton were there for GPUs, without its interpreter."""
+    monkeypatch.setattr(
+        ladder, "_triton_missing", lambda device: None if device == "cuda" else "Triton runs on GPUs, not here"
+    )
+
+
+def test_auto_is_eager_everywhere() -> None:
+    for device, dtype in ((CPU, torch.float32), (GPU, torch.bfloat16)):
+        assert ladder.choose_backend("auto", device, dtype, 64) == "eager"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "reason"),
+    [
+        (CPU, torch.float32, 64, "Triton runs on GPUs"),
+        (GPU, torch.float64, 64, "the tensors are float64"),
+        (GPU, torch.bfloat16, 64, "in float32 only, the tensors are torch.bfloat16"),
+        (GPU, torch.float32, 20, "a multiple of 8, got 20"),
+        (GPU, torch.float32, 264, "from 16 to 256 .* got 264"),
+    ],
+)
+def test_a_named_backend_runs_or_says_why_not_and_who_can(gpu_only, device, dtype, head_dim, reason) -> None:
+    assert ladder.choose_backend("triton", GPU, torch.float32, 64) == "triton"
+    with pytest.raises(ValueError, match=f"'triton' cannot take this call: .*{reason}.*; eager or reference can"):
+        ladder.choose_backend("triton", device, dtype, head_dim)
+
+
+def test_backends_says_what_is_available_and_why_not(gpu_only) -> None:
+    assert backends("cpu") == {
+        "triton": "Triton runs on GPUs, not here",
+        "eager": "available",
+        "reference": "available",
+    }
