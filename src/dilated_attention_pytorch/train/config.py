@@ -29,7 +29,7 @@ class TrainConfig:
     model: ModelConfig = field(default=SMALL_MODEL)
     sequence_length: int = 512
     batch_size: int = 8
-    steps: int = 300
+    steps: int = 250
     learning_rate: float = 2e-3
     warmup_steps: int = 30
     weight_decay: float = 0.1
