@@ -38,7 +38,7 @@ def why_not(backend: str, device: torch.device, dtype: torch.dtype, head_dim: in
         return f"its kernels take a head_dim from 16 to 256 that is a multiple of 8, got {head_dim}"
     missing = _triton_missing(device.type)
     if missing is None and device.type == "cuda" and dtype != torch.float32:
-        return f"its kernels have passed the error budget on a GPU in float32 only, the tensors are {dtype}"
+        return f"its kernels are let through on a GPU in float32 only, the tensors are {dtype}"
     return missing
 
 
