@@ -70,20 +70,27 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dilation-rates", nargs="+", type=int, metavar="R", help="one a branch")
 
     bench = commands.add_parser(
-        "bench", help="measure against the strongest baselines", description="Measure a suite and print a table."
+        "bench",
+        help="measure against the strongest baselines",
+        description="Measure a suite and print a table, or render results.",
     )
     bench.set_defaults(command=_bench)
     bench.add_argument(
         "suite",
-        choices=["attention", "short", "scaling", "memory", "page"],
-        help="attention, short, scaling: time and memory against baselines; memory: the eager backend's peak memory on "
-        "the CPU; page: a Markdown page from results",
+        choices=["attention", "short", "scaling", "all", "memory", "page", "report"],
+        help="attention, short, scaling: time and memory against baselines; all: the three, then page and report; "
+        "memory: the eager backend's peak memory on the CPU; page, report: Markdown, or HTML with charts, from results",
     )
-    bench.add_argument("--tokens", nargs="+", type=int, default=[131_072, 262_144], help="lengths of the memory suite")
-    bench.add_argument("--out", type=Path, metavar="FILE", help="append results to this file as JSON lines")
-    bench.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run")
-    bench.add_argument("--device", default=None, help="cpu or cuda (default: a GPU if there is one)")
-    bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where `page` writes")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: suites append, page and report read them")
+    bench.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run, as the table names them")
+    bench.add_argument("--torchscale", type=Path, metavar="PATH", help="a checkout of microsoft/torchscale to measure")
+    bench.add_argument(
+        "--cases", nargs="+", default=[], metavar="WORD", help="cases with all these words, as in D=64 causal forward"
+    )
+    bench.add_argument("--tokens", nargs="+", type=int, default=[], metavar="N", help="cases of these lengths")
+    bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
+    bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
     return parser
 
 
@@ -121,18 +128,33 @@ def _newest_run() -> Path:
 def _bench(arguments: argparse.Namespace) -> None:
     import torch
 
+    from dilated_attention_pytorch.bench.contenders import choose_contenders
     from dilated_attention_pytorch.bench.memory import print_memory
-    from dilated_attention_pytorch.bench.runner import run_suite, write_page
+    from dilated_attention_pytorch.bench.report import handwritten, write_page, write_report
+    from dilated_attention_pytorch.bench.runner import run_suites
+    from dilated_attention_pytorch.bench.suites import SUITES, choose_cases
 
-    if arguments.suite == "memory":
-        print_memory(arguments.tokens)
-    elif arguments.suite == "page":
-        if arguments.out is None:
-            raise ValueError("page needs --out FILE, the results to read")
-        write_page(arguments.out, arguments.page)
-    else:
+    suite, out = arguments.suite, arguments.out
+    if suite == "memory":
+        print_memory(arguments.tokens or [131_072, 262_144])
+        return
+    if out is None and suite in ("all", "page", "report"):
+        raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")
+    if suite in ("all", "page"):
+        handwritten(arguments.page)  # refuse before minutes of measuring
+    if suite not in ("page", "report"):
+        if arguments.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu"
+            )
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        run_suite(arguments.suite, arguments.out, device=device, contenders=arguments.only)
+        suites = list(SUITES) if suite == "all" else [suite]
+        cases = choose_cases(suites, device, words=arguments.cases, tokens=arguments.tokens)
+        run_suites(cases, choose_contenders(arguments.only, arguments.torchscale), device, out)
+    for render, path, named in ((write_page, arguments.page, "page"), (write_report, arguments.html, "report")):
+        if suite in ("all", named):
+            render(out, path)
+            print(path)
 
 
 if __name__ == "__main__":

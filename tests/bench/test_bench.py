@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.bench import runner
-from dilated_attention_pytorch.bench.contenders import CONTENDERS
+from dilated_attention_pytorch.bench import contenders
+from dilated_attention_pytorch.bench.contenders import choose_contenders
 from dilated_attention_pytorch.bench.harness import Case, measure
-from dilated_attention_pytorch.bench.suites import SUITES
+from dilated_attention_pytorch.bench.suites import SUITES, choose_cases
 from dilated_attention_pytorch.cli import main
 
 SMALL = Case(
@@ -16,30 +17,107 @@ SMALL = Case(
 )
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_suite_prints_a_row_a_case_and_writes_lines_and_a_page(tmp_path, capsys, monkeypatch, backward) -> None:
-    case = Case(**{**vars(SMALL), "backward": backward})
-    monkeypatch.setitem(SUITES, "short", lambda device: iter([case]))
+@pytest.fixture
+def small_suites(monkeypatch):
+    """Every suite has one small case, forward and backward."""
+    for suite in SUITES:
+        monkeypatch.setitem(SUITES, suite, lambda device: iter([SMALL, replace(SMALL, backward=True)]))
+
+
+def read(results):
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def test_a_suite_prints_a_row_a_case_and_writes_a_line_a_contender(tmp_path, capsys, small_suites) -> None:
+    results = tmp_path / "results.jsonl"
+    assert main(["bench", "short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
+    printed = capsys.readouterr().out
+    assert replace(SMALL, backward=True).title in printed
+    assert "torchscale: give --torchscale PATH" in printed
+    head, *lines = read(results)
+    assert head["machine"]["torch"] == torch.__version__
+    assert [line["contender"] for line in lines] == list(choose_contenders())
+    measured = [line for line in lines if "milliseconds" in line]
+    assert [line["contender"] for line in measured] == ["ours", "dense, same FLOPs", "dense, same tokens"]
+    assert all(line["milliseconds"] > 0 and line["backward"] for line in measured)
+
+
+def test_all_runs_every_suite_and_renders_page_and_report(tmp_path, capsys, small_suites) -> None:
+    results, page, html = tmp_path / "results.jsonl", tmp_path / "page.md", tmp_path / "report.html"
+    flags = ["--only", "ours", "--device", "cpu", "--page", str(page), "--html", str(html)]
+    assert main(["bench", "all", "--out", str(results), *flags]) == 0
+    assert {line["suite"] for line in read(results)[1:]} == set(SUITES)
+    for text in (page.read_text(), html.read_text()):
+        assert all(f"{suite}, on a CPU" in text for suite in SUITES)
+
+
+def test_a_contender_that_fails_costs_no_other_result(tmp_path, capsys, monkeypatch, small_suites) -> None:
+    def without_memory(case):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore about it")
+
+    def wrong_in_its_call(case):
+        return contenders.Ready(lambda: 1 / 0, 1)
+
+    ours = contenders.ours("auto")
+    table = {"ours": ours, "large": without_memory, "wrong": wrong_in_its_call, "last": ours}
+    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     assert main(["bench", "short", "--device", "cpu", "--out", str(results)]) == 0
-    assert runner.title(case) in capsys.readouterr().out
-    head, *lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert head["machine"]["torch"] == torch.__version__
-    assert [line["contender"] for line in lines] == [
-        "ours",
-        "dense, same FLOPs",
-        "dense, same tokens",
-        "ours, eager",
-    ]
-    assert all(line["milliseconds"] > 0 for line in lines)
     assert main(["bench", "page", "--out", str(results), "--page", str(page)]) == 0
-    assert f"| {runner.title(case)} |" in page.read_text()
+    for text in (capsys.readouterr().out, page.read_text()):
+        assert f"large failed at {SMALL.title}: OutOfMemoryError: CUDA out of memory.\n" in text
+        assert f"wrong failed at {SMALL.title}: ZeroDivisionError: division by zero\n" in text
+    _, first, large, wrong, last, *_ = read(results)
+    assert first["milliseconds"] > 0
+    assert last["milliseconds"] > 0
+    assert large["failed"].startswith("OutOfMemoryError")
+    assert wrong["failed"].startswith("ZeroDivisionError")
 
 
-def test_flops_of_the_dense_floor_are_counted_like_ours() -> None:
-    one_branch = Case(**{**vars(SMALL), "segment_lengths": (16,), "dilation_rates": (1,), "is_causal": True})
-    _, flops = CONTENDERS["dense, same FLOPs"](one_branch)
-    assert flops == one_branch.flops
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["short", "--only", "theirs"], "no contender 'theirs': choose from 'ours', 'dense, same FLOPs'"),
+        (["short", "--only", "torchscale"], "needs --torchscale PATH"),
+        (["short", "--torchscale", "/nowhere"], "/nowhere has no torchscale/component/dilated_attention.py: git clone"),
+        (["short", "--cases", "D=63"], "no case has all the words ['D=63']"),
+        (["short", "--tokens", "3"], "one of the lengths [3]: choose from\n  N=512"),
+        (["all"], "all needs --out FILE"),
+        (["report"], "report needs --out FILE"),
+        (["page", "--out", "/nowhere.jsonl"], "no results at /nowhere.jsonl: measure first"),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_refused(flags, message, capsys) -> None:
+    assert main(["bench", *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys) -> None:
+    assert main(["bench", "short", "--device", "cuda"]) == 1
+    assert "leave it out, or say --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_dense_floor_has_our_flops(is_causal, backward) -> None:
+    case = replace(SMALL, is_causal=is_causal, backward=backward)
+    assert choose_contenders()["dense, same FLOPs"](case).flops == case.flops
+
+
+def test_dense_attention_of_too_many_elements_for_a_kernel_is_split(monkeypatch) -> None:
+    monkeypatch.setattr(contenders, "ELEMENTS_A_CALL", 2 * 16 * SMALL.heads * SMALL.head_dim)  # two of six sequences
+    shapes = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        contenders.F,
+        "scaled_dot_product_attention",
+        lambda q, *rest, **more: shapes.append(q.shape) or attend(q, *rest, **more),
+    )
+    ready = choose_contenders()["dense, same FLOPs"](SMALL)
+    ready.call()
+    assert shapes == [(2, SMALL.heads, 16, SMALL.head_dim)] * 3
+    assert ready.flops == SMALL.flops
 
 
 def test_a_timing_has_its_spread() -> None:
@@ -47,9 +125,24 @@ def test_a_timing_has_its_spread() -> None:
     assert 0 < timing.p20 <= timing.median <= timing.p80
 
 
-def test_every_suite_has_cases_on_every_device() -> None:
+def test_every_suite_has_distinct_cases_on_every_device() -> None:
     for suite in SUITES.values():
         for device in ("cpu", "cuda"):
             cases = list(suite(device))
             assert cases
             assert {case.device for case in cases} == {device}
+            assert len({case.title for case in cases}) == len(cases)
+
+
+def test_words_choose_cases_as_a_whole_and_lengths_across_suites() -> None:
+    chosen = choose_cases(["attention", "short"], "cuda", words=["D=64", "grouped"], tokens=[1 << 20])
+    assert [case.backward for case in chosen.pop("attention")] == [False, True]
+    assert not chosen
+    [case] = choose_cases(["short"], "cuda", words=["N=1,024", "forward"])["short"]
+    assert case == choose_cases(["short"], "cuda", words=["N=1024", "forward"])["short"][0]
+
+
+def test_the_longest_case_fits_a_gpu_of_80_gib() -> None:
+    longest = max(SUITES["scaling"]("cuda"), key=lambda case: case.tokens)
+    assert longest.tokens == 1 << 24
+    assert 1.1 * longest.floor_bytes < 80 * 2**30

@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.bench.harness import Case
+from dilated_attention_pytorch.bench.peers import load_torchscale, without_projections
 from dilated_attention_pytorch.functional import dilated_attention
 
-Call = Callable[[], object]
-Setup = Callable[[Case], "tuple[Call, int] | str"]
-"""The call and its FLOPs, or the reason why this contender sits the case out."""
+# Dense attention of more elements than this is measured in several calls: its kernels may count in 32 bits.
+ELEMENTS_A_CALL = 1 << 30
+
+OURS, FLOOR, SAME_TOKENS, TORCHSCALE = "ours", "dense, same FLOPs", "dense, same tokens", "torchscale"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A contender set up for a case: the call to time, its FLOPs, and PyTorch's settings while it runs."""
+
+    call: Callable[[], object]
+    flops: int
+    settings: AbstractContextManager[None] = field(default_factory=nullcontext)
+
+
+Setup = Callable[[Case], "Ready | str"]
+"""Sets a case up, or says why this contender sits it out."""
+
+
+def choose_contenders(only: Sequence[str] | None = None, torchscale: Path | None = None) -> dict[str, Setup]:
+    """The contenders by name, all or those named; torchscale sits out unless a checkout of it is given."""
+    contenders: dict[str, Setup] = {
+        OURS: ours("auto"),
+        FLOOR: dense_at_the_same_flops,
+        SAME_TOKENS: dense_at_the_same_tokens,
+        "FlexAttention": flex_attention,
+        TORCHSCALE: torchscale_from(torchscale),
+        "ours, eager": ours("eager"),
+    }
+    if only is None:
+        return contenders
+    unknown = [name for name in only if name not in contenders]
+    if unknown:
+        raise ValueError(f"no contender {unknown[0]!r}: choose from {', '.join(map(repr, contenders))}")
+    if TORCHSCALE in only and torchscale is None:
+        raise ValueError("the contender 'torchscale' needs --torchscale PATH, a checkout of microsoft/torchscale")
+    return {name: contenders[name] for name in only}
 
 
 def ours(backend: str) -> Setup:
-    def setup(case: Case) -> tuple[Call, int] | str:
-        if backend == "eager" and case.device == "cuda" and case.tokens > 1 << 17:
-            return "minutes a call"
+    def setup(case: Case) -> Ready | str:
+        if backend == "eager" and case.device == "cpu":
+            return f"what `{OURS}` runs on a CPU"
+        if backend == "eager" and case.tokens > 1 << 15:
+            return "slow: left out past 32,768 tokens on a GPU"
         q, k, v, do = case.tensors()
 
         def attend() -> Tensor:
@@ -35,44 +74,32 @@ def ours(backend: str) -> Setup:
                 backend=backend,
             )
 
-        return _step(attend, (q, k, v), do, case.backward), case.flops
+        return Ready(_step(attend, (q, k, v), do, case.backward), case.flops)
 
     return setup
 
 
-def dense_at_the_same_flops(case: Case) -> tuple[Call, int] | str:
-    """PyTorch's dense attention over sequences as long as a branch's rows: the vendor's rate, as a floor."""
+def dense_at_the_same_flops(case: Case) -> Ready | str:
+    """PyTorch's dense attention over sequences as long as a branch's rows, as many as make up our FLOPs."""
     w, r = case.segment_lengths[0], case.dilation_rates[0]
     rows = min(-(-w // r), case.tokens)
-    batch = max(1, case.tokens // rows)
-    q, k, v, do = (x.transpose(1, 2) for x in case.tensors(batch, rows, case.heads, case.head_dim))
-    pairs = rows * (rows + 1) // 2 if case.is_causal else rows * rows
-    flops = 4 * batch * case.heads * case.head_dim * pairs
-
-    def attend() -> Tensor:
-        with _best_dense_kernel(case.device):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
-
-    return _step(attend, (q, k, v), do, case.backward), flops * 7 // 2 if case.backward else flops
+    sequences = max(1, round(case.flops / _dense_flops(case, rows)))
+    calls = -(-sequences * rows * case.heads * case.head_dim // ELEMENTS_A_CALL)
+    return _dense(case, round(sequences / calls), rows, calls)
 
 
-def dense_at_the_same_length(case: Case) -> tuple[Call, int] | str:
+def dense_at_the_same_tokens(case: Case) -> Ready | str:
     """One call of dense attention over all tokens: what dilation saves."""
-    if case.tokens > (1 << 15 if case.device == "cuda" else 1 << 13):
-        return "quadratic"
-    q, k, v, do = (x.transpose(1, 2) for x in case.tensors())
-
-    def attend() -> Tensor:
-        with _best_dense_kernel(case.device):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
-
-    return _step(attend, (q, k, v), do, case.backward), case.flops
+    most = 1 << 15 if case.device == "cuda" else 1 << 13
+    if case.tokens > most:
+        return f"quadratic: left out past {most:,} tokens"
+    return _dense(case, 1, case.tokens)
 
 
-def flex_attention(case: Case) -> tuple[Call, int] | str:
+def flex_attention(case: Case) -> Ready | str:
     """FlexAttention with the union of the branches as its mask, which counts a key once: less work than ours."""
-    if case.device != "cuda" or case.tokens > 1 << 15:
-        return "needs a GPU and at most 32,768 tokens"
+    if case.device != "cuda" or case.tokens != 1 << 15 or case.head_dim != 64 or case.is_causal:
+        return "compiles for long: measured on a GPU at 32,768 tokens, D=64, not causal"
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as flex
 
@@ -89,19 +116,57 @@ def flex_attention(case: Case) -> tuple[Call, int] | str:
     mask = create_block_mask(sees, None, case.heads, case.tokens, case.tokens, device="cuda")
     q, k, v, do = (x.transpose(1, 2) for x in case.tensors())
     compiled = torch.compile(flex)
-    return _step(lambda: compiled(q, k, v, block_mask=mask), (q, k, v), do, case.backward), case.flops
+    return Ready(_step(lambda: compiled(q, k, v, block_mask=mask), (q, k, v), do, case.backward), case.flops)
 
 
-CONTENDERS: dict[str, Setup] = {
-    "ours": ours("auto"),
-    "dense, same FLOPs": dense_at_the_same_flops,
-    "dense, same tokens": dense_at_the_same_length,
-    "FlexAttention": flex_attention,
-    "ours, eager": ours("eager"),
-}
+def torchscale_from(checkout: Path | None) -> Setup:
+    if checkout is None:
+        return lambda case: "give --torchscale PATH, a checkout of microsoft/torchscale, to measure it"
+    attention_class = load_torchscale(checkout)
+
+    def setup(case: Case) -> Ready | str:
+        if case.head_layout == "grouped":
+            return "puts every head on every branch"
+        if any(w % r for w, r in zip(case.segment_lengths, case.dilation_rates)):
+            return "computes something else where a rate does not divide its segment length"
+        if case.head_dim != 64 or case.tokens > 1 << 20:
+            return "measured at D=64, up to 1,048,576 tokens"
+        attention = without_projections(
+            attention_class, case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
+        )
+        q, k, v, do = case.tensors(1, case.tokens, case.heads * case.head_dim)
+
+        def attend() -> Tensor:
+            return attention(q, k, v, is_causal=case.is_causal)[0]
+
+        return Ready(_step(attend, (q, k, v), do, case.backward), case.flops)
+
+    return setup
 
 
-def _step(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...], do: Tensor, backward: bool) -> Call:
+def _dense(case: Case, sequences: int, rows: int, calls: int = 1) -> Ready:
+    tensors = case.tensors(sequences, rows, case.heads, case.head_dim)
+    q, k, v, do = (x.transpose(1, 2) for x in tensors)
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
+
+    once = _step(attend, (q, k, v), do, case.backward)
+
+    def call() -> None:
+        for _ in range(calls):
+            once()
+
+    return Ready(call, calls * sequences * _dense_flops(case, rows), _best_dense_kernel(case.device))
+
+
+def _dense_flops(case: Case, rows: int) -> int:
+    """Of one sequence of `rows`, counted as `Case.flops` counts."""
+    dense = replace(case, tokens=rows, segment_lengths=(rows,), dilation_rates=(1,), head_layout="interleaved")
+    return dense.flops
+
+
+def _step(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...], do: Tensor, backward: bool) -> Callable[[], object]:
     if not backward:
         return attend
     return lambda: torch.autograd.grad(attend(), inputs, do)

@@ -7,14 +7,14 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dilated_attention_pytorch.core.pattern import forward_flops
+from dilated_attention_pytorch.core.pattern import forward_flops, training_bytes
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 
 
@@ -43,6 +43,21 @@ class Case:
         forward = forward_flops(self.spec, self.tokens, self.heads, self.head_dim, is_causal=self.is_causal)
         return forward * 7 // 2 if self.backward else forward
 
+    @property
+    def title(self) -> str:
+        """What distinguishes a case, in a few words."""
+        words = [f"N={self.tokens:,}", f"D={self.head_dim}", f"H={self.heads}", f"{len(self.segment_lengths)} branches"]
+        words += ["causal"] if self.is_causal else []
+        words += [self.head_layout] if self.head_layout != "interleaved" else []
+        words += ["forward+backward" if self.backward else "forward"]
+        return " ".join(words)
+
+    @property
+    def floor_bytes(self) -> int:
+        """What forward and backward must hold at once."""
+        itemsize = getattr(torch, self.dtype).itemsize
+        return training_bytes(self.tokens, self.heads, self.head_dim, itemsize=itemsize)
+
     def tensors(self, *shape: int) -> list[torch.Tensor]:
         """Fresh random q, k, v and an output gradient, `(1, N, H, D)` unless told otherwise."""
         shape = shape or (1, self.tokens, self.heads, self.head_dim)
@@ -63,28 +78,29 @@ class Timing:
     peak_bytes: int | None
 
 
-def measure(run: Callable[[], object], device: str, seconds: float = 0.4) -> Timing:
-    """Time `run` for about `seconds`, after warming up; at least five calls, each by itself."""
+def measure(run: Callable[[], object], device: str, seconds: float = 0.25) -> Timing:
+    """Time `run` for about `seconds`: at least five calls, each by itself, or two where one takes over a second."""
     cuda = device == "cuda"
-    for _ in range(3):
-        run()
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    run()  # compiles what there is to compile
+    wait()
     if cuda:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     run()
-    if cuda:
-        torch.cuda.synchronize()
+    wait()
     once = time.perf_counter() - began
     peak = torch.cuda.max_memory_allocated() if cuda else None
-    calls = max(5, min(200, round(seconds / max(once, 1e-6))))
+    calls = max(5 if once < 1 else 2, min(500, round(seconds / max(once, 1e-6))))
+    for _ in range(calls // 10):
+        run()
     if cuda:
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
         for start, end in events:
             start.record()
             run()
             end.record()
-        torch.cuda.synchronize()
+        wait()
         times = sorted(start.elapsed_time(end) for start, end in events)
     else:
         times = []
@@ -96,37 +112,36 @@ def measure(run: Callable[[], object], device: str, seconds: float = 0.4) -> Tim
     return Timing(statistics.median(times), times[calls // 5], times[calls * 4 // 5], peak)
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str) -> dict[str, Any]:
     """What the figures were measured on."""
-    found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    found: dict[str, Any] = {}
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["memory"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = torch.backends.cudnn.version()
+    else:
+        found["cpu"] = _processor()
+        found["threads"] = torch.get_num_threads()
+    found |= {"torch": torch.__version__, "python": platform.python_version()}
     for package in ("triton", "dilated-attention-pytorch"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cudnn"] = torch.backends.cudnn.version()
-    else:
-        found["cpu"] = platform.processor() or platform.machine()
-        found["threads"] = torch.get_num_threads()
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
     )
     if commit.returncode == 0:
         found["commit"] = commit.stdout.strip()
+    found["date"] = time.strftime("%Y-%m-%d")
     return found
 
 
-def record(suite: str, case: Case, contender: str, timing: Timing, flops: int) -> dict[str, Any]:
-    """One line of the results."""
-    return {
-        "suite": suite,
-        "contender": contender,
-        **asdict(case),
-        "milliseconds": round(timing.median, 4),
-        "p20": round(timing.p20, 4),
-        "p80": round(timing.p80, 4),
-        "peak_bytes": timing.peak_bytes,
-        "tflops": round(flops / timing.median / 1e9, 4),
-    }
+def _processor() -> str:
+    """The processor's name; Linux tells it in a file only."""
+    listing = Path("/proc/cpuinfo")
+    for line in listing.read_text().splitlines() if listing.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,112 +1,90 @@
-"""Running a suite: every contender on every case, a table as it goes, JSON lines, and a page from them."""
+"""Running suites: every contender on every case, a table as it goes, and JSON lines."""
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dilated_attention_pytorch.bench.contenders import CONTENDERS
-from dilated_attention_pytorch.bench.harness import Case, machine, measure, record
-from dilated_attention_pytorch.bench.suites import SUITES
-from dilated_attention_pytorch.core.pattern import training_bytes
+from dilated_attention_pytorch.bench.contenders import Setup
+from dilated_attention_pytorch.bench.harness import Case, machine, measure
+from dilated_attention_pytorch.bench.results import RATIOS, Row, cell, describe, ratio_cell, why_not_measured
 
-FLOOR = "dense, same FLOPs"
+_TITLE, _CELL, _RATIO = 56, 19, 15  # widths of the printed columns
 
 
-def run_suite(
-    suite: str, out: Path | None, *, device: str, contenders: list[str] | None = None
-) -> list[dict[str, Any]]:
-    """Measure a suite; prints a row a case and appends JSON lines to `out`."""
-    chosen = CONTENDERS if contenders is None else {name: CONTENDERS[name] for name in contenders}
-    head = {"machine": machine()}
-    print(" ".join(f"{key}={value}" for key, value in head["machine"].items()))
-    print(f"{suite}: milliseconds (TFLOP/s); ratio = ours / {FLOOR}")
-    print(f"{'case':<58}" + "".join(f"{name:>22}" for name in chosen) + f"{'ratio':>8}{'memory':>8}")
-    if out is not None:
-        _append(out, head)
-    records: list[dict[str, Any]] = []
-    for case in SUITES[suite](device):
-        found: dict[str, dict[str, Any]] = {}
-        row = f"{title(case):<58}"
-        for name, setup in chosen.items():
-            ready = setup(case)
-            if isinstance(ready, str):
-                row += f"{'-':>22}"
-                continue
-            call, flops = ready
-            found[name] = record(suite, case, name, measure(call, device), flops)
-            row += f"{found[name]['milliseconds']:>14.3f} ({found[name]['tflops']:>5.3g})"
-            del ready, call
-            if device == "cuda":
-                torch.cuda.empty_cache()
-        print(row + _ratios(case, found), flush=True)
-        records += found.values()
-        if out is not None:
-            for line in found.values():
+def run_suites(
+    cases: Mapping[str, Sequence[Case]], contenders: Mapping[str, Setup], device: str, out: Path | None = None
+) -> None:
+    """Measure the cases of each suite; prints a row a case and appends JSON lines to `out` as they come.
+
+    A contender that fails is recorded with its reason, and the run goes on.
+    """
+    found = machine(device)
+    print(describe(found))
+    _append(out, {"machine": found})
+    for suite, chosen in cases.items():
+        rows: list[Row] = []
+        reasons: dict[str, None] = {}
+        print(f"\n{suite}: milliseconds (TFLOP/s)\n{'':<{_TITLE}}", end="")
+        print(*(f"{name:>{_CELL}}" for name in contenders), *(f"{name:>{_RATIO}}" for name in RATIOS), flush=True)
+        for case in chosen:
+            row = Row(suite, case, describe(found), {})
+            rows.append(row)
+            print(f"{case.title:<{_TITLE}}", end="", flush=True)
+            for name, setup in contenders.items():
+                line = {"suite": suite, "contender": name, **asdict(case), **_attempt(setup, case)}
+                row.lines[name] = line
                 _append(out, line)
-    return records
+                _clear(device, out)
+                print(f"{cell(line):>{_CELL}} ", end="", flush=True)
+            print(*(f"{ratio_cell(value(row, rows)):>{_RATIO}}" for _, value in RATIOS.values()), flush=True)
+            reasons |= dict.fromkeys(why_not_measured(row))
+        print(*(f"- {reason}" for reason in reasons), sep="\n")
+    print()
+    print(*(f"{name}: {meaning}" for name, (meaning, _) in RATIOS.items()), sep="\n")
 
 
-def title(case: Case) -> str:
-    """What distinguishes a case, in a few words."""
-    words = [f"N={case.tokens:,}", f"D={case.head_dim}", f"H={case.heads}", f"{len(case.segment_lengths)} branches"]
-    words += ["causal"] if case.is_causal else []
-    words += [case.head_layout] if case.head_layout != "interleaved" else []
-    words += ["forward+backward" if case.backward else "forward"]
-    return " ".join(words)
+def _attempt(setup: Setup, case: Case) -> dict[str, Any]:
+    """What a contender gave: its timing, why it sat the case out, or what it failed with."""
+    try:
+        ready = setup(case)
+        if isinstance(ready, str):
+            return {"skipped": ready}
+        with ready.settings:
+            timing = measure(ready.call, case.device)
+    except Exception as error:  # whatever another's code raises must not cost the rest of the run
+        first = (str(error).strip() or "no message").splitlines()[0]
+        return {"failed": f"{type(error).__name__}: {first}"}
+    return {
+        "milliseconds": round(timing.median, 4),
+        "p20": round(timing.p20, 4),
+        "p80": round(timing.p80, 4),
+        "peak_bytes": timing.peak_bytes,
+        "tflops": round(ready.flops / timing.median / 1e9, 4),
+    }
 
 
-def _ratios(case: Case, found: dict[str, dict[str, Any]]) -> str:
-    text = ""
-    if "ours" in found and FLOOR in found:
-        text += f"{found['ours']['tflops'] / found[FLOOR]['tflops']:>8.2f}"
-    if case.backward and "ours" in found and found["ours"]["peak_bytes"]:
-        itemsize = getattr(torch, case.dtype).itemsize
-        floor = training_bytes(case.tokens, case.heads, case.head_dim, itemsize=itemsize)
-        text += f"{found['ours']['peak_bytes'] / floor:>8.2f}"
-    return text
+def _clear(device: str, out: Path | None) -> None:
+    """Free what a contender held, so that the next one's peak memory is its own."""
+    gc.collect()
+    if device != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # an illegal access: every later call in this process would fail too
+        raise OSError(f"the GPU cannot be used after this failure; what was measured is in {out}: {error}") from error
+    torch.cuda.empty_cache()
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
+def _append(path: Path | None, line: dict[str, Any]) -> None:
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as stream:
         stream.write(json.dumps(line) + "\n")
-
-
-def write_page(results: Path, page: Path) -> None:
-    """`docs/performance.md` from JSON lines: one table a suite, with the machine above it."""
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    text = [
-        "# Performance",
-        "",
-        "Generated by `./run bench`; every figure was measured in the run named above its table.",
-        "",
-    ]
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    heads: dict[str, str] = {}
-    latest = ""
-    for line in lines:
-        if "machine" in line:
-            latest = ", ".join(f"{key} {value}" for key, value in line["machine"].items())
-            continue
-        fields = {name: line[name] for name in Case.__dataclass_fields__}
-        fields |= {name: tuple(fields[name]) for name in ("segment_lengths", "dilation_rates")}
-        heads[line["suite"]] = latest
-        rows.setdefault((line["suite"], title(Case(**fields))), {})[line["contender"]] = line
-    for suite in dict.fromkeys(suite for suite, _ in rows):
-        names = list(dict.fromkeys(name for (s, _), found in rows.items() if s == suite for name in found))
-        text += [f"## {suite}", "", heads[suite] + ". Milliseconds (TFLOP/s).", ""]
-        text += ["| case | " + " | ".join(names) + f" | ours / {FLOOR} |", "|---|" + "---|" * (len(names) + 1)]
-        for (s, name), found in rows.items():
-            if s == suite:
-                cells = [
-                    f"{found[n]['milliseconds']:.3f} ({found[n]['tflops']:.3g})" if n in found else "" for n in names
-                ]
-                both = "ours" in found and FLOOR in found
-                ratio = f"{found['ours']['tflops'] / found[FLOOR]['tflops']:.2f}" if both else ""
-                text.append(f"| {name} | " + " | ".join(cells) + f" | {ratio} |")
-        text.append("")
-    page.write_text("\n".join(text))

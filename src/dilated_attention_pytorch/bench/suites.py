@@ -1,9 +1,9 @@
-"""The suites: which cases, against whom."""
+"""The suites: which cases."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dilated_attention_pytorch.bench.harness import Case
@@ -15,31 +15,63 @@ SIZES = ((64, 12), (128, 16))
 
 
 def attention(device: str) -> Iterator[Case]:
-    """Forward, and forward + backward, over lengths, head dims and causality; then the paper's own branches."""
+    """Over lengths, head dims and causality; then the paper's own branches; then the other head layouts."""
     if device == "cpu":
-        for causal, backward in itertools.product((False, True), repeat=2):
-            yield Case(tokens=16_384, heads=4, head_dim=64, is_causal=causal, backward=backward, **CPU)
+        yield from _each_way(causal=(False, True), tokens=8192, heads=4, head_dim=64, **CPU)
         return
     for (dim, heads), tokens in itertools.product(SIZES, (32_768, 131_072, 1_048_576)):
-        for causal, backward in itertools.product((False, True), repeat=2):
-            yield Case(tokens=tokens, heads=heads, head_dim=dim, is_causal=causal, backward=backward, **USUAL)
-    for causal, backward in itertools.product((False, True), repeat=2):
-        yield Case(tokens=131_072, heads=12, head_dim=64, is_causal=causal, backward=backward, **PAPER)
+        yield from _each_way(causal=(False, True), tokens=tokens, heads=heads, head_dim=dim, **USUAL)
+    for tokens in (131_072, 1_048_576):
+        yield from _each_way(causal=(False, True), tokens=tokens, heads=12, head_dim=64, **PAPER)
+    for layout in ("blocked", "grouped"):
+        yield from _each_way(tokens=1_048_576, heads=12, head_dim=64, head_layout=layout, **USUAL)
 
 
 def short(device: str) -> Iterator[Case]:
     """One short sequence, where launches and Python count."""
-    shape = CPU if device == "cpu" else USUAL
-    for tokens, backward in itertools.product((512, 2048, 8192), (False, True)):
-        yield Case(tokens=tokens, heads=12, head_dim=64, backward=backward, **shape)
+    shape = {"heads": 4, **CPU} if device == "cpu" else {"heads": 12, **USUAL}
+    for tokens in (512, 1024, 2048, 4096, 8192):
+        yield from _each_way(tokens=tokens, head_dim=64, **shape)
 
 
 def scaling(device: str) -> Iterator[Case]:
-    """Time over sequence length."""
-    lengths = (4096, 8192, 16_384) if device == "cpu" else (1 << 20, 1 << 22, 1 << 24)
-    shape = CPU if device == "cpu" else USUAL
-    for tokens, backward in itertools.product(lengths, (False, True)):
-        yield Case(tokens=tokens, heads=4, head_dim=64, backward=backward, **shape)
+    """Time over sequence length. With four heads, 16M tokens need 65 GiB for forward and backward."""
+    lengths = (13, 14, 15) if device == "cpu" else (20, 21, 22, 23, 24)
+    shape = {"heads": 1, **CPU} if device == "cpu" else {"heads": 4, **USUAL}
+    for power in lengths:
+        yield from _each_way(tokens=1 << power, head_dim=64, **shape)
 
 
 SUITES: dict[str, Callable[[str], Iterator[Case]]] = {"attention": attention, "short": short, "scaling": scaling}
+
+
+def choose_cases(
+    suites: Sequence[str], device: str, *, words: Sequence[str] = (), tokens: Sequence[int] = ()
+) -> dict[str, list[Case]]:
+    """The cases of each suite: all, or those of the given lengths whose titles have all the given words.
+
+    >>> {suite: [case.title for case in cases] for suite, cases in choose_cases(
+    ...     ["short", "scaling"], "cuda", words=["forward"], tokens=[512]).items()}
+    {'short': ['N=512 D=64 H=12 3 branches forward']}
+    """
+    every = {suite: list(SUITES[suite](device)) for suite in suites}
+    chosen = {
+        suite: [case for case in cases if _has(case, words) and (not tokens or case.tokens in tokens)]
+        for suite, cases in every.items()
+    }
+    if not any(chosen.values()):
+        titles = "\n  ".join(case.title for cases in every.values() for case in cases)
+        raise ValueError(
+            f"no case has all the words {list(words)} and one of the lengths {list(tokens)}: choose from\n  {titles}"
+        )
+    return {suite: cases for suite, cases in chosen.items() if cases}
+
+
+def _has(case: Case, words: Sequence[str]) -> bool:
+    """Whether the title has these words as a whole, commas aside: `forward` is not `forward+backward`."""
+    return {word.replace(",", "") for word in words} <= set(case.title.replace(",", "").split())
+
+
+def _each_way(causal: Sequence[bool] = (False,), **shape: Any) -> Iterator[Case]:
+    for is_causal, backward in itertools.product(causal, (False, True)):
+        yield Case(is_causal=is_causal, backward=backward, **shape)

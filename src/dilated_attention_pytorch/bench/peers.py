@@ -1,0 +1,95 @@
+"""torchscale's dilated attention, from a checkout that the user names, on PyTorch's own flash kernel."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_FILE = Path("torchscale/component/dilated_attention.py")
+
+
+def load_torchscale(checkout: Path) -> Any:
+    """The class `DilatedAttention` of a checkout of microsoft/torchscale; nothing of it stays importable.
+
+    Of the checkout only the modules that define the class are imported, which need einops and numpy. The module that
+    would import flash-attn or xformers is replaced by one that calls PyTorch.
+    """
+    if not (checkout / _FILE).is_file():
+        raise FileNotFoundError(
+            f"--torchscale must name a checkout of microsoft/torchscale, and {checkout} has no {_FILE}: "
+            "git clone https://github.com/microsoft/torchscale"
+        )
+    kernel = ModuleType("torchscale.component.flash_attention")
+    kernel.flash_attn_func = _flash_attention  # type: ignore[attr-defined]
+    with _importing_from(checkout):
+        sys.modules[kernel.__name__] = kernel
+        try:
+            return importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
+        except ModuleNotFoundError as error:
+            name = error.name or ""
+            raise ModuleNotFoundError(f"torchscale needs {name}: pip install {name}", name=name) from error
+
+
+def without_projections(
+    attention_class: Any, heads: int, head_dim: int, segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...]
+) -> nn.Module:
+    """An attention whose forward gathers, attends, scatters and merges, and does nothing else: `(B, N, H * D)`."""
+    settings = SimpleNamespace(
+        flash_attention=True,
+        segment_length=list(segment_lengths),
+        dilated_ratio=list(dilation_rates),
+        multiway=False,
+        xpos_rel_pos=False,
+        seq_parallel=False,
+    )
+    attention: nn.Module = attention_class(settings, heads * head_dim, heads, self_attention=True)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(attention, name, nn.Identity())
+    return attention
+
+
+def _flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float = 0.0,
+    bias: None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What torchscale asks flash-attn for: out `(B, N, H, D)` and lse `(B, H, N)`."""
+    if bias is not None:
+        raise ValueError("PyTorch's flash kernel takes no bias")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse = flash(q, k, v, dropout, is_causal, scale=softmax_scale)[:2]
+    return out.transpose(1, 2), lse
+
+
+@contextmanager
+def _importing_from(checkout: Path) -> Iterator[None]:
+    """Imports of `torchscale` come from the checkout, even where a release of it is installed or loaded."""
+    before = _take_modules()
+    sys.path.insert(0, str(checkout))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(checkout))
+        _take_modules()
+        sys.modules.update(before)
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.split(".")[0] == "torchscale"]
+    return {name: sys.modules.pop(name) for name in names}

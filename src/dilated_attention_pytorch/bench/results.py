@@ -1,0 +1,245 @@
+"""Results: JSON lines read back as rows, the ratios between contenders, and the targets they are held against."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dilated_attention_pytorch.bench.contenders import FLOOR, OURS, SAME_TOKENS, TORCHSCALE
+from dilated_attention_pytorch.bench.harness import Case
+from dilated_attention_pytorch.bench.suites import USUAL
+
+
+@dataclass
+class Row:
+    """One case of a suite, with every contender's line from one run on one machine."""
+
+    suite: str
+    case: Case
+    machine: str
+    lines: dict[str, dict[str, Any]]
+
+    def measured(self, contender: str, what: str) -> float | None:
+        """`what` of a contender that ran; None of one that sat out or failed."""
+        return self.lines.get(contender, {}).get(what)
+
+
+def read_rows(results: Path) -> list[Row]:
+    """The rows of a file of JSON lines. A case that several runs measured is from the last of them, whole."""
+    if not results.is_file():
+        raise FileNotFoundError(f"no results at {results}: measure first, as in `bench all --out {results}`")
+    rows: dict[tuple[str, Case], Row] = {}
+    run: dict[tuple[str, Case], Row] = {}
+    machine = ""
+    for line in map(json.loads, results.read_text().splitlines()):
+        if "machine" in line:
+            run, machine = {}, describe(line["machine"])
+            continue
+        key = line["suite"], _case(line)
+        if key not in run:
+            rows[key] = run[key] = Row(*key, machine, {})
+        run[key].lines[line["contender"]] = line
+    if not rows:
+        raise ValueError(f"{results} has no measurements: a run was stopped before its first case, or all were skipped")
+    return list(rows.values())
+
+
+def _case(line: dict[str, Any]) -> Case:
+    values: dict[str, Any] = {field.name: line[field.name] for field in fields(Case)}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Case(**(values | lists))
+
+
+def describe(machine: dict[str, Any]) -> str:
+    """A machine in one line.
+
+    >>> describe({"gpu": "NVIDIA H200", "torch": "2.11"})
+    'gpu NVIDIA H200, torch 2.11'
+    """
+    return ", ".join(f"{name} {value}" for name, value in machine.items())
+
+
+def cell(line: dict[str, Any] | None) -> str:
+    """What a table says of a contender: milliseconds (TFLOP/s), a failure, or nothing.
+
+    >>> cell({"milliseconds": 1.5, "tflops": 412.3}), cell({"failed": "OutOfMemoryError"}), cell({"skipped": "slow"})
+    ('1.500 (412)', 'failed', '-')
+    """
+    if line is None or "skipped" in line:
+        return "-"
+    return "failed" if "failed" in line else f"{line['milliseconds']:.3f} ({line['tflops']:.3g})"
+
+
+def ratio_cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def why_not_measured(row: Row) -> list[str]:
+    """A line for each contender that failed or sat out."""
+    failed = [
+        f"{name} failed at {row.case.title}: {line['failed']}" for name, line in row.lines.items() if "failed" in line
+    ]
+    return failed + [f"{name}: {line['skipped']}" for name, line in row.lines.items() if "skipped" in line]
+
+
+Ratio = Callable[[Row, Sequence[Row]], "float | None"]
+
+
+def rate(row: Row, rows: Sequence[Row]) -> float | None:
+    return _quotient(row.measured(OURS, "tflops"), row.measured(FLOOR, "tflops"))
+
+
+def memory(row: Row, rows: Sequence[Row]) -> float | None:
+    peak = row.measured(OURS, "peak_bytes")
+    return _quotient(peak, row.case.floor_bytes) if row.case.backward else None
+
+
+def faster_than(contender: str) -> Ratio:
+    return lambda row, rows: _quotient(row.measured(contender, "milliseconds"), row.measured(OURS, "milliseconds"))
+
+
+def per_token(row: Row, rows: Sequence[Row]) -> float | None:
+    """Against the suite's shortest case that is like this one but for its length."""
+    if row.suite != "scaling":
+        return None
+    alike = [
+        other for other in rows if other.suite == row.suite and replace(other.case, tokens=row.case.tokens) == row.case
+    ]
+    shortest = min(alike, key=lambda other: other.case.tokens)
+    now, then = (_quotient(one.measured(OURS, "milliseconds"), one.case.tokens) for one in (row, shortest))
+    return _quotient(now, then)
+
+
+def off_linear(row: Row, rows: Sequence[Row]) -> float | None:
+    relative = per_token(row, rows)
+    return None if relative is None else abs(relative - 1.0)
+
+
+def slower_than_dense(row: Row, rows: Sequence[Row]) -> float | None:
+    return _quotient(row.measured(OURS, "milliseconds"), row.measured(SAME_TOKENS, "milliseconds"))
+
+
+def _quotient(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+RATIOS: dict[str, tuple[str, Ratio]] = {
+    "of dense": (f"our TFLOP/s over those of `{FLOOR}`", rate),
+    "torchscale/ours": (f"milliseconds of `{TORCHSCALE}` over ours", faster_than(TORCHSCALE)),
+    "dense/ours": (f"milliseconds of `{SAME_TOKENS}` over ours", faster_than(SAME_TOKENS)),
+    "memory": (
+        "our peak memory over the floor: what forward and backward must hold, inputs and gradients included",
+        memory,
+    ),
+    "per token": ("our time per token over that at the suite's shortest length", per_token),
+}
+"""The derived columns of every table: heading, meaning, ratio."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit on a ratio, for the cases it speaks of."""
+
+    text: str
+    ratio: Ratio
+    limit: float
+    speaks_of: Callable[[Row], bool]
+    at_least: bool = True
+
+    def met_by(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+TARGETS = (
+    Target(
+        "a GPU, 131,072 tokens or more: 0.95 of dense attention's rate at the same FLOPs, or better",
+        rate,
+        0.95,
+        lambda row: _on_gpu(row) and row.suite == "attention" and row.case.tokens >= 131_072,
+    ),
+    Target(
+        "a GPU, 32,768 tokens, forward and backward: 8 times faster than torchscale, or better",
+        faster_than(TORCHSCALE),
+        8.0,
+        lambda row: _on_gpu(row) and row.case.tokens == 32_768 and row.case.backward,
+    ),
+    Target(
+        "a GPU, 2,048 tokens: at most 1.5 times one dense call on the same tokens",
+        slower_than_dense,
+        1.5,
+        lambda row: _on_gpu(row) and row.case.tokens == 2048,
+        at_least=False,
+    ),
+    Target(
+        "a GPU, peak memory of forward and backward: at most 1.10 of what they must hold",
+        memory,
+        1.10,
+        lambda row: _on_gpu(row) and row.suite != "short",
+        at_least=False,
+    ),
+    Target(
+        "a GPU, 1M to 16M tokens: time per token within 3 %",
+        off_linear,
+        0.03,
+        lambda row: _on_gpu(row) and row.suite == "scaling" and row.case.tokens > 1 << 20,
+        at_least=False,
+    ),
+    Target(
+        "a CPU: 0.9 of dense attention's rate at the same FLOPs, or better",
+        rate,
+        0.9,
+        lambda row: row.case.device == "cpu" and row.suite == "attention",
+    ),
+)
+
+
+def _on_gpu(row: Row) -> bool:
+    return row.case.device == "cuda"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a target fared: the worst value, its case, and how many of the cases met it."""
+
+    worst: float
+    case: Case
+    met: int
+    cases: int
+
+
+def judge(target: Target, rows: Sequence[Row]) -> Verdict | None:
+    """None where nothing that the target speaks of was measured."""
+    values = [
+        (value, row.case) for row in rows if target.speaks_of(row) and (value := target.ratio(row, rows)) is not None
+    ]
+    if not values:
+        return None
+    worst, case = (min if target.at_least else max)(values, key=lambda pair: pair[0])
+    return Verdict(worst, case, sum(target.met_by(value) for value, _ in values), len(values))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure that this benchmark did not measure."""
+
+    who: str
+    where: str
+    case: Case
+    milliseconds: float
+
+
+_GROUPED: dict[str, Any] = {"tokens": 1_048_576, "heads": 12, "head_dim": 64, "head_layout": "grouped", **USUAL}
+_H200 = "one NVIDIA H200, PyTorch 2.11"
+PUBLISHED = (
+    Published("fkodom/dilated-attention-pytorch", _H200, Case(**_GROUPED), 12.4),
+    Published("fkodom/dilated-attention-pytorch", _H200, Case(**_GROUPED, backward=True), 76.6),
+)
+
+
+def beside_published(rows: Iterable[Row]) -> list[tuple[Published, float]]:
+    """The published figures whose case was measured, with our milliseconds."""
+    ours = {row.case: row.measured(OURS, "milliseconds") for row in rows}
+    return [(one, time) for one in PUBLISHED if (time := ours.get(one.case)) is not None]
