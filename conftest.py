@@ -9,6 +9,9 @@ import hypothesis
 import pytest
 import torch
 
+# What cuBLAS asks for where algorithms must be deterministic, as `poisoned_memory` needs.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # Without a GPU, kernels run in Triton's interpreter; it must be asked for before a kernel is defined.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -120,17 +121,20 @@ def dilated_attention(
     """
     refuse_dense_mask(attn_mask)
     check_backend(backend)
-    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
+    spec = _spec_of(segment_lengths, dilation_rates, head_layout)
     query, key, value = _autocast(query, key, value)
     _check_tensors(query, key, value)
-    B, N = query.shape[:2]
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if total_heads is None and head_offset:
         raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
-    spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans)
+    if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
+        B, N = query.shape[:2]
+        spans = document_spans(
+            B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans
+        )
     out, lse = attend(
         query,
         key,
@@ -157,6 +161,20 @@ def refuse_dense_mask(attn_mask: Tensor | None) -> None:
             "a dense attn_mask takes O(N^2) memory and is not supported: use is_causal=True for causality, "
             "key_padding_mask or seqlens for padding, cu_seqlens for packed documents"
         )
+
+
+def _spec_of(segment_lengths: Sequence[int], dilation_rates: Sequence[int], head_layout: HeadLayout) -> DilatedSpec:
+    """`DilatedSpec.of`, remembered for the layers and steps of a model."""
+    lists = (list, tuple)
+    if torch.compiler.is_compiling() or type(segment_lengths) not in lists or type(dilation_rates) not in lists:
+        return DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
+    # Whole numbers only: True and 1.0 equal 1, so they would be found, but they are to be refused.
+    if type(head_layout) is not str or {*map(type, segment_lengths), *map(type, dilation_rates)} != {int}:
+        return DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
+    return _remembered_spec(tuple(segment_lengths), tuple(dilation_rates), head_layout)
+
+
+_remembered_spec = functools.lru_cache(maxsize=1024)(DilatedSpec.of)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

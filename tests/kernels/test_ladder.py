@@ -13,13 +13,25 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def gpu_only(monkeypatch):
     """As if Triton were there for GPUs, without its interpreter."""
     monkeypatch.setattr(
-        ladder, "_triton_missing", lambda device: None if device == "cuda" else "Triton runs on GPUs, not here"
+        ladder, "_triton_missing", lambda device: None if device.type == "cuda" else "Triton runs on GPUs, not here"
     )
 
 
-def test_auto_is_eager_everywhere() -> None:
-    for device, dtype in ((CPU, torch.float32), (GPU, torch.bfloat16)):
-        assert ladder.choose_backend("auto", device, dtype, 64) == "eager"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_auto_is_triton_on_a_gpu_and_eager_where_triton_cannot(gpu_only, dtype) -> None:
+    assert ladder.choose_backend("auto", GPU, dtype, 64) == "triton"
+    assert ladder.choose_backend("auto", GPU, dtype, 20) == "eager"
+    assert ladder.choose_backend("auto", GPU, torch.float64, 64) == "eager"
+
+
+def test_auto_is_eager_on_a_gpu_that_triton_does_not_know(monkeypatch) -> None:
+    monkeypatch.setattr(ladder, "_triton_missing", lambda device: "its kernels need compute capability 8.0")
+    assert ladder.choose_backend("auto", GPU, torch.bfloat16, 64) == "eager"
+
+
+def test_auto_is_eager_on_a_cpu_even_where_the_interpreter_could(monkeypatch) -> None:
+    monkeypatch.setattr(ladder, "_triton_missing", lambda device: None)
+    assert ladder.choose_backend("auto", CPU, torch.float32, 64) == "eager"
 
 
 @pytest.mark.parametrize(
@@ -27,13 +39,13 @@ def test_auto_is_eager_everywhere() -> None:
     [
         (CPU, torch.float32, 64, "Triton runs on GPUs"),
         (GPU, torch.float64, 64, "the tensors are float64"),
-        (GPU, torch.bfloat16, 64, "in float32 only, the tensors are torch.bfloat16"),
         (GPU, torch.float32, 20, "a multiple of 8, got 20"),
         (GPU, torch.float32, 264, "from 16 to 256 .* got 264"),
     ],
 )
 def test_a_named_backend_runs_or_says_why_not_and_who_can(gpu_only, device, dtype, head_dim, reason) -> None:
-    assert ladder.choose_backend("triton", GPU, torch.float32, 64) == "triton"
+    for able in (torch.float32, torch.bfloat16, torch.float16):
+        assert ladder.choose_backend("triton", GPU, able, 64) == "triton"
     with pytest.raises(ValueError, match=f"'triton' cannot take this call: .*{reason}.*; eager or reference can"):
         ladder.choose_backend("triton", device, dtype, head_dim)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.spans import checked_spans
 from dilated_attention_pytorch.functional import dilated_attention
-from dilated_attention_pytorch.kernels.op import attend, attend_backward
+from dilated_attention_pytorch.kernels.op import attend_backward, attend_op
 
 SPEC = {"segment_lengths": [4, 8, 16], "dilation_rates": [1, 2, 3]}
 
@@ -28,8 +32,8 @@ def op_arguments(*, spans=None, seed=None, is_causal=True, backend="eager"):
 def test_opcheck_accepts_forward_and_backward(backend, spans, seed) -> None:
     q, k, v = tensors()
     rest = op_arguments(spans=spans, seed=seed, backend=backend)
-    torch.library.opcheck(attend, (q, k, v, *rest))
-    out, lse = (x.detach() for x in attend(q, k, v, *rest))
+    torch.library.opcheck(attend_op, (q, k, v, *rest))
+    out, lse = (x.detach() for x in attend_op(q, k, v, *rest))
     detached = [x.detach() for x in (q, k, v)]
     for grad_lse in (None, torch.randn_like(lse)):
         torch.library.opcheck(attend_backward, (torch.randn_like(out), grad_lse, *detached, out, lse, *rest))
@@ -51,6 +55,39 @@ def test_gradcheck_accepts_out_and_lse(backend, is_causal, dropout_p) -> None:
         )
 
     assert torch.autograd.gradcheck(run, tensors(tokens=7, heads=2, kv_heads=1))
+
+
+class Seen(TorchDispatchMode):
+    """The operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plain_call_equals_the_registered_operator_and_a_dispatch_mode_sees_that() -> None:
+    inputs = tensors()
+    plain = dilated_attention(*inputs, **SPEC, is_causal=True)
+    with Seen() as seen:
+        watched = dilated_attention(*inputs, **SPEC, is_causal=True)
+        watched_grads = torch.autograd.grad(watched.sum(), inputs)
+    assert "dilated_attention_pytorch::attend" in seen.names
+    assert "dilated_attention_pytorch::attend_backward" in seen.names
+    assert torch.equal(plain, watched)
+    for one, other in zip(torch.autograd.grad(plain.sum(), inputs), watched_grads):
+        assert torch.equal(one, other)
+
+
+def test_fake_and_meta_tensors_give_shapes() -> None:
+    for mode, device in ((FakeTensorMode(), "cpu"), (nullcontext(), "meta")):
+        with mode:
+            q, k, v = (torch.empty(1, 18, h, 4, device=device) for h in (4, 2, 2))
+            out, lse = dilated_attention(q, k, v, **SPEC, return_lse=True)
+            assert (out.shape, lse.shape) == ((1, 18, 4, 4), (1, 18, 4))
 
 
 def test_a_second_derivative_is_refused() -> None:

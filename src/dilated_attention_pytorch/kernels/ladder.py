@@ -12,10 +12,11 @@ BACKENDS = ("triton", "eager", "reference")
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """The engine that `backend` names, or for `auto` the one to use."""
+    """The engine that `backend` names, or for `auto` the one to use: on a GPU Triton where it can, else eager."""
     check_backend(backend)
     if backend == "auto":
-        return "eager"  # the Triton kernels run when named, until they are measured to be the better choice
+        # Triton's interpreter, which runs on a CPU, is for tests that name it.
+        return "triton" if device.type == "cuda" and why_not("triton", device, dtype, head_dim) is None else "eager"
     reason = why_not(backend, device, dtype, head_dim)
     if reason is not None:
         able = [name for name in BACKENDS if why_not(name, device, dtype, head_dim) is None]
@@ -36,10 +37,7 @@ def why_not(backend: str, device: torch.device, dtype: torch.dtype, head_dim: in
         return "its kernels compute in float32, the tensors are float64"
     if head_dim % 8 or not 16 <= head_dim <= 256:
         return f"its kernels take a head_dim from 16 to 256 that is a multiple of 8, got {head_dim}"
-    missing = _triton_missing(device.type)
-    if missing is None and device.type == "cuda" and dtype != torch.float32:
-        return f"its kernels are let through on a GPU in float32 only, the tensors are {dtype}"
-    return missing
+    return _triton_missing(device)
 
 
 def backends(device: torch.device | str | None = None) -> dict[str, str]:
@@ -55,13 +53,13 @@ def backends(device: torch.device | str | None = None) -> dict[str, str]:
 
 
 @functools.lru_cache
-def _triton_missing(device_type: str) -> str | None:
+def _triton_missing(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if device_type != "cuda":
-        return f"Triton runs on GPUs, the tensors are on {device_type}"
-    if torch.version.cuda is not None and torch.cuda.get_device_capability() < (8, 0):
-        return f"its kernels need compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}"
+    if device.type != "cuda":
+        return f"Triton runs on GPUs, the tensors are on {device.type}"
+    if torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"its kernels need compute capability 8.0, this GPU has {torch.cuda.get_device_capability(device)}"
     return None

@@ -2,23 +2,69 @@
 
 It is opaque to autograd, `torch.compile`, export and checkpointing, and saves q, k, v, out and lse once, however many
 branches there are. Engines differ in speed only; `backend` names the one that runs.
+
+`attend` is what to call. Tracers, tensor subclasses and dispatch modes see a registered operator; a plain eager call
+goes straight to the same code, because the registered operator's way through the dispatcher and Python's autograd takes
+several times as long as a short sequence takes on a GPU.
 """
 
 # No postponed annotations: torch.library reads the types to make the operators' schemas.
+import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels import eager
 from dilated_attention_pytorch.kernels.ladder import choose_backend
 
 
-@torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
 def attend(
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor | None, seed: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a call that `functional` has validated; `settings` are the operator's, in its order."""
+    if torch.compiler.is_compiling() or not _plain(query, key, value):
+        return attend_op(query, key, value, spans, seed, *settings)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return _Attend.apply(query, key, value, spans, seed, settings)
+    return _forward(query, key, value, spans, seed, *settings)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether nothing but autograd watches a call of these tensors."""
+    return (
+        all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        and tensors[0].device.type != "meta"
+        and not is_in_torch_dispatch_mode()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+class _Attend(torch.autograd.Function):
+    """The operator's autograd for plain calls."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, settings: Any) -> Any:
+        out, lse = _forward(query, key, value, spans, seed, *settings)
+        ctx.settings = settings
+        ctx.save_for_backward(query, key, value, out, lse, spans, seed)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        # Only under create_graph is the gradient itself recorded; the operator then refuses to be differentiated.
+        run = attend_backward if torch.is_grad_enabled() else _backward
+        return (*_gradients(ctx, run, grad_out, grad_lse), None, None, None)
+
+
+@torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
+def attend_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,22 +81,11 @@ def attend(
     allow_tf32: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a call that `functional` has validated."""
-    problem = _problem(
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
-    )
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
-    # Autocast has done its work in `functional`; inside, it would turn float32 sums into low-precision ones.
-    with torch.autocast(query.device.type, enabled=False):
-        if backend == "reference":
-            out, lse = reference_forward(query, key, value, problem, spans, seed)
-            return out.to(query.dtype), _by_head(lse.to(lse_dtype(query.dtype)))
-        if backend == "triton":
-            from dilated_attention_pytorch.kernels.triton import engine
-
-            return engine.forward(query, key, value, problem, spans, seed)
-        out, lse = eager.forward(query, key, value, problem, spans, seed)
-        return out, _by_head(lse)
+    settings = (
+        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
+        backend,
+    )  # fmt: skip
+    return _forward(query, key, value, spans, seed, *settings)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -76,22 +111,14 @@ def attend_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`."""
-    problem = _problem(
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
-    )
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
-    with torch.autocast(query.device.type, enabled=False):
-        if backend == "reference":
-            grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
-            return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
-        if backend == "triton":
-            from dilated_attention_pytorch.kernels.triton import engine
-
-            return engine.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
-        return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
+    settings = (
+        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
+        backend,
+    )  # fmt: skip
+    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, *settings)
 
 
-@attend.register_fake
+@attend_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     B, N, H, _ = query.shape
     lse = query.new_empty((B, H, N), dtype=lse_dtype(query.dtype)).transpose(1, 2)  # as _by_head
@@ -105,6 +132,76 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, spans, seed, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, *output, spans, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, run: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse, spans, seed = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return None, None, None
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    return run(grad_out, grad_lse, query, key, value, out, lse, spans, seed, *ctx.settings)
+
+
+def _operator_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    return (*_gradients(ctx, attend_backward, grad_out, grad_lse), None, None, *(None for _ in ctx.settings))
+
+
+attend_op.register_autograd(_operator_backward, setup_context=_save)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor | None, seed: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor]:
+    problem = _problem(*settings[:-1])
+    backend = choose_backend(settings[-1], query.device, query.dtype, query.shape[3])
+    with _no_autocast(query.device.type):
+        if backend == "reference":
+            out, lse = reference_forward(query, key, value, problem, spans, seed)
+            return out.to(query.dtype), _by_head(lse.to(lse_dtype(query.dtype)))
+        if backend == "triton":
+            from dilated_attention_pytorch.kernels.triton import engine
+
+            return engine.forward(query, key, value, problem, spans, seed)
+        out, lse = eager.forward(query, key, value, problem, spans, seed)
+        return out, _by_head(lse)
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    problem = _problem(*settings[:-1])
+    backend = choose_backend(settings[-1], query.device, query.dtype, query.shape[3])
+    with _no_autocast(query.device.type):
+        if backend == "reference":
+            grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
+            return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+        if backend == "triton":
+            from dilated_attention_pytorch.kernels.triton import engine
+
+            return engine.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
+        return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast has done its work in `functional`; inside, it would turn float32 sums into low-precision ones."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 def _by_head(lse: Tensor) -> Tensor:
     """`(B, N, H)`, laid out in memory as `(B, H, N)`: as fused kernels write and read it."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -114,29 +211,15 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, spans, seed, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, *output, spans, seed)
-    ctx.set_materialize_grads(False)
+def _problem(segment_lengths: Sequence[int], dilation_rates: Sequence[int], *settings: Any) -> Problem:
+    return _remembered_problem(tuple(segment_lengths), tuple(dilation_rates), *settings)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, spans, seed = ctx.saved_tensors
-    rest = (None,) * (2 + len(ctx.settings))
-    if grad_out is None and grad_lse is None:
-        return (None, None, None, *rest)
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grads = attend_backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, *ctx.settings)
-    return (*grads, *rest)
-
-
-attend.register_autograd(_backward, setup_context=_save)
-
-
-def _problem(
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    head_layout: str,
+@functools.lru_cache(maxsize=1024)
+def _remembered_problem(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    head_layout: HeadLayout,
     is_causal: bool,
     scale: float | None,
     dropout_p: float,
@@ -145,7 +228,7 @@ def _problem(
     allow_tf32: bool | None,
 ) -> Problem:
     return Problem(
-        spec=DilatedSpec.of(segment_lengths, dilation_rates, head_layout),  # type: ignore[arg-type]
+        spec=DilatedSpec.of(segment_lengths, dilation_rates, head_layout),
         is_causal=is_causal,
         scale=scale,
         dropout_p=dropout_p,

@@ -1,21 +1,25 @@
-"""Launching the Triton kernels: one forward launch a branch, two backward ones."""
+"""The Triton engine: one forward launch a branch, one or two backward ones.
+
+What a call needs besides its tensors, a `Plan`, is made when a call of its kind comes for the first time and is
+remembered. That first call compiles and copies offsets to the device; later ones allocate their results and launch, so
+that they can be captured into a CUDA graph.
+"""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.pattern import grid_rows
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
-from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
+from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.plan import Plan, PlannedBranch, plan_for
+from dilated_attention_pytorch.kernels.triton.tuning import tiles_for
 
 _LOG2_E = 1.4426950408889634
 
@@ -23,28 +27,28 @@ _LOG2_E = 1.4426950408889634
 def forward(
     query: Tensor, key: Tensor, value: Tensor, problem: Problem, spans: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    query, key, value = (_rows_of_unit_stride(x) for x in (query, key, value))
-    B, N, H, D = query.shape
+    if query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):  # Triton launches on the current one
+            return forward(query, key, value, problem, spans, seed)
+    dtype = query.dtype
     query, scale, _ = _positive_scale(query, problem)
-    calls = _Calls(problem, spans, seed, query, key)
-    new = torch.empty if calls.every_row_written else torch.zeros
-    out = new((B, N, H, D), dtype=query.dtype, device=query.device)
-    lse = torch.empty((B, H, N), dtype=torch.float32, device=query.device)
-    if not calls.every_row_written:
+    query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
+    plan = plan_for(problem, spans, seed, query, key, value)
+    new = torch.empty if plan.every_row_written else torch.zeros
+    out = new(query.shape, dtype=plan.sum_dtype, device=query.device)
+    lse = torch.empty((plan.B, plan.H, plan.N), dtype=torch.float32, device=query.device)
+    if not plan.every_row_written:
         lse.fill_(-torch.inf)
-    qk_scale = scale * _LOG2_E
-    for branch in calls.branches():
-        tiles = tiles_for("forward", calls.block_d, query.element_size(), branch.rows, problem.is_causal)
-        count = triton.cdiv(branch.rows, tiles.own)
-        first, heads = branch.heads.start * calls.group, len(branch.heads) * calls.group
-        forward_kernel[(count * heads * branch.slots,)](
-            query, key, value, out, lse, branch.table, branch.offsets, calls.seed,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, problem.head_offset, branch.index,
-            qk_scale, calls.keep_scale, calls.threshold,
-            BLOCK_M=tiles.own, BLOCK_N=tiles.walk, **branch.settings(tiles),
-        )  # fmt: skip
-    return out, lse.transpose(1, 2)
+    for branch in plan.branches:
+        if branch.hopper is not None:
+            branch.hopper.forward(query, key, value, out, lse, branch, scale * _LOG2_E)
+            continue
+        launch = branch.launches.get("forward")
+        if launch is None:
+            launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E)
+        # Without dropout the seed is not read.
+        launch(query, key, value, out, lse, _table(branch, spans), branch.offsets, query if seed is None else seed)
+    return out.to(dtype), lse.transpose(1, 2)
 
 
 def backward(
@@ -59,111 +63,101 @@ def backward(
     spans: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_out, query, key, value = (_rows_of_unit_stride(x) for x in (grad_out, query, key, value))
+    if query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):
+            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
+    dtype = query.dtype
+    query, scale, sign = _positive_scale(query, problem)
+    query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
+    grad_out = _rows_of_unit_stride(grad_out)
     lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
     out = out.contiguous()
-    B, N, H, D = query.shape
-    query, scale, sign = _positive_scale(query, problem)
-    calls = _Calls(problem, spans, seed, query, key)
-    new = torch.empty if calls.every_row_written else torch.zeros
-    dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+    plan = plan_for(problem, spans, seed, query, key, value, grad_out, grad_lse)
+    new = torch.empty if plan.every_row_written else torch.zeros
+    dq = new(query.shape, dtype=plan.sum_dtype, device=query.device)
+    dk = new(key.shape, dtype=plan.sum_dtype, device=query.device)
+    dv = new(key.shape, dtype=plan.sum_dtype, device=query.device)
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(N, 64) * H * B,)](
-        out, grad_out, delta if grad_lse is None else grad_lse, delta,
-        *grad_out.stride()[:3], *((0, 0, 0) if grad_lse is None else grad_lse.stride()),
-        N, H, D=D, BLOCK_D=calls.block_d, BLOCK_M=64, HAS_DLSE=grad_lse is not None,
-    )  # fmt: skip
-    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad_out.stride()[:3])
-    for branch in calls.branches():
+    launch = plan.launches.get("delta")
+    if launch is None:
+        launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
+    launch(out, grad_out, delta if grad_lse is None else grad_lse, delta)
+    for branch in plan.branches:
+        if branch.hopper is not None:
+            branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale)
+            continue
+        if "dkdv" not in branch.launches:
+            branch.launches |= {"dkdv": _dkdv_launch(branch, scale), "dq": _dq_launch(branch, scale)}
         inputs = (query, key, value, grad_out, lse, delta)
-        rest = (branch.slots_a_row, problem.head_offset, branch.index, scale, calls.keep_scale, calls.threshold)
-        tiles = tiles_for("dkdv", calls.block_d, query.element_size(), branch.rows, problem.is_causal)
-        count = triton.cdiv(branch.rows, tiles.own)
-        first, heads = branch.heads.start, len(branch.heads)
-        dkdv_kernel[(count * heads * branch.slots,)](
-            *inputs, dk, dv, branch.table, branch.offsets, calls.seed, *strides,
-            N, H, branch.w, branch.r, heads, first, count, *rest,
-            BLOCK_M=tiles.walk, BLOCK_N=tiles.own, **branch.settings(tiles),
-        )  # fmt: skip
-        tiles = tiles_for("dq", calls.block_d, query.element_size(), branch.rows, problem.is_causal)
-        count = triton.cdiv(branch.rows, tiles.own)
-        first, heads = first * calls.group, heads * calls.group
-        dq_kernel[(count * heads * branch.slots,)](
-            *inputs, dq, branch.table, branch.offsets, calls.seed, *strides,
-            N, H, branch.w, branch.r, heads, first, count, *rest,
-            BLOCK_M=tiles.own, BLOCK_N=tiles.walk, **branch.settings(tiles),
-        )  # fmt: skip
-    return dq if sign == 1 else dq * sign, dk, dv
+        rest = (_table(branch, spans), branch.offsets, query if seed is None else seed)
+        branch.launches["dkdv"](*inputs, dk, dv, *rest)
+        branch.launches["dq"](*inputs, dq, *rest)
+    if sign != 1:
+        dq = dq * sign
+    return dq.to(dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-class _Branch:
-    """One branch's launch: its slots, heads, rows and table."""
-
-    def __init__(self, calls: _Calls, index: int, row: tuple[int | None, ...], continues: bool) -> None:
-        branch = calls.problem.spec.branches[index]
-        self.calls = calls
-        self.index = index
-        self.r = branch.dilation_rate
-        self.w = min(branch.segment_length, calls.N)
-        self.continues = continues
-        present = [h for h, offset in enumerate(row) if offset is not None]
-        self.heads = range(present[0], present[-1] + 1)
-        self.rows = max(grid_rows(self.w, self.r, offset) for offset in row if offset is not None)
-        self.slots_a_row = triton.cdiv(calls.N, self.w)
-        self.slots = calls.B * self.slots_a_row
-        self.offsets = _offsets_on(calls.device, tuple(-1 if o is None else o for o in row))
-        self.table = self.offsets  # not read
-        if calls.spans is not None:
-            self.slots += len(calls.spans) if calls.B == 1 else 0
-            self.table = _segment_table(calls.spans, calls.B, calls.N, self.w, self.slots_a_row, self.slots)
-
-    def settings(self, tiles: Tiles) -> dict:
-        calls = self.calls
-        return {
-            "D": calls.D,
-            "GROUP": calls.group,
-            "BLOCK_D": calls.block_d,
-            "CAUSAL": calls.problem.is_causal,
-            "CONTINUES": self.continues,
-            "HAS_TABLE": calls.spans is not None,
-            "DROPOUT": calls.drops,
-            "PRECISION": calls.precision,
-            "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages,
-        }
+def _forward_launch(branch: PlannedBranch, qk_scale: float) -> Launch:
+    plan = branch.plan
+    tiles = tiles_for("forward", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
+    count = triton.cdiv(branch.rows, tiles.own)
+    first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
+    numbers = (*plan.strides, *_numbers(branch, first, heads, count, qk_scale))
+    settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
+    return Launch(forward_kernel, count * heads * branch.slots, numbers, settings)
 
 
-class _Calls:
-    """What all launches of a call share."""
+def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
+    strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
+    settings = {"D": plan.D, "BLOCK_D": plan.block_d, "BLOCK_M": 64, "HAS_DLSE": grad_lse is not None}
+    numbers = (*plan.strides[-3:], *strides, plan.N, plan.H)
+    return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
 
-    def __init__(self, problem: Problem, spans: Tensor | None, seed: Tensor | None, query: Tensor, key: Tensor) -> None:
-        self.problem = problem
-        self.spans = spans
-        self.B, self.N, H, self.D = query.shape
-        self.device = query.device
-        self.group = H // key.shape[2]
-        self.block_d = max(16, triton.next_power_of_2(self.D))
-        self.drops = seed is not None
-        self.seed = query if seed is None else seed  # not read without dropout
-        self.keep_scale = 1.0 / (1.0 - problem.dropout_p)
-        self.threshold = round(problem.dropout_p * (1 << 32))
-        self.precision = "tf32" if query.dtype == torch.float32 and _tf32(problem.allow_tf32) else "ieee"
-        table = problem.offsets(H, key.shape[2])
-        # The branch that covers every row goes first, so that nothing needs to be cleared before it.
-        order = sorted(range(len(table)), key=lambda i: problem.spec.branches[i].dilation_rate != 1)
-        self._rows = [(i, table[i]) for i in order if any(o is not None for o in table[i])]
-        first, row = self._rows[0]
-        covers = problem.spec.branches[first].dilation_rate == 1 and None not in row
-        self.every_row_written = covers and spans is None
 
-    def branches(self) -> list[_Branch]:
-        seen: set[int] = set()
-        found = []
-        for index, row in self._rows:
-            heads = {h for h, offset in enumerate(row) if offset is not None}
-            found.append(_Branch(self, index, row, continues=bool(heads & seen)))
-            seen |= heads
-        return found
+def _dkdv_launch(branch: PlannedBranch, scale: float) -> Launch:
+    plan = branch.plan
+    tiles = tiles_for("dkdv", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
+    count = triton.cdiv(branch.rows, tiles.own)
+    first, heads = branch.heads.start, len(branch.heads)
+    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale))
+    settings = {"BLOCK_M": tiles.walk, "BLOCK_N": tiles.own, **branch.settings(tiles)}
+    return Launch(dkdv_kernel, count * heads * branch.slots, numbers, settings)
+
+
+def _dq_launch(branch: PlannedBranch, scale: float) -> Launch:
+    plan = branch.plan
+    tiles = tiles_for("dq", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
+    count = triton.cdiv(branch.rows, tiles.own)
+    first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
+    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale))
+    settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
+    return Launch(dq_kernel, count * heads * branch.slots, numbers, settings)
+
+
+def _numbers(branch: PlannedBranch, first: int, heads: int, tiles: int, scale: float) -> tuple[float, ...]:
+    """From `N` to `threshold`, as the kernels take them after the strides."""
+    plan = branch.plan
+    return (
+        plan.N, plan.H, branch.w, branch.r, heads, first, tiles, branch.slots_a_row, plan.problem.head_offset,
+        branch.index, scale, plan.keep_scale, plan.threshold,
+    )  # fmt: skip
+
+
+def _table(branch: PlannedBranch, spans: Tensor | None) -> Tensor:
+    """`(slots, 3)`: batch row, start and length of every segment when documents have lengths."""
+    if spans is None:
+        return branch.offsets  # not read
+    launch = branch.launches.get("table")
+    if launch is None:
+        plan = branch.plan
+        numbers = (plan.N, plan.documents, branch.w, branch.slots_a_row, branch.slots)
+        launch = Launch(
+            _segment_table_kernel, triton.cdiv(branch.slots, 128), numbers, {"PACKED": plan.B == 1, "BLOCK": 128}
+        )
+        branch.launches["table"] = launch
+    table = torch.empty((branch.slots, 3), dtype=torch.int32, device=spans.device)
+    launch(spans.contiguous(), table)
+    return table
 
 
 @triton.jit(do_not_specialize=("N", "documents", "W", "slots_a_row", "slots"))
@@ -199,19 +193,6 @@ def _segment_table_kernel(Spans, Table, N, documents, W, slots_a_row, slots, PAC
     tl.store(Table + slot * 3 + 2, length, mask=here)
 
 
-def _segment_table(spans: Tensor, batch: int, tokens: int, w: int, slots_a_row: int, slots: int) -> Tensor:
-    table = torch.empty((slots, 3), dtype=torch.int32, device=spans.device)
-    _segment_table_kernel[(triton.cdiv(slots, 128),)](
-        spans.contiguous(), table, tokens, len(spans), w, slots_a_row, slots, PACKED=batch == 1, BLOCK=128
-    )
-    return table
-
-
-@functools.lru_cache(maxsize=1024)
-def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
-    return torch.tensor(offsets, dtype=torch.int32, device=device)
-
-
 def _rows_of_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -223,7 +204,3 @@ def _positive_scale(query: Tensor, problem: Problem) -> tuple[Tensor, float, int
         return query, scale, 1
     sign = -1 if scale < 0 else 0
     return query * sign, -scale or 1.0, sign
-
-
-def _tf32(allow: bool | None) -> bool:
-    return torch.backends.cuda.matmul.allow_tf32 if allow is None else allow

@@ -1,0 +1,1 @@
+"""Kernels for Hopper's own instructions, in Gluon: tensor copies by a producer, matrix products by warpgroups."""

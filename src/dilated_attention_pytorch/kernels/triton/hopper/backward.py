@@ -1,0 +1,472 @@
+"""Backward of one branch on Hopper in one pass, with the same bits every time.
+
+A *team* of programs owns a (segment, key/value head), and shares out its key tiles. For each, a member walks the query
+tiles that see it:
+
+    s^T = k q^T;  p^T = exp(s^T - lse);  dp^T = v do^T;  ds^T = p^T * (dp^T - delta)
+    dv += p^T do;  dk += ds^T q;  dq = ds k
+
+dk and dv stay in registers. dq is added up over the key tiles in the team's float32 scratch, which is as long as a
+segment, not as the sequence, and so stays in L2. Additions to one query tile take turns in a fixed order. The members
+begin at different query tiles and walk them as a ring, so that a member's turn has long come when it arrives: see
+`_turn`. When a query tile has all its sums, a member adds them to dq.
+
+Three kinds of warps: a producer copies tiles in; two warpgroups compute, each for half of the rows of a key tile and, a
+step later, when the other's half of ds is there, half of the columns of dq; a writer adds dq to the scratch by the copy
+engine and keeps the turns. All programs must be on the GPU at once: there is one a multiprocessor.
+"""
+
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dilated_attention_pytorch.kernels.triton.hopper.common import (
+    LOG2_E,
+    add_tile,
+    advance,
+    barriers,
+    copy_rows,
+    locate,
+    synchronize_threads,
+    wait_for_stores,
+)
+
+BLOCK_N = gl.constexpr(128)
+TURNS_A_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `launch.takes_branch`
+
+
+@gluon.jit
+def _key_tile(round, member, team_size):
+    """A member's key tile of a round: back and forth, so that under causality all get as much to do."""
+    return round * team_size + gl.where(round % 2 == 0, member, team_size - 1 - member)
+
+
+@gluon.jit
+def _first_query_tile(key_tile, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
+    if CAUSAL:
+        return key_tile * BLOCK_N // BLOCK_M
+    return key_tile * 0
+
+
+@gluon.jit
+def _begin(first, query_tiles, member, team_size, group):
+    """Where a member enters the ring of the group's query tiles: `(head within the group, query tile)`."""
+    start = member * _stride(query_tiles, team_size, group)
+    return start // query_tiles, gl.maximum(start % query_tiles, first)
+
+
+@gluon.jit
+def _next(g, tile, first, query_tiles, group):
+    tile += 1
+    leaves = tile == query_tiles
+    g = gl.where(leaves, g + 1, g)
+    return gl.where(g == group, 0, g), gl.where(leaves, first, tile)
+
+
+@gluon.jit
+def _stride(query_tiles, team_size, group):
+    return gl.maximum(1, group * query_tiles // team_size)
+
+
+@gluon.jit
+def _additions(tile, key_tiles, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
+    """How many key tiles add to a query tile."""
+    if CAUSAL:
+        return gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // BLOCK_N + 1, key_tiles)
+    return key_tiles
+
+
+@gluon.jit
+def _turn(
+    g, tile, round, member, key_tiles, query_tiles, team_size, group, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
+):
+    """How many additions to a query tile come before this member's of this round.
+
+    All of the rounds before; and of this round those by the members that enter the ring between here and the tile:
+    `near` is the last to enter before it, then come `near - 1`, ... 0, and, round the ring, the last member and so on.
+    Under causality only some members of a round have a key tile that the query tile sees: `here` of them, the first
+    ones or, in odd rounds, the last.
+    """
+    additions = _additions(tile, key_tiles, CAUSAL, BLOCK_M)
+    before = gl.minimum(round * team_size, additions)
+    here = gl.minimum(gl.maximum(additions - round * team_size, 0), team_size)
+    odd = round % 2 == 1
+    low = gl.where(odd, team_size - here, 0)  # the members that add are [low, high)
+    high = gl.where(odd, team_size, here)
+    near = gl.minimum((g * query_tiles + tile) // _stride(query_tiles, team_size, group), team_size - 1)
+    ahead = gl.maximum(gl.minimum(near + 1, high) - gl.maximum(member + 1, low), 0)  # members in (member, near]
+    at_front = gl.maximum(gl.minimum(near + 1, high) - low, 0)  # in [0, near]
+    at_back = gl.maximum(high - gl.maximum(member + 1, low), 0)  # in (member, last]
+    return before + gl.where(member <= near, ahead, at_front + at_back)
+
+
+@gluon.jit
+def _produce(
+    descs,
+    inputs,
+    copied,
+    Lse,
+    Delta,
+    offsets,
+    sizes,
+    BLOCK_M: gl.constexpr,
+    KV_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail = descs
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
+    q_full, do_full, empty, kv_full, kv_empty = copied
+    N, H, W, rate, heads, first_head, _, slots_a_row, units, teams, team_size, group = sizes
+    lane = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    member = gl.program_id(0) % team_size
+    walked = 0
+    held = 0
+    held_phase = 1
+    for unit in range(gl.program_id(0) // team_size, units, teams):
+        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
+        query_tiles = (count + BLOCK_M - 1) // BLOCK_M
+        key_tiles = (count + BLOCK_N - 1) // BLOCK_N
+        for round in range((key_tiles + team_size - 1) // team_size):
+            key_tile = _key_tile(round, member, team_size)
+            if key_tile < key_tiles:
+                mbarrier.wait(kv_empty.index(held), held_phase)
+                mbarrier.expect(kv_full.index(held), k_desc.block_type.nbytes * 2)
+                row = key_tile * BLOCK_N
+                signal = kv_full.index(held)
+                copy_rows(k_desc, k_tail, b, token, row, kv, N, rate, signal, k_smem.index(held), BLOCK_N)
+                copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, signal, v_smem.index(held), BLOCK_N)
+                held, held_phase = advance(held, held_phase, KV_STAGES)
+                first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
+                g, tile = _begin(first, query_tiles, member, team_size, group)
+                for _ in range(group * (query_tiles - first)):
+                    head = kv * group + g
+                    row = tile * BLOCK_M
+                    at = (b.to(gl.int64) * H + head) * N + token + (row + lane).to(gl.int64) * rate
+                    lse = gl.load(Lse + at, mask=row + lane < count, other=0.0)
+                    delta = gl.load(Delta + at, mask=row + lane < count, other=0.0)
+                    stage = walked & 1
+                    mbarrier.wait(empty.index(stage), (walked >> 1 & 1) ^ 1)
+                    signal = q_full.index(stage)
+                    mbarrier.expect(signal, q_desc.block_type.nbytes)
+                    copy_rows(q_desc, q_tail, b, token, row, head, N, rate, signal, q_smem.index(stage), BLOCK_M)
+                    signal = do_full.index(stage)
+                    mbarrier.expect(signal, do_desc.block_type.nbytes)
+                    copy_rows(do_desc, do_tail, b, token, row, head, N, rate, signal, do_smem.index(stage), BLOCK_M)
+                    lse_smem.index(stage).store(lse * LOG2_E)
+                    delta_smem.index(stage).store(delta)
+                    mbarrier.arrive(q_full.index(stage), count=1)
+                    walked += 1
+                    g, tile = _next(g, tile, first, query_tiles, group)
+
+
+@gluon.jit
+def _write(
+    scratch_desc,
+    Turns,
+    dq_smem,
+    given,
+    offsets,
+    sizes,
+    BLOCK_M: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    dq_full, dq_empty = given
+    N, _, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, group = sizes
+    member = gl.program_id(0) % team_size
+    team = gl.program_id(0) // team_size
+    walked = 0
+    started = 0
+    epoch = 0
+    last_turn = Turns
+    for unit in range(team, units, teams):
+        _, _, _, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
+        query_tiles = (count + BLOCK_M - 1) // BLOCK_M
+        key_tiles = (count + BLOCK_N - 1) // BLOCK_N
+        for round in range((key_tiles + team_size - 1) // team_size):
+            key_tile = _key_tile(round, member, team_size)
+            if key_tile < key_tiles:
+                first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
+                g, tile = _begin(first, query_tiles, member, team_size, group)
+                for _ in range(group * (query_tiles - first)):
+                    turn = _turn(g, tile, round, member, key_tiles, query_tiles, team_size, group, CAUSAL, BLOCK_M)
+                    place = (team * group + g) * rows + tile * BLOCK_M
+                    pointer = Turns + place // BLOCK_M
+                    seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
+                    # Pass the last turn on, and its buffer back, before waiting for the next one: others may wait too.
+                    if started > 0:
+                        wait_for_stores()
+                        gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
+                        mbarrier.arrive(dq_empty.index(walked & 1 ^ 1), count=1)
+                    while seen != epoch + turn:
+                        seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
+                    stage = walked & 1
+                    mbarrier.wait(dq_full.index(stage), walked >> 1 & 1)
+                    if turn == 0:
+                        tma.async_copy_shared_to_global(scratch_desc, [place, 0], dq_smem.index(stage))
+                    else:
+                        add_tile(scratch_desc, [place, 0], dq_smem.index(stage))
+                    started = 1
+                    last_turn = pointer
+                    walked += 1
+                    g, tile = _next(g, tile, first, query_tiles, group)
+        if started > 0:
+            wait_for_stores()
+            gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
+            mbarrier.arrive(dq_empty.index(walked & 1 ^ 1), count=1)
+        started = 0
+        epoch += TURNS_A_UNIT
+
+
+@gluon.jit
+def _give_dq(
+    ds_smem, dq_smem, shared, given, k, step, WHICH: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr
+):
+    """This warpgroup's half of the columns of a step's dq, into the writer's hands."""
+    ds_full, ds_empty = shared
+    dq_full, dq_empty = given
+    HALF: gl.constexpr = BLOCK_D // 2
+    partial: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])  # (queries, D / 2)
+    stage = step & 1
+    phase = step >> 1 & 1
+    mbarrier.wait(ds_full.index(stage), phase)
+    ds = ds_smem.index(stage).permute((1, 0))
+    nothing = gl.zeros([BLOCK_M, HALF], gl.float32, partial)
+    dq = warpgroup_mma(ds, k.slice(WHICH * HALF, HALF, dim=1), nothing, use_acc=False, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    mbarrier.arrive(ds_empty.index(stage), count=1)
+    mbarrier.wait(dq_empty.index(stage), phase ^ 1)
+    dq_smem.index(stage).slice(WHICH * HALF, HALF, dim=1).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_full.index(stage), count=1)
+
+
+@gluon.jit
+def _consume(
+    Dq,
+    Dk,
+    Dv,
+    Scratch,
+    Turns,
+    inputs,
+    ds_smem,
+    dq_smem,
+    copied,
+    shared,
+    given,
+    offsets,
+    sizes,
+    scale,
+    WHICH: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    KV_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    CONTINUES: gl.constexpr,
+):
+    """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
+    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
+    q_full, do_full, empty, kv_full, kv_empty = copied
+    ds_full, ds_empty = shared
+    N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, group = sizes
+    dtype: gl.constexpr = q_smem.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # (keys, queries)
+    grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # (keys, D)
+    weights: gl.constexpr = gl.DotOperandLayout(0, grads, 2)
+    memory: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_D, BLOCK_D // 4], [4, 1], [1, 0])
+    no_scores = gl.zeros([64, BLOCK_M], gl.float32, scores)
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, grads))
+    wide = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, memory))
+    member = gl.program_id(0) % team_size
+    team = gl.program_id(0) // team_size
+    walked = 0  # steps of all units: two stages each of queries, ds and dq, in step
+    held = 0
+    held_phase = 0
+    epoch = 0
+    for unit in range(team, units, teams):
+        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
+        origin = b.to(gl.int64) * N + token
+        query_tiles = (count + BLOCK_M - 1) // BLOCK_M
+        key_tiles = (count + BLOCK_N - 1) // BLOCK_N
+        for round in range((key_tiles + team_size - 1) // team_size):
+            key_tile = _key_tile(round, member, team_size)
+            if key_tile < key_tiles:
+                first_key = key_tile * BLOCK_N + WHICH * 64
+                dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
+                dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
+                first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
+                _, tile = _begin(first, query_tiles, member, team_size, group)
+                mbarrier.wait(kv_full.index(held), held_phase)
+                for step in range(group * (query_tiles - first)):
+                    row = tile * BLOCK_M
+                    stage = walked & 1
+                    phase = walked >> 1 & 1
+                    # The last term is 0, which the compiler does not know: else it would compute the addresses of all
+                    # parts of k and v before the loop, and keep them in registers that are needed.
+                    here = held + (walked >> 30)
+                    all_keys = k_smem.index(here).reshape([BLOCK_N, BLOCK_D])
+                    k = all_keys.slice(WHICH * 64, 64, dim=0)
+                    v = v_smem.index(here).reshape([BLOCK_N, BLOCK_D]).slice(WHICH * 64, 64, dim=0)
+                    q = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+                    do = do_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+                    mbarrier.wait(q_full.index(stage), phase)
+                    s_later = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                    mbarrier.wait(do_full.index(stage), phase)
+                    dp_later = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+                    lse = lse_smem.index(stage).load(gl.SliceLayout(0, scores))
+                    s = warpgroup_mma_wait(1, deps=[s_later])
+                    p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+                    cut = (row + BLOCK_M > count) | (first_key + 64 > count)
+                    if CAUSAL:
+                        cut = cut | (row < first_key + 63)
+                    if cut:
+                        keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+                        queries = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, scores))
+                        sees = (keys < count)[:, None] & (queries < count)[None, :]
+                        if CAUSAL:
+                            sees = sees & (keys[:, None] <= queries[None, :])
+                        p = gl.where(sees, p, 0.0)
+                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, scores))
+                    dp = warpgroup_mma_wait(0, deps=[dp_later])
+                    dv_later = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do, dv, is_async=True)
+                    ds = (p * (dp - delta[None, :])).to(dtype)
+                    mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+                    ds_smem.index(stage).slice(WHICH * 64, 64, dim=0).store(ds)
+                    fence_async_shared()
+                    mbarrier.arrive(ds_full.index(stage), count=1)
+                    dk_later = warpgroup_mma(gl.convert_layout(ds, weights), q, dk, is_async=True)
+                    if step > 0:  # of the step before: the other warpgroup's share of ds is there by now
+                        _give_dq(ds_smem, dq_smem, shared, given, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
+                    dk, dv = warpgroup_mma_wait(0, deps=[dk_later, dv_later])
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    walked += 1
+                    tile = gl.where(tile + 1 == query_tiles, first, tile + 1)
+                all_keys = k_smem.index(held).reshape([BLOCK_N, BLOCK_D])
+                _give_dq(ds_smem, dq_smem, shared, given, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
+                mbarrier.arrive(kv_empty.index(held), count=1)
+                held, held_phase = advance(held, held_phase, KV_STAGES)
+                at = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, grads))
+                into = ((origin + at.to(gl.int64) * rate) * (H // group) + kv)[:, None] * D + columns[None, :]
+                inside = (at < count)[:, None] & (columns < D)[None, :]
+                dk = dk * scale
+                if CONTINUES:
+                    dk += gl.load(Dk + into, mask=inside, other=0.0).to(gl.float32)
+                    dv += gl.load(Dv + into, mask=inside, other=0.0).to(gl.float32)
+                gl.store(Dk + into, dk.to(Dk.dtype.element_ty), mask=inside)
+                gl.store(Dv + into, dv.to(Dv.dtype.element_ty), mask=inside)
+        tiles = rows // BLOCK_M
+        for share in range(member * 2 + WHICH, group * tiles, team_size * 2):
+            g = share // tiles
+            tile = share % tiles
+            place = (team * group + g) * rows + tile * BLOCK_M
+            pointer = Turns + place // BLOCK_M
+            if tile < query_tiles:
+                all_added = epoch + _additions(tile, key_tiles, CAUSAL, BLOCK_M)
+                while gl.atomic_add(pointer, 0, sem="acquire", scope="gpu") != all_added:
+                    pass
+                synchronize_threads()
+                at = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, memory))
+                sums = Scratch + place.to(gl.int64) * BLOCK_D + at[:, None] * BLOCK_D + wide[None, :]
+                dq = gl.load(sums, cache_modifier=".cg") * scale
+                at = tile * BLOCK_M + at
+                into = ((origin + at.to(gl.int64) * rate) * H + kv * group + g)[:, None] * D + wide[None, :]
+                inside = (at < count)[:, None] & (wide < D)[None, :]
+                if CONTINUES:
+                    dq += gl.load(Dq + into, mask=inside, other=0.0).to(gl.float32)
+                gl.store(Dq + into, dq.to(Dq.dtype.element_ty), mask=inside)
+                synchronize_threads()
+            # The scratch may be used for the next unit: its turns count from here.
+            gl.atomic_xchg(pointer, epoch + TURNS_A_UNIT, sem="release", scope="gpu")
+        epoch += TURNS_A_UNIT
+
+
+# Numbers that vary from call to call: specialising on them would compile anew.
+_UNSPECIALIZED = (
+    "N", "H", "W", "rate", "heads", "first_head", "rows", "slots_a_row", "units", "teams", "team_size", "group",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+def backward_kernel(
+    q_desc,
+    q_tail,
+    do_desc,
+    do_tail,
+    k_desc,
+    k_tail,
+    v_desc,
+    v_tail,
+    scratch_desc,
+    Lse,
+    Delta,
+    Dq,
+    Dk,
+    Dv,
+    Scratch,
+    Turns,
+    offsets,
+    N,
+    H,
+    W,
+    rate,
+    heads,
+    first_head,
+    rows,
+    slots_a_row,
+    units,
+    teams,
+    team_size,
+    group,
+    scale,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    KV_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    CONTINUES: gl.constexpr,
+):
+    """`heads` and `first_head` count key/value heads; `rows` is a segment's most rows, rounded up to whole tiles."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    do_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_smem = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, BLOCK_D], scratch_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    delta_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    copied = (
+        barriers(2, 2),  # q is there: its copy, and lse and delta
+        barriers(2, 1),
+        barriers(2, 2),
+        barriers(KV_STAGES, 1),
+        barriers(KV_STAGES, 2),
+    )
+    shared = (barriers(2, 2), barriers(2, 2))
+    given = (barriers(2, 2), barriers(2, 1))
+    fence_async_shared()
+    descs = (q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail)
+    inputs = (q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
+    sizes = (N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, group)
+    # A tuple of constants would not stay constant, so the lists are written out.
+    gl.warp_specialize(
+        [
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, sizes,
+                        scale, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES)),
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, sizes,
+                        scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES)),
+            (_produce, (descs, inputs, copied, Lse, Delta, offsets, sizes, BLOCK_M, KV_STAGES, CAUSAL)),
+            (_write, (scratch_desc, Turns, dq_smem, given, offsets, sizes, BLOCK_M, CAUSAL)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""What the Hopper kernels share: where a (segment, head) lies, and how its rows come into shared memory.
+
+Row `t` of a segment, for a head with offset `o`, is the token `start + o + t * r`. As the tensor copy engine sees it, a
+tensor `(B, N, H, D)` is `(B, r, H, N // r, D)`: token `x` is `(x % r, x // r)`, and the rows of a tile are consecutive
+in the fourth dimension, whatever `start` and `o`. The `N % r` last tokens do not fit into that shape; a second
+descriptor, `tail`, starts `N % r` tokens later and ends with the last one, and is used for tiles that reach the end.
+So no copy leaves the tensor, and rows past the end read as 0.
+"""
+
+# mypy: ignore-errors
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+synchronize_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.7
+
+
+@gluon.jit
+def locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group):
+    """`(batch row, head, first token, rows)` of the unit-th (segment, head)."""
+    head = first_head + unit % heads
+    slot = unit // heads
+    offset = gl.load(offsets + head // group)
+    start = slot % slots_a_row * W
+    length = gl.minimum(W, N - start)
+    count = gl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
+    return slot // slots_a_row, head, start + offset, count
+
+
+@gluon.jit
+def copy_rows(desc, tail, b, token, row, head, N, rate, barrier, smem, ROWS: gl.constexpr):
+    """Start copying rows `[row, row + ROWS)` of the grid that begins at `token`."""
+    c = token % rate
+    t = token // rate + row
+    if t + ROWS <= N // rate:
+        tma.async_copy_global_to_shared(desc, [b, c, head, t, 0], barrier, smem)
+    else:
+        rest = N % rate
+        wraps = c < rest
+        c = gl.where(wraps, c - rest + rate, c - rest)
+        t = gl.where(wraps, t - 1, t)
+        tma.async_copy_global_to_shared(tail, [b, c, head, t, 0], barrier, smem)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """COUNT barriers that complete a phase after so many arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(found.index(i), count=arrivals)
+    return found
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring of STAGES, and the phase of its barriers: it turns over when the ring begins anew."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@builtin
+def add_tile(desc, coordinates, smem, _semantic=None):
+    """Start adding a tile of shared memory to a tensor: the copy engine's reduction, which Gluon has not named yet."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, smem.handle)
+
+
+@gluon.jit
+def wait_for_stores():
+    """Wait until all that this warp started to store or add has arrived in memory, not only left shared memory."""
+    gl.static_assert(gl.num_warps() == 1)
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
+    synchronize_threads()

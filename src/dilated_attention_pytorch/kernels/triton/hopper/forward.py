@@ -1,0 +1,281 @@
+"""Forward of one branch on Hopper: a producer warpgroup copies tiles, CONSUMERS warpgroups own 64 query rows each.
+
+The mathematics is that of `triton.forward`. Key tiles are walked from the last, the only one that needs a mask, to the
+first. A consumer issues the product `q k^T` of the next tile before `p v` of this one, so that its softmax runs while
+the tensor cores work; the consumers wait for each other only through the tiles that they share.
+The grid is persistent: a program takes every `programs`-th tile of query rows, and copies the next one in early.
+"""
+
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dilated_attention_pytorch.kernels.triton.hopper.common import LN_2, LOG2_E, advance, barriers, copy_rows, locate
+
+
+@gluon.jit
+def _key_tiles(tile, count, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many key tiles the rows of a query tile see."""
+    last = count
+    if CAUSAL:
+        last = gl.minimum(tile * BLOCK_M + BLOCK_M, count)
+    return (last + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _produce(
+    descs,
+    staged,
+    signals,
+    offsets,
+    sizes,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail = descs
+    q_smem, k_smem, v_smem = staged
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
+    N, _, W, rate, heads, first_head, tiles, slots_a_row, total, programs, group = sizes
+    BLOCK_M: gl.constexpr = 64 * CONSUMERS
+    done = 0
+    stage = 0
+    phase = 1
+    for work in range(gl.program_id(0), total, programs):
+        tile = tiles - 1 - work % tiles
+        b, head, token, count = locate(work // tiles, heads, first_head, slots_a_row, N, W, rate, offsets, group)
+        if tile * BLOCK_M < count:
+            kv = head // group
+            mbarrier.wait(q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
+            signal = q_full.index(done & 1)
+            mbarrier.expect(signal, q_desc.block_type.nbytes * CONSUMERS)
+            for i in gl.static_range(CONSUMERS):
+                row = tile * BLOCK_M + i * 64
+                q = q_smem.index((done & 1) * CONSUMERS + i)
+                copy_rows(q_desc, q_tail, b, token, row, head, N, rate, signal, q, 64)
+            done += 1
+            steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
+            for step in range(steps):
+                row = (steps - 1 - step) * BLOCK_N
+                mbarrier.wait(k_empty.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                copy_rows(k_desc, k_tail, b, token, row, kv, N, rate, k_full.index(stage), k_smem.index(stage), BLOCK_N)
+                mbarrier.wait(v_empty.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, v_full.index(stage), v_smem.index(stage), BLOCK_N)
+                stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _softmax(s, m, total, qk_scale):
+    m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
+    p = gl.exp2(s * qk_scale - gl.expand_dims(m_new, 1))
+    alpha = gl.exp2(m - m_new)
+    return p, m_new, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _consume(
+    Out,
+    Lse,
+    staged,
+    signals,
+    offsets,
+    sizes,
+    qk_scale,
+    WHICH: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    CONTINUES: gl.constexpr,
+):
+    q_smem, k_smem, v_smem = staged
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
+    N, H, W, rate, heads, first_head, tiles, slots_a_row, total, programs, group = sizes
+    BLOCK_M: gl.constexpr = 64 * CONSUMERS
+    dtype: gl.constexpr = q_smem.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    nothing = gl.zeros([64, BLOCK_N], gl.float32, scores)
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, memory))
+    done = 0
+    stage = 0
+    phase = 0
+    for work in range(gl.program_id(0), total, programs):
+        tile = tiles - 1 - work % tiles
+        b, head, token, count = locate(work // tiles, heads, first_head, slots_a_row, N, W, rate, offsets, group)
+        if tile * BLOCK_M < count:
+            first_row = tile * BLOCK_M + WHICH * 64
+            rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+            at = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, memory))
+            b64 = b.to(gl.int64)
+            lse_pointers = Lse + (b64 * H + head) * N + token + rows.to(gl.int64) * rate
+            out_pointers = Out + ((b64 * N + token) * H + head) * D + columns[None, :]
+            out_pointers += at.to(gl.int64)[:, None] * (rate * H * D)
+            out_mask = (at < count)[:, None] & (columns < D)[None, :]
+            if CONTINUES:
+                m = gl.load(lse_pointers, mask=rows < count, other=-float("inf")) * LOG2_E
+                denominator = gl.where(m == -float("inf"), 0.0, 1.0)
+                acc = gl.convert_layout(gl.load(out_pointers, mask=out_mask, other=0.0), output).to(gl.float32)
+            else:
+                m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
+                denominator = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
+                acc = gl.zeros([64, BLOCK_D], gl.float32, output)
+
+            steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
+            mine = steps
+            if CAUSAL:  # tiles that only later rows of this query tile see are let go unread
+                mine = (gl.minimum(first_row + 64, count) + BLOCK_N - 1) // BLOCK_N
+                for _ in range(steps - mine):
+                    mbarrier.wait(k_full.index(stage), phase)
+                    mbarrier.arrive(k_empty.index(stage), count=1)
+                    mbarrier.wait(v_full.index(stage), phase)
+                    mbarrier.arrive(v_empty.index(stage), count=1)
+                    stage, phase = advance(stage, phase, STAGES)
+            q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
+            mbarrier.wait(q_full.index(done & 1), done >> 1 & 1)
+            mbarrier.wait(k_full.index(stage), phase)
+            k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
+            s = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            keys = (mine - 1) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
+            sees = (keys < count)[None, :]
+            if CAUSAL:
+                sees = sees & (keys[None, :] <= rows[:, None])
+            s = gl.where(sees, s, -float("inf"))
+            # Finite from this tile on: every row sees a key of it.
+            p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+            p = gl.convert_layout(p.to(dtype), weights)
+            for _ in range(1, mine):
+                v_stage = stage
+                v_phase = phase
+                stage, phase = advance(stage, phase, STAGES)
+                mbarrier.wait(k_full.index(stage), phase)
+                k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
+                s_later = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                v = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D])
+                acc_later = warpgroup_mma(p, v, acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=[s_later])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                p32, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+                acc = warpgroup_mma_wait(0, deps=[acc_later])
+                mbarrier.arrive(v_empty.index(v_stage), count=1)
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+                p = gl.convert_layout(p32.to(dtype), weights)
+            mbarrier.arrive(q_empty.index(done & 1), count=1)
+            done += 1
+            mbarrier.wait(v_full.index(stage), phase)
+            acc = warpgroup_mma(p, v_smem.index(stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            stage, phase = advance(stage, phase, STAGES)
+            out = acc * gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, output))[:, None]
+            gl.store(out_pointers, gl.convert_layout(out.to(Out.dtype.element_ty), memory), mask=out_mask)
+            gl.store(lse_pointers, (m + gl.log2(denominator)) * LN_2, mask=rows < count)
+
+
+@gluon.jit(
+    do_not_specialize=(
+        "N",
+        "H",
+        "W",
+        "rate",
+        "heads",
+        "first_head",
+        "tiles",
+        "slots_a_row",
+        "total",
+        "programs",
+        "group",
+    )
+)
+def forward_kernel(
+    q_desc,
+    q_tail,
+    k_desc,
+    k_tail,
+    v_desc,
+    v_tail,
+    Out,
+    Lse,
+    offsets,
+    N,
+    H,
+    W,
+    rate,
+    heads,
+    first_head,
+    tiles,
+    slots_a_row,
+    total,
+    programs,
+    group,
+    qk_scale,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    CONTINUES: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    signals = (
+        barriers(2, 1),
+        barriers(2, CONSUMERS),
+        barriers(STAGES, 1),
+        barriers(STAGES, CONSUMERS),
+        barriers(STAGES, 1),
+        barriers(STAGES, CONSUMERS),
+    )
+    fence_async_shared()
+    sizes = (N, H, W, rate, heads, first_head, tiles, slots_a_row, total, programs, group)
+    staged = (q_smem, k_smem, v_smem)
+    descs = (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail)
+    # A tuple of constants would not stay constant, so the lists are written out.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N, STAGES,
+                            CONSUMERS, CAUSAL, CONTINUES)),
+                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N, STAGES,
+                            CONSUMERS, CAUSAL, CONTINUES)),
+                (_produce, (descs, staged, signals, offsets, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL)),
+            ],
+            [4, 4],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N, STAGES,
+                            CONSUMERS, CAUSAL, CONTINUES)),
+                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N, STAGES,
+                            CONSUMERS, CAUSAL, CONTINUES)),
+                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N, STAGES,
+                            CONSUMERS, CAUSAL, CONTINUES)),
+                (_produce, (descs, staged, signals, offsets, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL)),
+            ],
+            [4, 4, 4],
+            [REGISTERS, REGISTERS, 32],
+        )  # fmt: skip

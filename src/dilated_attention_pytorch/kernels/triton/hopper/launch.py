@@ -1,0 +1,201 @@
+"""Launching the Hopper kernels: when they fit, their tiles, descriptors and grids."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dilated_attention_pytorch.kernels.triton.hopper.backward import backward_kernel
+from dilated_attention_pytorch.kernels.triton.hopper.forward import forward_kernel
+from dilated_attention_pytorch.kernels.triton.launching import Launch, View
+
+_KEY_ROWS = 128  # of a key tile, in both kernels
+_QUERY_ROWS = 64  # of a query tile in backward
+_MOST_ROWS = 1 << 22  # of a segment: backward counts its key tiles in 16 bits
+_SCRATCH_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Query warpgroups of 64 rows, key tiles in flight, and the registers of a consumer's thread."""
+
+    consumers: int
+    stages: int
+    registers: int
+
+
+# By padded head dim and causality, as measured on an H200 (docs/performance.md).
+FORWARD = {
+    (64, False): Forward(3, 2, 160),
+    (64, True): Forward(2, 2, 240),
+    (128, False): Forward(2, 2, 240),
+    (128, True): Forward(2, 2, 240),
+}
+
+
+def padded(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
+
+
+def why_not(*tensors: Tensor) -> str | None:
+    """Why tensors of this kind cannot take these kernels, or None."""
+    device, dtype, head_dim = tensors[0].device, tensors[0].dtype, tensors[0].shape[-1]
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return "they use instructions of compute capability 9"
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim > 128:
+        return "they take bfloat16 and float16 with a head_dim up to 128"
+    for x in tensors:
+        if x.data_ptr() % 16 or any(stride % 8 or not stride for stride in x.stride()[:3]) or x.stride(3) != 1:
+            return "the tensor copy engine needs rows that begin at multiples of 16 bytes, each at its own"
+    return None
+
+
+def takes_branch(tokens: int, rate: int, rows: int) -> bool:
+    """Segments of less than a key tile are computed as fast without these kernels, and `copy_rows` needs a tile."""
+    return _KEY_ROWS <= rows <= _MOST_ROWS and tokens // rate >= _KEY_ROWS
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, branch, qk_scale: float,
+    tiles: Forward | None = None,
+) -> None:  # fmt: skip
+    """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
+    name = ("Hopper forward", tiles)
+    launch = branch.launches.get(name)
+    if launch is None:
+        launch = branch.launches[name] = _forward_launch(query, key, branch, qk_scale, tiles)
+    launch(query, key, value, out, lse, branch.offsets)
+
+
+def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, tiles: Forward | None) -> Launch:
+    N, H, D = query.shape[1:]
+    group = H // key.shape[2]
+    block_d = padded(D)
+    tiles = tiles or FORWARD[block_d, branch.is_causal]
+    count = -(-branch.rows // (64 * tiles.consumers))
+    heads, first = len(branch.heads) * group, branch.heads.start * group
+    total = count * heads * branch.slots
+    programs = _coprime(min(total, _multiprocessors(query.device)), count)
+    numbers = (N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, total, programs, group, qk_scale)
+    settings = {
+        "D": D,
+        "BLOCK_D": block_d,
+        "BLOCK_N": _KEY_ROWS,
+        "STAGES": tiles.stages,
+        "CONSUMERS": tiles.consumers,
+        "REGISTERS": tiles.registers,
+        "CAUSAL": branch.is_causal,
+        "CONTINUES": branch.continues,
+        "num_warps": 4,
+    }
+    views = (_view(branch.r, 64), _view(branch.r, _KEY_ROWS), _view(branch.r, _KEY_ROWS))
+    return Launch(forward_kernel, programs, numbers, settings, views)
+
+
+def backward(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, branch, scale: float,
+) -> None:  # fmt: skip
+    """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
+    launch = branch.launches.get("Hopper backward")
+    if launch is None:
+        launch = branch.launches["Hopper backward"] = _backward_launch(query, key, branch, scale)
+    rows = _scratch_rows(query, key, branch)
+    scratch = torch.empty((rows, padded(query.shape[3])), dtype=torch.float32, device=query.device)
+    turns = torch.zeros(rows // _QUERY_ROWS, dtype=torch.int32, device=query.device)
+    launch(query, grad_out, key, value, scratch, lse, delta, dq, dk, dv, scratch, turns, branch.offsets)
+
+
+def _backward_launch(query: Tensor, key: Tensor, branch, scale: float) -> Launch:
+    N, H, D = query.shape[1:]
+    block_d = padded(D)
+    teams, team_size = _teams_of(query, branch)
+    units = len(branch.heads) * branch.slots
+    numbers = (
+        N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, _padded_rows(branch), branch.slots_a_row,
+        units, teams, team_size, H // key.shape[2], scale,
+    )  # fmt: skip
+    settings = {
+        "D": D,
+        "BLOCK_D": block_d,
+        "BLOCK_M": _QUERY_ROWS,
+        "KV_STAGES": 2 if block_d == 64 else 1,  # what fits into shared memory
+        "CAUSAL": branch.is_causal,
+        "CONTINUES": branch.continues,
+        "num_warps": 4,
+    }
+    queries, keys = _view(branch.r, _QUERY_ROWS), _view(branch.r, _KEY_ROWS)
+    return Launch(
+        backward_kernel, teams * team_size, numbers, settings, (queries, queries, keys, keys, _scratch_descriptor)
+    )
+
+
+def scratch_bytes(query: Tensor, key: Tensor, branch) -> int:
+    """What `backward` allocates beside its results."""
+    return _scratch_rows(query, key, branch) * padded(query.shape[3]) * 4
+
+
+def _scratch_rows(query: Tensor, key: Tensor, branch) -> int:
+    return _teams_of(query, branch)[0] * (query.shape[2] // key.shape[2]) * _padded_rows(branch)
+
+
+def _padded_rows(branch) -> int:
+    return -(-branch.rows // _KEY_ROWS) * _KEY_ROWS
+
+
+def _teams_of(query: Tensor, branch) -> tuple[int, int]:
+    key_tiles = _padded_rows(branch) // _KEY_ROWS
+    return _teams(len(branch.heads) * branch.slots, key_tiles, branch.is_causal, _multiprocessors(query.device))
+
+
+def _scratch_descriptor(scratch: Tensor) -> tuple[TensorDescriptor]:
+    return (TensorDescriptor.from_tensor(scratch, [_QUERY_ROWS, scratch.shape[1]], _SCRATCH_LAYOUT),)
+
+
+def _view(rate: int, rows: int) -> View:
+    return functools.partial(_descriptors, rate=rate, rows=rows)
+
+
+def _descriptors(x: Tensor, rate: int, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """`x` as `(B, r, H, N // r, D)`, from its first token and up to its last one; see `common`."""
+    B, N, H, D = x.shape
+    b, n, h, _ = x.stride()
+    shape, strides, block = [B, rate, H, N // rate, D], [b, n, h, n * rate, 1], [1, 1, 1, rows, padded(D)]
+    return tuple(TensorDescriptor(view, shape, strides, block, _LAYOUT) for view in (x, x[:, N % rate :]))
+
+
+def _coprime(most: int, tiles: int) -> int:
+    """How many programs take turns: no common factor with the tiles of a head, so that each gets all kinds of tile."""
+    while math.gcd(most, tiles) > 1:
+        most -= 1
+    return most
+
+
+@functools.lru_cache(maxsize=256)
+def _teams(units: int, key_tiles: int, is_causal: bool, multiprocessors: int) -> tuple[int, int]:
+    """How many teams of how many programs finish soonest.
+
+    A larger team needs less scratch, which then stays in L2. But it takes turns longer, and under causality, where
+    members of a round walk fewer and fewer query tiles, they come to wait for each other.
+    """
+
+    def rounds(size: int) -> float:
+        waits = 0.2 / size + (0.015 if is_causal else 0.01) * size
+        return -(-units // (multiprocessors // size)) * -(-key_tiles // size) * (1 + waits)
+
+    size = min(range(1, min(key_tiles, 16, multiprocessors) + 1), key=rounds)
+    return min(units, multiprocessors // size), size
+
+
+@functools.lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

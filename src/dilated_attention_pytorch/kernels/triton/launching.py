@@ -1,0 +1,127 @@
+"""Launching a kernel again without what Triton's front end does every time.
+
+`kernel[grid](...)` binds and classifies every argument in Python to find the compiled kernel, which for a short
+sequence takes longer than the GPU does. A `Launch` fixes everything but the tensors, so only the first launch needs
+that: it compiles, and returns the compiled kernel; later ones hand their pointers to its launcher.
+
+What is compiled depends on the arguments' types, on integers being 1 or multiples of 16, and on pointers being
+multiples of 16. Types and integers are part of whatever a `Launch` is remembered by; a launch with a pointer that is no
+such multiple takes the front end, as does every launch under a Triton whose compiled kernels are not known here.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_KNOWN_TRITON = ("3.6.", "3.7.")
+_MOST_ADDRESSES = 4096  # whose descriptors a launch remembers
+
+# What makes a tensor's descriptors, always the same number of them and the same but for the address.
+View = Callable[[Tensor], Sequence[Any]]
+
+
+class Launch:
+    """A launch whose arguments are always the same but for its tensors, which come first.
+
+    The first of the tensors may be passed as descriptors, by `views`. `numbers` follow the tensors, and the rest of the
+    kernel's arguments, its constants, are in `settings` with the compiler's options. A `Launch` serves one device,
+    which must be the current one, and tensors of one set of dtypes and, where they are viewed, shapes and strides.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[float, ...],
+        settings: dict[str, Any],
+        views: tuple[View, ...] = (),
+    ) -> None:
+        self._kernel = kernel
+        self._programs = programs
+        self._numbers = numbers
+        self._settings = settings
+        self._views = views
+        self._compiled: _Compiled | None = None
+        self._may_compile = triton.__version__.startswith(_KNOWN_TRITON) and torch.version.cuda is not None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch on the current stream."""
+        pointers = [x.data_ptr() for x in tensors]
+        together = 0
+        for pointer in pointers:
+            together |= pointer
+        if self._compiled is not None and not together % 16 and not _watched():
+            self._compiled(tensors, pointers)
+            return
+        descriptors = [view(x) for view, x in zip(self._views, tensors)]
+        first = [*(one for some in descriptors for one in some), *tensors[len(descriptors) :], *self._numbers]
+        kernel = self._kernel[(self._programs,)](*first, **self._settings)
+        if self._may_compile and not together % 16 and kernel is not None:  # the interpreter returns nothing
+            self._may_compile = False
+            constants = (self._settings[name] for name in self._kernel.arg_names[len(first) :])
+            views = list(zip(self._views, map(len, descriptors)))
+            # Under a Triton that looks otherwise inside its front end goes on launching.
+            with contextlib.suppress(AttributeError, KeyError, TypeError):
+                self._compiled = _Compiled(kernel, self._programs, views, (*self._numbers, *constants))
+
+
+class _Compiled:
+    """A compiled kernel and what its launcher takes around the pointers."""
+
+    def __init__(self, kernel: Any, programs: int, views: list[tuple[View, int]], rest: tuple[Any, ...]) -> None:
+        driver = triton.runtime.driver.active
+        self._stream = functools.partial(driver.get_current_stream, driver.get_current_device())
+        self._programs = programs
+        # Function, metadata, and no hooks: a kernel that is watched takes the front end.
+        self._head = (kernel.function, kernel.packed_metadata, None, None, None)
+        self._rest = rest
+        self._launcher, self._views = kernel.run, []
+        if views:
+            # Triton's launcher makes descriptors anew every time, though they depend on an address only.
+            self._launcher = copy.copy(kernel.run)
+            self._launcher.launch, metadata = _below_descriptors(kernel.run)
+            for view, count in views:
+                self._views.append((view, metadata[:count], {}))
+                metadata = metadata[count:]
+
+    def __call__(self, tensors: tuple[Tensor, ...], pointers: list[int]) -> None:
+        arguments = []
+        for (view, metadata, seen), x, pointer in zip(self._views, tensors, pointers):
+            found = seen.get(pointer)
+            if found is None:
+                if len(seen) >= _MOST_ADDRESSES:
+                    seen.clear()
+                found = seen[pointer] = _expanded(view(x), metadata)
+            arguments += found
+        arguments += pointers[len(self._views) :]
+        self._launcher(self._programs, 1, 1, self._stream(), *self._head, *arguments, *self._rest)
+
+
+def _expanded(descriptors: Sequence[Any], metadata: list[Any]) -> list[Any]:
+    """What the launcher takes for descriptors: each one's map for the copy engine, its shape and its strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return [part for one, meta in zip(descriptors, metadata) for part in make_tensordesc_arg(one, meta)]
+
+
+def _below_descriptors(launcher: Any) -> tuple[Any, list[Any]]:
+    """The function that Triton's launcher calls with expanded descriptors, and what it expands them by."""
+    launch = launcher.launch
+    enclosed = dict(zip(launch.__code__.co_freevars, launch.__closure__))
+    return enclosed["launcher"].cell_contents, enclosed["tensordesc_meta"].cell_contents
+
+
+def _watched() -> bool:
+    """Whether a profiler has asked to be called around launches."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -1,0 +1,202 @@
+"""What a call needs besides its tensors' values: branches, tables, and which kernels run. Made once a kind of call."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+import triton
+from torch import Tensor
+
+from dilated_attention_pytorch.core.pattern import grid_rows
+from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable, Problem
+from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.tuning import Tiles
+
+# For comparing them: "plain" keeps every branch on the kernels that run on any GPU.
+KERNELS = os.environ.get("DILATED_ATTENTION_KERNELS", "best")
+
+# What a backward pass on Hopper may allocate for its sums: so much, or this share of the tensors it works on.
+_SCRATCH_BYTES = 64 << 20
+_SCRATCH_SHARE = 0.08
+
+_MOST_PLANS = 4096
+_plans: dict[tuple, Plan] = {}
+
+
+def plan_for(
+    problem: Problem,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+) -> Plan:
+    """The remembered plan of calls like this one, forward or, with `grad_out`, backward."""
+    tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
+    tf32 = query.dtype == torch.float32 and _tf32(problem.allow_tf32)
+    kind = (
+        problem,
+        query.device,
+        KERNELS,
+        tf32,
+        None if spans is None else (spans.shape[0], spans.dtype),
+        seed is not None,
+        None if grad_lse is None else (grad_lse.stride(), grad_lse.dtype),
+        *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
+    )
+    plan = _plans.get(kind)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[kind] = Plan(problem, spans, seed is not None, tf32, tensors)
+    return plan
+
+
+class Plan:
+    """What all launches of a call share."""
+
+    def __init__(
+        self, problem: Problem, spans: Tensor | None, drops: bool, tf32: bool, tensors: tuple[Tensor, ...]
+    ) -> None:
+        query, key = tensors[:2]
+        self.problem = problem
+        self.B, self.N, self.H, self.D = query.shape
+        self.device = query.device
+        self.documents = None if spans is None else spans.shape[0]
+        self.group = self.H // key.shape[2]
+        self.block_d = max(16, triton.next_power_of_2(self.D))
+        self.itemsize = query.element_size()
+        self.drops = drops
+        self.keep_scale = 1.0 / (1.0 - problem.dropout_p)
+        self.threshold = round(problem.dropout_p * (1 << 32))
+        self.precision = "tf32" if tf32 else "ieee"
+        self.strides = tuple(stride for x in tensors for stride in x.stride()[:3])
+        self.launches: dict[str, Launch] = {}
+        table = problem.offsets(self.H, key.shape[2])
+        self.sum_dtype = query.dtype if _most_branches_a_row(problem.spec, table) <= 2 else torch.float32
+        # The branch that covers every row goes first, so that nothing needs to be cleared before it.
+        order = sorted(range(len(table)), key=lambda i: problem.spec.branches[i].dilation_rate != 1)
+        rows = [(i, table[i]) for i in order if any(offset is not None for offset in table[i])]
+        first, row = rows[0]
+        covers = problem.spec.branches[first].dilation_rate == 1 and None not in row
+        self.every_row_written = covers and spans is None
+        self.branches: list[PlannedBranch] = []
+        seen: set[int] = set()
+        for index, row in rows:
+            heads = {h for h, offset in enumerate(row) if offset is not None}
+            self.branches.append(PlannedBranch(self, index, row, bool(heads & seen), tensors))
+            seen |= heads
+
+
+class PlannedBranch:
+    """One branch's launches: its slots, heads, rows and table, and the launchers of the Hopper kernels if they run."""
+
+    def __init__(
+        self, plan: Plan, index: int, row: tuple[int | None, ...], continues: bool, tensors: tuple[Tensor, ...]
+    ) -> None:
+        branch = plan.problem.spec.branches[index]
+        self.plan = plan
+        self.index = index
+        self.r = branch.dilation_rate
+        self.w = min(branch.segment_length, plan.N)
+        self.is_causal = plan.problem.is_causal
+        self.continues = continues
+        present = [h for h, offset in enumerate(row) if offset is not None]
+        self.heads = range(present[0], present[-1] + 1)
+        self.rows = max(grid_rows(self.w, self.r, offset) for offset in row if offset is not None)
+        self.slots_a_row = triton.cdiv(plan.N, self.w)
+        self.slots = plan.B * self.slots_a_row
+        if plan.documents is not None and plan.B == 1:
+            self.slots += plan.documents
+        self.offsets = _offsets_on(plan.device, tuple(-1 if offset is None else offset for offset in row))
+        self.hopper = _hopper_for(self, *tensors)
+        self.launches: dict[object, Launch] = {}
+
+    def settings(self, tiles: Tiles) -> dict:
+        """The constants and compiler options that the plain kernels share."""
+        plan = self.plan
+        return {
+            "D": plan.D,
+            "GROUP": plan.group,
+            "BLOCK_D": plan.block_d,
+            "CAUSAL": self.is_causal,
+            "CONTINUES": self.continues,
+            "HAS_TABLE": plan.documents is not None,
+            "DROPOUT": plan.drops,
+            "PRECISION": plan.precision,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+        }
+
+
+def _hopper_for(
+    branch: PlannedBranch, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None = None
+) -> ModuleType | None:
+    """The launchers of the Hopper kernels where they take this branch, else None: then the plain ones do.
+
+    They know neither documents nor dropout. Their backward sums dq in a scratch buffer for each key/value head that
+    works at once, and is left out where that would be a burden on memory.
+    """
+    plan = branch.plan
+    if KERNELS == "plain" or plan.documents is not None or plan.drops or why_no_hopper(plan.device) is not None:
+        return None
+    from dilated_attention_pytorch.kernels.triton.hopper import launch
+
+    if grad_out is None and plan.sum_dtype != query.dtype and launch.padded(plan.D) > 64:
+        return None  # forward has no shared memory left to pass float32 sums through
+    tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
+    if launch.why_not(*tensors) is not None or not launch.takes_branch(plan.N, branch.r, branch.rows):
+        return None
+    if grad_out is not None:
+        # q, out, do and dq are of one size, k, v, dk and dv of another.
+        tensor_bytes = 4 * (query.numel() + key.numel()) * query.element_size()
+        if launch.scratch_bytes(query, key, branch) > max(_SCRATCH_BYTES, _SCRATCH_SHARE * tensor_bytes):
+            return None
+    return launch
+
+
+@functools.lru_cache
+def why_no_hopper(device: torch.device) -> str | None:
+    """Why the Hopper kernels cannot be loaded for a device, or None."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "Triton's interpreter does not know their instructions"
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"they run on NVIDIA GPUs, the tensors are on {device.type}"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return f"they need compute capability 9, this GPU has {torch.cuda.get_device_capability(device)}"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 6) or find_spec(_GLUON) is None:
+        return f"they need Gluon as of Triton 3.6, this is Triton {triton.__version__}: pip install -U triton"
+    return None
+
+
+_GLUON = "triton.experimental.gluon.nvidia.hopper"
+
+
+def _most_branches_a_row(spec: DilatedSpec, table: OffsetTable) -> float:
+    """On how many branches' grids a row lies on average, for the head that has the most.
+
+    Every branch rounds what it adds to. Up to two that stays within the error budget of the dtype; more are summed in
+    float32 and rounded once.
+    """
+    return max(
+        sum(1 / branch.dilation_rate for branch, offset in zip(spec.branches, offsets) if offset is not None)
+        for offsets in zip(*table)
+    )
+
+
+# Never forgotten, as plans may be: a captured CUDA graph reads them whenever it is replayed.
+@functools.cache
+def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
+    return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def _tf32(allow: bool | None) -> bool:
+    return torch.backends.cuda.matmul.allow_tf32 if allow is None else allow

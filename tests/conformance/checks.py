@@ -1,0 +1,136 @@
+"""What conformance means: running a draw on a backend, and the error budget against the float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import torch.nn.functional as F
+from hypothesis import example, reject
+from torch import Tensor
+
+from dilated_attention_pytorch.core import DilatedSpec, dense_mask
+from dilated_attention_pytorch.functional import dilated_attention
+
+from .draws import Draw
+
+BASE = Draw(
+    batch=2,
+    tokens=48,
+    heads=4,
+    kv_heads=4,
+    head_dim=8,
+    segment_lengths=(8, 16, 48),
+    dilation_rates=(1, 2, 6),
+    head_layout="interleaved",
+    is_causal=False,
+    scale=None,
+    dropout_p=0.0,
+    lengths="whole",
+    shards=1,
+    seed=0,
+)
+CORNERS: dict[str, dict] = {
+    "ragged": {"tokens": 53, "is_causal": True},
+    "shorter than a segment": {"tokens": 5},
+    "segments that rates do not divide": {"segment_lengths": (7, 13, 31), "dilation_rates": (1, 4, 5)},
+    "rates beyond half a segment": {"segment_lengths": (4, 8, 8), "dilation_rates": (1, 6, 12)},
+    "rates that do not divide the heads": {"heads": 5, "kv_heads": 5, "dilation_rates": (1, 3, 4)},
+    "rows that nobody covers": {"dilation_rates": (2, 4, 6), "tokens": 50},
+    "one token": {"tokens": 1, "is_causal": True},
+    "grouped queries": {"heads": 6, "kv_heads": 2, "is_causal": True},
+    "padded": {"lengths": "right-padded"},
+    "left-padded": {"lengths": "left-padded", "is_causal": True},
+    "packed": {"batch": 1, "lengths": "packed"},
+    "a shard of the heads": {"shards": 3, "head_layout": "blocked"},
+    "each head in one branch": {"head_layout": "grouped", "heads": 7, "kv_heads": 7},
+    "dropout": {"dropout_p": 0.4, "is_causal": True, "tokens": 53},
+    "scores turned around": {"scale": -0.5, "is_causal": True},
+    "no scores": {"scale": 0.0, "is_causal": True},
+}
+
+
+def corners(test, **common):
+    for change in CORNERS.values():
+        test = example(dataclasses.replace(BASE, **change, **common))(test)
+    return test
+
+
+def run(draw: Draw, backend: str, dtype: torch.dtype, *, through_lse: bool, device: str = "cpu") -> dict[str, Tensor]:
+    """out, lse and gradients of a random linear function of out, and of lse if asked, as float64."""
+    tensors = draw.tensors(dtype, device)
+    torch.manual_seed(draw.seed % 2**32)  # the same dropout on every backend
+    out, lse = dilated_attention(*tensors, **draw.settings(device), return_lse=True, backend=backend)
+    assert out.dtype == dtype
+    generator = torch.Generator().manual_seed(draw.seed + 2)
+
+    def noise(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, dtype=torch.float64, generator=generator).to(x)
+
+    loss = (out * noise(out)).sum()
+    covered = lse != -torch.inf
+    assert torch.equal(out[~covered], torch.zeros_like(out[~covered]))
+    if through_lse:
+        loss = loss + (lse * noise(lse))[covered].sum()
+    dq, dk, dv = torch.autograd.grad(loss, tensors) if covered.any() else map(torch.zeros_like, tensors)
+    found = {"out": out, "lse": lse.masked_fill(~covered, 0.0), "dq": dq, "dk": dk, "dv": dv}
+    found["covered"] = covered
+    return {name: x.detach().double().cpu() for name, x in found.items()}
+
+
+def check_budget(draw: Draw, backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The error budget against the float64 reference on the same low-precision inputs."""
+    # The reference's dropout is drawn on the same device, from the same generator.
+    inputs = tuple(x.detach().double().requires_grad_() for x in draw.tensors(dtype, device))
+    expected = reference_on(draw, inputs, device)
+    found = run(draw, backend, dtype, through_lse=False, device=device)
+    assert torch.equal(found["covered"], expected["covered"])
+    if expected["covered"].sum() < 256:
+        reject()
+    flash = (
+        flash_errors(dtype, draw.head_dim, keys_a_row(draw), abs(draw.scale or draw.head_dim**-0.5), device)
+        if dtype != torch.float32
+        else {}
+    )
+    scale = max(expected[name].norm().item() for name in ("dq", "dk", "dv"))
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        exact = expected[name].norm().item()
+        # A gradient that cancels is measured against a fifth of its largest sibling; one that is exactly nothing, and
+        # has no relative error, against all of it.
+        floor = (scale if exact < 1e-9 * scale else 0.2 * scale) if name.startswith("d") else 0.0
+        norm = max(exact, floor)
+        error = (found[name] - expected[name]).norm().item() / norm if norm else found[name].norm().item()
+        limit = max(1.5 * flash[name], 2e-6) if flash else 2e-6  # the lse is float32 in any case
+        assert error <= limit, f"{name}: {error:.2e} is over {limit:.2e}"
+
+
+def keys_a_row(draw: Draw) -> int:
+    """How many keys a row sees on average: the size of the dense problem that is as hard."""
+    spec = DilatedSpec.of(draw.segment_lengths, draw.dilation_rates, draw.head_layout)
+    mask = dense_mask(spec, spec.offsets(draw.kv_heads), draw.tokens, is_causal=draw.is_causal).sum(0)
+    return max(2, round(mask.sum().item() / max(1, mask.any(-1).sum().item())))
+
+
+def reference_on(draw: Draw, tensors: tuple[Tensor, Tensor, Tensor], device: str = "cpu") -> dict[str, Tensor]:
+    fixed = dataclasses.replace(draw)
+    object.__setattr__(fixed, "tensors", lambda dtype, device: tensors)
+    return run(fixed, "reference", torch.float64, through_lse=False, device=device)
+
+
+@functools.cache
+def flash_errors(dtype: torch.dtype, head_dim: int, keys: int, scale: float, device: str) -> dict[str, float]:
+    """The relative errors of PyTorch's own flash attention on dense problems of this dtype."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (max(1, 2048 // keys), 2, keys, head_dim)
+    q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].transpose(-1, -2) * scale
+    expected = {"out": scores.softmax(-1) @ exact[2], "lse": scores.logsumexp(-1)}
+    expected |= zip(("dq", "dk", "dv"), torch.autograd.grad((expected["out"] * do).sum(), exact))
+    low = [x.requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*low, scale=scale)
+    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q.cpu(), k.cpu(), v.cpu(), scale=scale)
+    lse = lse.to(device)
+    found = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad((out * do).sum(), low)))
+    return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in expected.items()}

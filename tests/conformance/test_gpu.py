@@ -1,0 +1,220 @@
+"""The GPU kernels keep the error budget, repeat their bits, and stay within their tensors.
+
+Every combination of dtype, head dim, mask and kind of branch is compiled once, in seconds, so cases share combinations;
+the random draws, which compile many, are marked slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from dilated_attention_pytorch.functional import dilated_attention
+
+from .checks import BASE, check_budget, run
+from .draws import Draw, draws
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+if torch.cuda.is_available():
+    from dilated_attention_pytorch.kernels.triton import plan as planning
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:no branch of"),
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# No length is a multiple of a tile or of a rate, and every segment has more than a tile of rows.
+LONG = dataclasses.replace(
+    BASE, tokens=3001, heads=6, kv_heads=2, segment_lengths=(512, 1000, 1777), dilation_rates=(1, 3, 4), is_causal=True
+)
+
+
+def variant(**changes) -> Draw:
+    return dataclasses.replace(LONG, **changes)
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans made during a test, with room for any Hopper kernel's scratch."""
+    found = {}
+    monkeypatch.setattr(planning, "_plans", found)
+    monkeypatch.setattr(planning, "_SCRATCH_BYTES", 1 << 40)
+    return found
+
+
+@pytest.fixture(params=["best", "plain"])
+def kernels(request, plans, monkeypatch) -> str:
+    monkeypatch.setattr(planning, "KERNELS", request.param)
+    return request.param
+
+
+def assert_hopper_ran(plans) -> None:
+    """On a Hopper GPU: forward and backward of every branch took its kernels."""
+    if planning.why_no_hopper(torch.device("cuda", torch.cuda.current_device())) is None:
+        assert len(plans) >= 2
+        assert all(branch.hopper is not None for plan in plans.values() for branch in plan.branches)
+
+
+HOPPER_CASES = {
+    "D=64": (BF16, variant(head_dim=64)),
+    "D=64, not causal": (BF16, variant(head_dim=64, is_causal=False)),
+    "D=48": (BF16, variant(head_dim=48)),
+    "D=128": (BF16, variant(head_dim=128)),
+    "D=128, not causal": (BF16, variant(head_dim=128, is_causal=False)),
+    "float16": (FP16, variant(head_dim=64)),
+    "a segment longer than the sequence": (
+        BF16,
+        variant(head_dim=64, segment_lengths=(512, 5000), dilation_rates=(1, 2)),
+    ),
+    "blocked": (BF16, variant(head_dim=64, head_layout="blocked", heads=5, kv_heads=5)),
+    "each head in one branch": (BF16, variant(head_dim=64, head_layout="grouped", heads=7, kv_heads=7)),
+    "a shard of the heads": (BF16, variant(head_dim=64, shards=3)),
+    "scores turned around": (BF16, variant(head_dim=64, scale=-0.2)),
+    "rows on many branches": (
+        FP16,
+        variant(head_dim=64, segment_lengths=(256, 512, 1024, 2048), dilation_rates=(1, 1, 1, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
+    dtype, draw = HOPPER_CASES[name]
+    check_budget(draw, "triton", dtype, "cuda")
+    assert_hopper_ran(plans)
+
+
+SHORT = variant(heads=4, tokens=700, segment_lengths=(256, 600), dilation_rates=(1, 2))
+PLAIN_CASES = {
+    "bfloat16": (BF16, variant(head_dim=64)),
+    "float32": (FP32, dataclasses.replace(SHORT, head_dim=64)),
+    "D=16": (BF16, dataclasses.replace(SHORT, head_dim=16)),
+    "D=80": (FP16, dataclasses.replace(SHORT, head_dim=80, segment_lengths=(256,), dilation_rates=(1,))),
+    "D=256": (BF16, dataclasses.replace(SHORT, head_dim=256, segment_lengths=(256,), dilation_rates=(1,))),
+    "packed": (BF16, variant(head_dim=64, batch=1, lengths="packed")),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CASES)
+def test_plain_kernels_keep_the_error_budget(name, plans, monkeypatch) -> None:
+    monkeypatch.setattr(planning, "KERNELS", "plain")
+    dtype, draw = PLAIN_CASES[name]
+    check_budget(draw, "triton", dtype, "cuda")
+
+
+# No shrinking: it would go through new combinations.
+WITHOUT_SHRINKING = (Phase.explicit, Phase.generate)
+LARGE = {"min_tokens": 32, "max_tokens": 700, "max_segment": 900}
+
+
+@pytest.mark.slow
+@settings(max_examples=12, phases=WITHOUT_SHRINKING)
+@given(draws(**LARGE, heads=[(3, 3), (4, 2)], head_dims=(48, 64, 128), dropout=False))
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_random_draws_keep_the_error_budget(dtype, draw: Draw) -> None:
+    draw = draw if draw.lengths == "packed" else dataclasses.replace(draw, batch=4)
+    check_budget(draw, "triton", dtype, "cuda")
+
+
+@pytest.mark.slow
+@settings(max_examples=12, phases=WITHOUT_SHRINKING)
+@given(draws(**LARGE, heads=[(3, 3), (4, 2)], head_dims=(16, 64)))
+def test_random_draws_equal_the_reference_with_dropout_and_through_the_lse(draw: Draw) -> None:
+    check_exactly(draw)
+
+
+def test_dropout_and_the_gradient_of_the_lse_equal_the_reference() -> None:
+    check_exactly(dataclasses.replace(SHORT, head_dim=64, dropout_p=0.3))
+
+
+def check_exactly(draw: Draw) -> None:
+    expected = run(draw, "reference", FP32, through_lse=True, device="cuda")
+    found = run(draw, "triton", FP32, through_lse=True, device="cuda")
+    for name, x in expected.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_same_call_gives_the_same_bits(kernels) -> None:
+    one, other = (run(variant(head_dim=64), "triton", BF16, through_lse=True, device="cuda") for _ in range(2))
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
+def attend_and_differentiate(query, key, value, grad_out):
+    out = dilated_attention(
+        query, key, value, LONG.segment_lengths, LONG.dilation_rates, is_causal=True, backend="triton"
+    )
+    return (out, *torch.autograd.grad(out, (query, key, value), grad_out))
+
+
+def inputs(seed: int):
+    """query, key, value and the gradient of out, contiguous, of LONG in bfloat16 with D = 64."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    heads = (LONG.heads, LONG.kv_heads, LONG.kv_heads, LONG.heads)
+    shapes = [(LONG.batch, LONG.tokens, h, 64) for h in heads]
+    made = [torch.randn(shape, dtype=BF16, device="cuda", generator=generator) for shape in shapes]
+    return [*(x.requires_grad_() for x in made[:3]), made[3]]
+
+
+def test_nothing_outside_the_tensors_is_read(kernels) -> None:
+    exact = inputs(0)
+    framed = []
+    for x in exact:
+        B, N, H, D = x.shape
+        frame = torch.full((B + 2, N + 300, H + 2, D + 8), torch.nan, dtype=BF16, device="cuda")
+        view = frame[1:-1, 100 : 100 + N, 1:-1, :D]
+        view.copy_(x.detach())
+        framed.append(view.detach().requires_grad_(x.requires_grad))
+    for one, other in zip(attend_and_differentiate(*framed), attend_and_differentiate(*exact)):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
+def test_a_compiled_call_equals_an_eager_one(plans) -> None:
+    torch._dynamo.reset()
+    tensors = inputs(0)
+
+    def attend(q, k, v):
+        return dilated_attention(q, k, v, LONG.segment_lengths, LONG.dilation_rates, is_causal=True, backend="triton")
+
+    out = torch.compile(attend, fullgraph=True)(*tensors[:3])
+    found = (out, *torch.autograd.grad(out, tensors[:3], tensors[3]))
+    for one, other in zip(found, attend_and_differentiate(*tensors)):
+        assert torch.equal(one, other)
+
+
+def test_a_captured_graph_computes_new_values(kernels) -> None:
+    tensors = inputs(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and makes what is remembered
+        attend_and_differentiate(*tensors)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attend_and_differentiate(*tensors)
+    with torch.no_grad():
+        for x, new in zip(tensors, inputs(1)):
+            x.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for one, other in zip(results, attend_and_differentiate(*inputs(1))):
+        assert torch.equal(one, other)
+
+
+def test_tensors_may_have_more_elements_than_fit_in_32_bits(kernels) -> None:
+    segments, rates = (2048, 8192), (1, 4)
+    N, H, D = (1 << 22) + 8192, 12, 64
+    if torch.cuda.get_device_properties(0).total_memory < 40 << 30:
+        pytest.skip("needs a GPU with 40 GiB of memory")
+    q, k, v = (torch.randn(1, N, H, D, dtype=BF16, device="cuda") for _ in range(3))
+    assert q.numel() > 1 << 31
+    out = dilated_attention(q, k, v, segments, rates, is_causal=True, backend="triton")
+    last = [x[:, -8192:].contiguous() for x in (q, k, v)]
+    alone = dilated_attention(*last, segments, rates, is_causal=True, backend="triton")
+    torch.testing.assert_close(out[:, -8192:], alone, rtol=1e-2, atol=1e-3)

@@ -1,0 +1,83 @@
+"""Compile for compute capability 9.0 what a launch of a Hopper kernel would run: forward|backward, head dim, mask."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch
+
+
+class Compiled(Exception):
+    """Carries the compiled kernel out of the launch."""
+
+
+class CompilesInstead:
+    """A kernel that compiles where it would be launched."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+        self.arg_names = kernel.arg_names
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *arguments, num_warps, **constants):
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        place = {name: (i,) for i, name in enumerate(self.arg_names)}
+        types = {name: type_of(x) for name, x in zip(self.arg_names, arguments)}
+        aligned = {place[name]: [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
+        signature = types | dict.fromkeys(constants, "constexpr")
+        source = GluonASTSource(self.kernel, signature, {place[name]: x for name, x in constants.items()}, aligned)
+        options = {"num_warps": num_warps}
+        raise Compiled(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+
+def type_of(argument) -> str:
+    """As Triton's front end writes types."""
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+    if isinstance(argument, torch.Tensor):
+        return "*" + names[argument.dtype]
+    if isinstance(argument, (int, float)):
+        return "i32" if isinstance(argument, int) else "fp32"
+    return f"tensordesc<{names[argument.base.dtype]}{list(argument.block_shape)},{argument.layout!r}>"
+
+
+def main(direction: str, head_dim: str, mask: str) -> None:
+    from dilated_attention_pytorch.kernels.triton.hopper import launch
+
+    launch._multiprocessors = lambda device: 132
+    launch.forward_kernel = CompilesInstead(launch.forward_kernel)
+    launch.backward_kernel = CompilesInstead(launch.backward_kernel)
+    shape = (1, 512, 2, int(head_dim))
+    query, key, value, out, dq, dk, dv = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(7))
+    lse = torch.empty(1, 2, 512)
+    branch = SimpleNamespace(
+        r=2,
+        w=512,
+        rows=256,
+        heads=range(2),
+        slots=1,
+        slots_a_row=1,
+        offsets=torch.zeros(2, dtype=torch.int32),
+        is_causal=mask == "causal",
+        continues=True,
+        launches={},
+    )
+    try:
+        if direction == "forward":
+            launch.forward(query, key, value, out, lse, branch, 0.1)
+        else:
+            launch.backward(query, key, value, out, lse, lse, dq, dk, dv, branch, 0.1)
+    except Compiled as found:
+        (kernel,) = found.args
+    assert len(kernel.asm["cubin"]) > 0
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    print("compiled")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,101 @@
+"""A Launch gives the compiled kernel's launcher what the front end would, and uses the front end where it must."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need Triton")
+
+from dilated_attention_pytorch.kernels.triton import launching  # noqa: E402
+from dilated_attention_pytorch.kernels.triton.launching import Launch  # noqa: E402
+
+
+class Kernel:
+    """Stands for a JIT function and for what it compiles to; notes how it was launched."""
+
+    arg_names = ("X", "Y", "n", "D", "BLOCK")
+
+    def __init__(self) -> None:
+        self.front_end, self.direct = [], []
+        self.function, self.packed_metadata = "function", "metadata"
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **settings):
+            self.front_end.append((grid, arguments, settings))
+            return self
+
+        return launch
+
+    def run(self, *arguments) -> None:
+        self.direct.append(arguments)
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """As on a GPU with a Triton that is known, on stream 7 of device 0."""
+    chains = SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[]))
+    driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    known = SimpleNamespace(
+        __version__="3.6.0",
+        knobs=SimpleNamespace(runtime=chains),
+        runtime=SimpleNamespace(driver=SimpleNamespace(active=driver)),
+    )
+    monkeypatch.setattr(launching, "triton", known)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    return known
+
+
+def launch_of(kernel: Kernel) -> Launch:
+    return Launch(kernel, 3, (5,), {"BLOCK": 64, "D": 16, "num_warps": 4})
+
+
+def test_later_launches_pass_pointers_numbers_and_constants_in_the_kernels_order(hooks) -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    x, y = torch.zeros(64), torch.zeros(64)
+    for _ in range(3):
+        launch(x, y)
+    assert kernel.front_end == [((3,), (x, y, 5), {"BLOCK": 64, "D": 16, "num_warps": 4})]
+    pointers = (x.data_ptr(), y.data_ptr())
+    assert kernel.direct == [(3, 1, 1, 7, "function", "metadata", None, None, None, *pointers, 5, 16, 64)] * 2
+
+
+def test_pointers_that_were_not_compiled_for_take_the_front_end(hooks) -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    x = torch.zeros(64)
+    launch(x[1:], x)  # must not be remembered as what aligned pointers need
+    launch(x, x)
+    launch(x[1:], x)
+    assert len(kernel.front_end) == 3
+    launch(x, x)
+    assert len(kernel.direct) == 1
+
+
+def test_profilers_hooks_take_the_front_end(hooks) -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    x = torch.zeros(64)
+    launch(x, x)
+    hooks.knobs.runtime.launch_enter_hook.calls.append(print)
+    launch(x, x)
+    assert (len(kernel.front_end), len(kernel.direct)) == (2, 0)
+
+
+@pytest.mark.parametrize("unknown", ["version", "inside", "vendor"])
+def test_an_unknown_triton_takes_the_front_end(hooks, unknown, monkeypatch) -> None:
+    kernel = Kernel()
+    if unknown == "version":
+        hooks.__version__ = "4.0.0"
+    elif unknown == "inside":
+        del kernel.packed_metadata
+    else:
+        monkeypatch.setattr(torch.version, "cuda", None)
+    launch = launch_of(kernel)
+    x = torch.zeros(64)
+    for _ in range(3):
+        launch(x, x)
+    assert (len(kernel.front_end), len(kernel.direct)) == (3, 0)
