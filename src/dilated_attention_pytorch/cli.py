@@ -77,9 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(command=_bench)
     bench.add_argument(
         "suite",
-        choices=["attention", "short", "scaling", "all", "memory", "page", "report"],
+        choices=["attention", "short", "scaling", "all", "memory", "tune", "page", "report"],
         help="attention, short, scaling: time and memory against baselines; all: the three, then page and report; "
-        "memory: the eager backend's peak memory on the CPU; page, report: Markdown, or HTML with charts, from results",
+        "memory: the eager backend's peak memory on the CPU; tune: the kernels' tiles on this GPU, for "
+        "DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with charts, from results",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: suites append, page and report read them")
     bench.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run, as the table names them")
@@ -137,6 +138,11 @@ def _bench(arguments: argparse.Namespace) -> None:
     suite, out = arguments.suite, arguments.out
     if suite == "memory":
         print_memory(arguments.tokens or [131_072, 262_144])
+        return
+    if suite == "tune":
+        from dilated_attention_pytorch.bench.tune import tune
+
+        tune(out or Path("tiles.jsonl"))
         return
     if out is None and suite in ("all", "page", "report"):
         raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")

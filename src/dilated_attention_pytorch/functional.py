@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels.ladder import backends, check_backend
-from dilated_attention_pytorch.kernels.op import attend
+from dilated_attention_pytorch.kernels.op import attend, is_plain
 
 __all__ = ["backends", "check_backend", "dilated_attention", "refuse_dense_mask"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Asked once: `torch.compile` of some versions cannot trace the question.
+_AUTOCAST_DEVICES = tuple(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "mtia") if torch.amp.is_autocast_available(kind)
+)
 
 
 @overload
@@ -120,39 +123,17 @@ def dilated_attention(
     torch.Size([2, 100, 4, 8])
     """
     refuse_dense_mask(attn_mask)
-    check_backend(backend)
-    spec = _spec_of(segment_lengths, dilation_rates, head_layout)
     query, key, value = _autocast(query, key, value)
-    _check_tensors(query, key, value)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-    if total_heads is None and head_offset:
-        raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    plain = is_plain(query, key, value)
+    settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, backend)
+    problem = _valid_problem(query, key, value, segment_lengths, dilation_rates, settings, remember=plain)
     if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
         B, N = query.shape[:2]
         spans = document_spans(
             B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans
         )
-    out, lse = attend(
-        query,
-        key,
-        value,
-        spans,
-        draw_seed(query.device) if dropout_p > 0.0 else None,
-        spec.segment_lengths,
-        spec.dilation_rates,
-        spec.head_layout,
-        is_causal,
-        scale,
-        dropout_p,
-        head_offset,
-        total_heads,
-        allow_tf32,
-        backend,
-    )
-    return (out, lse) if return_lse else out
+    seed = draw_seed(query.device) if dropout_p > 0.0 else None
+    return attend(query, key, value, spans, seed, problem, backend, plain, return_lse)
 
 
 def refuse_dense_mask(attn_mask: Tensor | None) -> None:
@@ -163,23 +144,80 @@ def refuse_dense_mask(attn_mask: Tensor | None) -> None:
         )
 
 
-def _spec_of(segment_lengths: Sequence[int], dilation_rates: Sequence[int], head_layout: HeadLayout) -> DilatedSpec:
-    """`DilatedSpec.of`, remembered for the layers and steps of a model."""
+def _valid_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    settings: tuple[Any, ...],
+    remember: bool,
+) -> Problem:
+    """The problem that a valid call poses; calls of one kind, as in a model's layers and steps, are checked once."""
     lists = (list, tuple)
-    if torch.compiler.is_compiling() or type(segment_lengths) not in lists or type(dilation_rates) not in lists:
-        return DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
-    # Whole numbers only: True and 1.0 equal 1, so they would be found, but they are to be refused.
-    if type(head_layout) is not str or {*map(type, segment_lengths), *map(type, dilation_rates)} != {int}:
-        return DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
-    return _remembered_spec(tuple(segment_lengths), tuple(dilation_rates), head_layout)
+    # Whole numbers in lists only: True and 1.0 equal 1, so they would be found, but they are to be refused.
+    if (
+        not remember
+        or type(segment_lengths) not in lists
+        or type(dilation_rates) not in lists
+        or {*map(type, segment_lengths), *map(type, dilation_rates)} != {int}
+    ):
+        return _checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
+    kind = (
+        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
+        value.device, tuple(segment_lengths), tuple(dilation_rates), settings,
+    )  # fmt: skip
+    problem = _known.get(kind)
+    if problem is None:
+        problem = _checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
+        if len(_known) >= _MOST_KINDS:
+            _known.clear()
+        _known[kind] = problem
+    return problem
 
 
-_remembered_spec = functools.lru_cache(maxsize=1024)(DilatedSpec.of)
+_MOST_KINDS = 4096
+_known: dict[tuple[Any, ...], Problem] = {}
+
+
+def _checked_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    head_layout: HeadLayout,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    head_offset: int,
+    total_heads: int | None,
+    allow_tf32: bool | None,
+    backend: str,
+) -> Problem:
+    check_backend(backend)
+    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
+    _check_tensors(query, key, value)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+    if total_heads is None and head_offset:
+        raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return Problem(
+        spec=spec,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        head_offset=head_offset,
+        total_heads=total_heads,
+        allow_tf32=allow_tf32,
+    )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.dtype in _DTYPES and x.dtype != torch.float64 else x for x in tensors)

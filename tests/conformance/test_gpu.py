@@ -89,6 +89,16 @@ def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
     assert_hopper_ran(plans)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_few_programs_do_the_work_of_many(is_causal, plans, monkeypatch) -> None:
+    if planning.why_no_hopper(torch.device("cuda", torch.cuda.current_device())) is None:
+        from dilated_attention_pytorch.kernels.triton.hopper import launch
+
+        monkeypatch.setattr(launch, "_multiprocessors", lambda device: 7)
+    check_budget(variant(head_dim=64, tokens=7001, batch=1, is_causal=is_causal), "triton", BF16, "cuda")
+    assert_hopper_ran(plans)
+
+
 SHORT = variant(heads=4, tokens=700, segment_lengths=(256, 600), dilation_rates=(1, 2))
 PLAIN_CASES = {
     "bfloat16": (BF16, variant(head_dim=64)),

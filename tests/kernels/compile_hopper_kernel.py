@@ -71,7 +71,9 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         if direction == "forward":
             launch.forward(query, key, value, out, lse, branch, 0.1)
         else:
-            launch.backward(query, key, value, out, lse, lse, dq, dk, dv, branch, 0.1)
+            size, _ = launch.workspace_size(launch.workspace_rows(query, key, branch), query.shape[3])
+            workspace = torch.empty(size)
+            launch.backward(query, key, value, out, lse, lse, dq, dk, dv, branch, 0.1, workspace)
     except Compiled as found:
         (kernel,) = found.args
     assert len(kernel.asm["cubin"]) > 0

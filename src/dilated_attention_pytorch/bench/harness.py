@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call, and the bytes that PyTorch's allocator held at most, inputs included (GPU only)."""
+    """Milliseconds of one call, and the bytes that PyTorch's allocator held at most, whatever for (GPU only)."""
 
     median: float
     p20: float

@@ -25,20 +25,31 @@ from dilated_attention_pytorch.kernels.ladder import choose_backend
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, spans: Tensor | None, seed: Tensor | None, *settings: Any
-) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a call that `functional` has validated; `settings` are the operator's, in its order."""
-    if torch.compiler.is_compiling() or not _plain(query, key, value):
-        return attend_op(query, key, value, spans, seed, *settings)
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return _Attend.apply(query, key, value, spans, seed, settings)
-    return _forward(query, key, value, spans, seed, *settings)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    problem: Problem,
+    backend: str,
+    plain: bool,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`out`, or `(out, lse)`, of a call that `functional` has validated; `plain` says what `is_plain` does."""
+    if not plain:
+        both = attend_op(query, key, value, spans, seed, *_settings(problem, backend))
+    elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend)
+    else:
+        both = _forward(query, key, value, spans, seed, problem, backend)
+    return both if return_lse else both[0]
 
 
-def _plain(*tensors: Tensor) -> bool:
+def is_plain(*tensors: Tensor) -> bool:
     """Whether nothing but autograd watches a call of these tensors."""
     return (
-        all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        not torch.compiler.is_compiling()
+        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
         and tensors[0].device.type != "meta"
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
@@ -49,18 +60,23 @@ class _Attend(torch.autograd.Function):
     """The operator's autograd for plain calls."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, settings: Any) -> Any:
-        out, lse = _forward(query, key, value, spans, seed, *settings)
-        ctx.settings = settings
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, *rest: Any
+    ) -> Any:
+        out, lse = _forward(query, key, value, spans, seed, *rest)
+        ctx.rest = rest
         ctx.save_for_backward(query, key, value, out, lse, spans, seed)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        # Only under create_graph is the gradient itself recorded; the operator then refuses to be differentiated.
-        run = attend_backward if torch.is_grad_enabled() else _backward
-        return (*_gradients(ctx, run, grad_out, grad_lse), None, None, None)
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
+        if torch.is_grad_enabled():
+            # Under create_graph the gradient itself is recorded; the operator then refuses to be differentiated.
+            grads = _gradients(ctx, attend_backward, _settings(*ctx.rest), grad_out, grad_lse)
+        else:
+            grads = _gradients(ctx, _backward, ctx.rest, grad_out, grad_lse)
+        return (*grads, None, None, None, None, None)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
@@ -81,11 +97,10 @@ def attend_op(
     allow_tf32: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    settings = (
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
-        backend,
-    )  # fmt: skip
-    return _forward(query, key, value, spans, seed, *settings)
+    problem = _problem(
+        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
+    )
+    return _forward(query, key, value, spans, seed, problem, backend)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -111,11 +126,10 @@ def attend_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`."""
-    settings = (
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
-        backend,
-    )  # fmt: skip
-    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, *settings)
+    problem = _problem(
+        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
+    )
+    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend)
 
 
 @attend_op.register_fake
@@ -138,26 +152,28 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, run: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any, run: Any, rest: Sequence[Any], grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse, spans, seed = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
         return None, None, None
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    return run(grad_out, grad_lse, query, key, value, out, lse, spans, seed, *ctx.settings)
+    return run(grad_out, grad_lse, query, key, value, out, lse, spans, seed, *rest)
 
 
 def _operator_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_gradients(ctx, attend_backward, grad_out, grad_lse), None, None, *(None for _ in ctx.settings))
+    grads = _gradients(ctx, attend_backward, ctx.settings, grad_out, grad_lse)
+    return (*grads, None, None, *(None for _ in ctx.settings))
 
 
 attend_op.register_autograd(_operator_backward, setup_context=_save)
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, spans: Tensor | None, seed: Tensor | None, *settings: Any
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor | None, seed: Tensor | None, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(*settings[:-1])
-    backend = choose_backend(settings[-1], query.device, query.dtype, query.shape[3])
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
     with _no_autocast(query.device.type):
         if backend == "reference":
             out, lse = reference_forward(query, key, value, problem, spans, seed)
@@ -180,10 +196,10 @@ def _backward(
     lse: Tensor,
     spans: Tensor | None,
     seed: Tensor | None,
-    *settings: Any,
+    problem: Problem,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = _problem(*settings[:-1])
-    backend = choose_backend(settings[-1], query.device, query.dtype, query.shape[3])
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
     with _no_autocast(query.device.type):
         if backend == "reference":
             grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
@@ -209,6 +225,15 @@ def _by_head(lse: Tensor) -> Tensor:
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _settings(problem: Problem, backend: str) -> tuple[Any, ...]:
+    """A problem as the operators take it: in numbers and words."""
+    spec = problem.spec
+    return (
+        spec.segment_lengths, spec.dilation_rates, spec.head_layout, problem.is_causal, problem.scale,
+        problem.dropout_p, problem.head_offset, problem.total_heads, problem.allow_tf32, backend,
+    )  # fmt: skip
 
 
 def _problem(segment_lengths: Sequence[int], dilation_rates: Sequence[int], *settings: Any) -> Problem:

@@ -24,12 +24,13 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=("N", "H"))
+@triton.jit(do_not_specialize=("N", "H", "zeros_at", "zeros"))
 def delta_kernel(
     Out,
     Do,
     Dlse,
     Delta,
+    Workspace,
     do_b,
     do_n,
     do_h,
@@ -38,14 +39,19 @@ def delta_kernel(
     dl_h,
     N,
     H,
+    zeros_at,
+    zeros,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """`delta`, `(B, H, N)`, of BLOCK_M rows of one head."""
+    """`delta`, `(B, H, N)`, of BLOCK_M rows of one head; and the zeros that other kernels want in the workspace."""
     tiles = tl.cdiv(N, BLOCK_M)
     pid = tl.program_id(0)
+    for first in range(pid * BLOCK_M, zeros, tl.num_programs(0) * BLOCK_M):
+        at = first + tl.arange(0, BLOCK_M)
+        tl.store(Workspace + zeros_at + at, 0.0, mask=at < zeros)
     rows = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     head = (pid // tiles % H).to(tl.int64)
     b = (pid // tiles // H).to(tl.int64)

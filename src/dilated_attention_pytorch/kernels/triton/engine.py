@@ -48,7 +48,7 @@ def forward(
             launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E)
         # Without dropout the seed is not read.
         launch(query, key, value, out, lse, _table(branch, spans), branch.offsets, query if seed is None else seed)
-    return out.to(dtype), lse.transpose(1, 2)
+    return out if out.dtype == dtype else out.to(dtype), lse.transpose(1, 2)
 
 
 def backward(
@@ -81,10 +81,13 @@ def backward(
     launch = plan.launches.get("delta")
     if launch is None:
         launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
-    launch(out, grad_out, delta if grad_lse is None else grad_lse, delta)
+    workspace = delta
+    if plan.workspace_size:
+        workspace = torch.empty(plan.workspace_size, dtype=torch.float32, device=query.device)
+    launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
     for branch in plan.branches:
         if branch.hopper is not None:
-            branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale)
+            branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace)
             continue
         if "dkdv" not in branch.launches:
             branch.launches |= {"dkdv": _dkdv_launch(branch, scale), "dq": _dq_launch(branch, scale)}
@@ -94,7 +97,7 @@ def backward(
         branch.launches["dq"](*inputs, dq, *rest)
     if sign != 1:
         dq = dq * sign
-    return dq.to(dtype), dk.to(key.dtype), dv.to(value.dtype)
+    return (dq, dk, dv) if dq.dtype == dtype else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
 def _forward_launch(branch: PlannedBranch, qk_scale: float) -> Launch:
@@ -110,7 +113,8 @@ def _forward_launch(branch: PlannedBranch, qk_scale: float) -> Launch:
 def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
     strides = (0, 0, 0) if grad_lse is None else grad_lse.stride()
     settings = {"D": plan.D, "BLOCK_D": plan.block_d, "BLOCK_M": 64, "HAS_DLSE": grad_lse is not None}
-    numbers = (*plan.strides[-3:], *strides, plan.N, plan.H)
+    zeros_at = plan.workspace_size - plan.workspace_turns
+    numbers = (*plan.strides[-3:], *strides, plan.N, plan.H, zeros_at, plan.workspace_turns)
     return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
 
 

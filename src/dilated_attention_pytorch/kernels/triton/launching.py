@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ import triton
 from torch import Tensor
 
 _KNOWN_TRITON = ("3.6.", "3.7.")
-_MOST_ADDRESSES = 4096  # whose descriptors a launch remembers
+_MOST_ADDRESSES = 1024  # whose arguments a launch remembers
 
 # What makes a tensor's descriptors, always the same number of them and the same but for the address.
 View = Callable[[Tensor], Sequence[Any]]
@@ -56,10 +57,8 @@ class Launch:
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream."""
-        pointers = [x.data_ptr() for x in tensors]
-        together = 0
-        for pointer in pointers:
-            together |= pointer
+        pointers = tuple([x.data_ptr() for x in tensors])
+        together = functools.reduce(operator.or_, pointers)
         if self._compiled is not None and not together % 16 and not _watched():
             self._compiled(tensors, pointers)
             return
@@ -86,25 +85,24 @@ class _Compiled:
         self._head = (kernel.function, kernel.packed_metadata, None, None, None)
         self._rest = rest
         self._launcher, self._views = kernel.run, []
+        self._seen: dict[tuple[int, ...], tuple[Any, ...]] = {}
         if views:
             # Triton's launcher makes descriptors anew every time, though they depend on an address only.
             self._launcher = copy.copy(kernel.run)
             self._launcher.launch, metadata = _below_descriptors(kernel.run)
             for view, count in views:
-                self._views.append((view, metadata[:count], {}))
+                self._views.append((view, metadata[:count]))
                 metadata = metadata[count:]
 
-    def __call__(self, tensors: tuple[Tensor, ...], pointers: list[int]) -> None:
-        arguments = []
-        for (view, metadata, seen), x, pointer in zip(self._views, tensors, pointers):
-            found = seen.get(pointer)
-            if found is None:
-                if len(seen) >= _MOST_ADDRESSES:
-                    seen.clear()
-                found = seen[pointer] = _expanded(view(x), metadata)
-            arguments += found
-        arguments += pointers[len(self._views) :]
-        self._launcher(self._programs, 1, 1, self._stream(), *self._head, *arguments, *self._rest)
+    def __call__(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> None:
+        arguments = self._seen.get(pointers)
+        if arguments is None:
+            if len(self._seen) >= _MOST_ADDRESSES:
+                self._seen.clear()
+            described = [_expanded(view(x), metadata) for (view, metadata), x in zip(self._views, tensors)]
+            parts = [part for descriptors in described for part in descriptors]
+            arguments = self._seen[pointers] = (*self._head, *parts, *pointers[len(described) :], *self._rest)
+        self._launcher(self._programs, 1, 1, self._stream(), *arguments)
 
 
 def _expanded(descriptors: Sequence[Any], metadata: list[Any]) -> list[Any]:

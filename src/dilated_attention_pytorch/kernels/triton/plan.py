@@ -43,7 +43,7 @@ def plan_for(
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
     tf32 = query.dtype == torch.float32 and _tf32(problem.allow_tf32)
     kind = (
-        problem,
+        id(problem),  # a plan keeps its problem, so no other one gets its number; hashing one takes long
         query.device,
         KERNELS,
         tf32,
@@ -53,11 +53,16 @@ def plan_for(
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
     plan = _plans.get(kind)
-    if plan is None:
+    if plan is None or plan.problem is not problem:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
         plan = _plans[kind] = Plan(problem, spans, seed is not None, tf32, tensors)
     return plan
+
+
+def forget() -> None:
+    """Make all plans anew, as after a change of the tile table."""
+    _plans.clear()
 
 
 class Plan:
@@ -94,6 +99,11 @@ class Plan:
             heads = {h for h, offset in enumerate(row) if offset is not None}
             self.branches.append(PlannedBranch(self, index, row, bool(heads & seen), tensors))
             seen |= heads
+        taken = [branch for branch in self.branches if branch.hopper is not None]
+        self.workspace_size = self.workspace_turns = 0
+        if taken:
+            rows = max(branch.workspace_rows for branch in taken)
+            self.workspace_size, self.workspace_turns = taken[0].hopper.workspace_size(rows, self.D)
 
 
 class PlannedBranch:
@@ -117,6 +127,7 @@ class PlannedBranch:
         if plan.documents is not None and plan.B == 1:
             self.slots += plan.documents
         self.offsets = _offsets_on(plan.device, tuple(-1 if offset is None else offset for offset in row))
+        self.workspace_rows = 0
         self.hopper = _hopper_for(self, *tensors)
         self.launches: dict[object, Launch] = {}
 
@@ -158,7 +169,9 @@ def _hopper_for(
     if grad_out is not None:
         # q, out, do and dq are of one size, k, v, dk and dv of another.
         tensor_bytes = 4 * (query.numel() + key.numel()) * query.element_size()
-        if launch.scratch_bytes(query, key, branch) > max(_SCRATCH_BYTES, _SCRATCH_SHARE * tensor_bytes):
+        branch.workspace_rows = launch.workspace_rows(query, key, branch)
+        scratch_bytes = launch.workspace_size(branch.workspace_rows, plan.D)[0] * 4
+        if scratch_bytes > max(_SCRATCH_BYTES, _SCRATCH_SHARE * tensor_bytes):
             return None
     return launch
 

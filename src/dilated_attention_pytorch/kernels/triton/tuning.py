@@ -1,8 +1,17 @@
-"""Tile shapes, measured per kernel, head dim and dtype."""
+"""Tile shapes, measured per kernel, dtype, head dim and causality; `dilated-attention bench tune` measures them anew.
+
+The tables here are from an H200. A file written by `bench tune` on another GPU takes their place where
+`DILATED_ATTENTION_TILES` names it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,29 +24,101 @@ class Tiles:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class HopperTiles:
+    """Query warpgroups of 64 rows, key tiles in flight, registers of their threads, and whether they take turns."""
+
+    consumers: int
+    stages: int
+    registers: int
+    ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a shape was measured for; `head_dim` is the largest that takes it, `itemsize` 2 or 4 bytes."""
+
+    kernel: str
+    itemsize: int
+    head_dim: int
+    is_causal: bool
+
+
 def tiles_for(kernel: str, block_d: int, itemsize: int, rows: int, is_causal: bool) -> Tiles:
-    """The measured shape, made no larger than a segment's `rows` need."""
-    measured = _MEASURED[kernel][2 if itemsize < 4 else 4]
-    shapes = measured[min(size for size in measured if size >= block_d)]
-    own, walk, warps, stages = shapes[is_causal and len(shapes) > 1]
+    """The measured shape of a plain kernel, made no larger than a segment's `rows` need."""
+    found = _shape(kernel, block_d, 2 if itemsize < 4 else 4, is_causal)
+    assert isinstance(found, Tiles)
     needed = max(16, 1 << (rows - 1).bit_length())
-    return Tiles(min(own, needed), min(walk, needed), warps if own <= needed else 4, stages)
+    warps = found.num_warps if found.own <= needed else 4
+    return Tiles(min(found.own, needed), min(found.walk, needed), warps, found.num_stages)
 
 
-Shape = tuple[int, int, int, int]
+def hopper_tiles_for(block_d: int, is_causal: bool, alone: bool) -> HopperTiles:
+    """The measured shape of the Hopper forward, or the smallest one where each tile is `alone` on a multiprocessor."""
+    found = _shape("hopper forward", block_d, 2, is_causal)
+    assert isinstance(found, HopperTiles)
+    return HopperTiles(2, found.stages, 240, found.ordered) if alone else found
 
-# kernel -> bytes of an element -> largest padded head dim -> (own, walk, warps, stages), and another one if causal
-_MEASURED: dict[str, dict[int, dict[int, tuple[Shape, ...]]]] = {
-    "forward": {
-        2: {64: ((128, 64, 8, 3), (128, 64, 4, 3)), 128: ((128, 128, 8, 3),), 256: ((64, 64, 4, 2),)},
-        4: {64: ((64, 32, 4, 2),), 128: ((64, 32, 4, 2),), 256: ((32, 32, 4, 1),)},
-    },
-    "dkdv": {
-        2: {64: ((128, 32, 4, 3), (64, 64, 4, 2)), 128: ((128, 64, 8, 2),), 256: ((64, 32, 4, 1),)},
-        4: {64: ((32, 32, 4, 1),), 128: ((32, 32, 4, 1),), 256: ((16, 16, 4, 1),)},
-    },
-    "dq": {
-        2: {64: ((128, 64, 8, 3), (64, 64, 4, 2)), 128: ((128, 64, 8, 3),), 256: ((64, 32, 4, 1),)},
-        4: {64: ((32, 32, 4, 1),), 128: ((32, 32, 4, 1),), 256: ((16, 16, 4, 1),)},
-    },
-}
+
+def _shape(kernel: str, block_d: int, itemsize: int, is_causal: bool) -> Tiles | HopperTiles:
+    head_dim = min(kind.head_dim for kind in MEASURED if kind.kernel == kernel and kind.head_dim >= block_d)
+    kind = Kind(kernel, itemsize, head_dim, is_causal)
+    return _tuned().get(kind) or MEASURED[kind]
+
+
+@functools.lru_cache(maxsize=1)
+def _tuned() -> dict[Kind, Tiles | HopperTiles]:
+    named = os.environ.get("DILATED_ATTENTION_TILES")
+    return read_tiles(Path(named)) if named else {}
+
+
+def write_tiles(path: Path, tiles: dict[Kind, Tiles | HopperTiles]) -> None:
+    lines = [json.dumps({"kind": asdict(kind), "tiles": asdict(shape)}) for kind, shape in tiles.items()]
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def read_tiles(path: Path) -> dict[Kind, Tiles | HopperTiles]:
+    """What `write_tiles` wrote."""
+    found: dict[Kind, Tiles | HopperTiles] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            entry: dict[str, dict[str, Any]] = json.loads(line)
+            kind = Kind(**entry["kind"])
+            found[kind] = (HopperTiles if kind.kernel == "hopper forward" else Tiles)(**entry["tiles"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}, names no tiles ({error}): write the file anew with bench tune"
+            ) from error
+    return found
+
+
+def _measured() -> dict[Kind, Tiles | HopperTiles]:
+    # kernel -> bytes of an element -> largest padded head dim -> (own, walk, warps, stages), and another one if causal
+    plain: dict[str, dict[int, dict[int, tuple[tuple[int, int, int, int], ...]]]] = {
+        "forward": {
+            2: {64: ((128, 64, 8, 3), (128, 64, 4, 3)), 128: ((128, 128, 8, 3),), 256: ((64, 64, 4, 2),)},
+            4: {64: ((64, 32, 4, 2),), 128: ((64, 32, 4, 2),), 256: ((32, 32, 4, 1),)},
+        },
+        "dkdv": {
+            2: {64: ((128, 32, 4, 3), (64, 64, 4, 2)), 128: ((128, 64, 8, 2),), 256: ((64, 32, 4, 1),)},
+            4: {64: ((32, 32, 4, 1),), 128: ((32, 32, 4, 1),), 256: ((16, 16, 4, 1),)},
+        },
+        "dq": {
+            2: {64: ((128, 64, 8, 3), (64, 64, 4, 2)), 128: ((128, 64, 8, 3),), 256: ((64, 32, 4, 1),)},
+            4: {64: ((32, 32, 4, 1),), 128: ((32, 32, 4, 1),), 256: ((16, 16, 4, 1),)},
+        },
+    }
+    table: dict[Kind, Tiles | HopperTiles] = {
+        Kind(kernel, itemsize, head_dim, is_causal): Tiles(*shapes[is_causal and len(shapes) > 1])
+        for kernel, by_itemsize in plain.items()
+        for itemsize, by_head_dim in by_itemsize.items()
+        for head_dim, shapes in by_head_dim.items()
+        for is_causal in (False, True)
+    }
+    two, three = HopperTiles(2, 2, 240, ordered=True), HopperTiles(3, 2, 160, ordered=True)
+    for head_dim, is_causal, shape in ((64, False, three), (64, True, two), (128, False, two), (128, True, two)):
+        table[Kind("hopper forward", 2, head_dim, is_causal)] = shape
+    return table
+
+
+MEASURED = _measured()

@@ -12,8 +12,8 @@ begin at different query tiles and walk them as a ring, so that a member's turn 
 `_turn`. When a query tile has all its sums, a member adds them to dq.
 
 Three kinds of warps: a producer copies tiles in; two warpgroups compute, each for half of the rows of a key tile and, a
-step later, when the other's half of ds is there, half of the columns of dq; a writer adds dq to the scratch by the copy
-engine and keeps the turns. All programs must be on the GPU at once: there is one a multiprocessor.
+step later, when the other's half of ds is there, half of the columns of dq; two writers add dq to the scratch by the
+copy engine and keep the turns. All programs must be on the GPU at once: there is one a multiprocessor.
 """
 
 # mypy: ignore-errors
@@ -57,9 +57,9 @@ def _first_query_tile(key_tile, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _begin(first, query_tiles, member, team_size, group):
+def _begin(first, query_tiles, member, team_size, lag, group):
     """Where a member enters the ring of the group's query tiles: `(head within the group, query tile)`."""
-    start = member * _stride(query_tiles, team_size, group)
+    start = member * _stride(query_tiles, team_size, lag, group)
     return start // query_tiles, gl.maximum(start % query_tiles, first)
 
 
@@ -72,8 +72,8 @@ def _next(g, tile, first, query_tiles, group):
 
 
 @gluon.jit
-def _stride(query_tiles, team_size, group):
-    return gl.maximum(1, group * query_tiles // team_size)
+def _stride(query_tiles, team_size, lag, group):
+    return gl.maximum(1, gl.minimum(lag, group * query_tiles // team_size))
 
 
 @gluon.jit
@@ -86,7 +86,7 @@ def _additions(tile, key_tiles, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _turn(
-    g, tile, round, member, key_tiles, query_tiles, team_size, group, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
+    g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
 ):
     """How many additions to a query tile come before this member's of this round.
 
@@ -101,7 +101,7 @@ def _turn(
     odd = round % 2 == 1
     low = gl.where(odd, team_size - here, 0)  # the members that add are [low, high)
     high = gl.where(odd, team_size, here)
-    near = gl.minimum((g * query_tiles + tile) // _stride(query_tiles, team_size, group), team_size - 1)
+    near = gl.minimum((g * query_tiles + tile) // _stride(query_tiles, team_size, lag, group), team_size - 1)
     ahead = gl.maximum(gl.minimum(near + 1, high) - gl.maximum(member + 1, low), 0)  # members in (member, near]
     at_front = gl.maximum(gl.minimum(near + 1, high) - low, 0)  # in [0, near]
     at_back = gl.maximum(high - gl.maximum(member + 1, low), 0)  # in (member, last]
@@ -124,7 +124,7 @@ def _produce(
     q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail = descs
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
     q_full, do_full, empty, kv_full, kv_empty = copied
-    N, H, W, rate, heads, first_head, _, slots_a_row, units, teams, team_size, group = sizes
+    N, H, W, rate, heads, first_head, _, slots_a_row, units, teams, team_size, lag, group = sizes
     lane = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     member = gl.program_id(0) % team_size
     walked = 0
@@ -145,7 +145,7 @@ def _produce(
                 copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, signal, v_smem.index(held), BLOCK_N)
                 held, held_phase = advance(held, held_phase, KV_STAGES)
                 first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = _begin(first, query_tiles, member, team_size, group)
+                g, tile = _begin(first, query_tiles, member, team_size, lag, group)
                 for _ in range(group * (query_tiles - first)):
                     head = kv * group + g
                     row = tile * BLOCK_M
@@ -175,11 +175,13 @@ def _write(
     given,
     offsets,
     sizes,
+    PARITY: gl.constexpr,
     BLOCK_M: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
+    """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
     dq_full, dq_empty = given
-    N, _, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, group = sizes
+    N, _, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, lag, group = sizes
     member = gl.program_id(0) % team_size
     team = gl.program_id(0) // team_size
     walked = 0
@@ -194,33 +196,35 @@ def _write(
             key_tile = _key_tile(round, member, team_size)
             if key_tile < key_tiles:
                 first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = _begin(first, query_tiles, member, team_size, group)
+                g, tile = _begin(first, query_tiles, member, team_size, lag, group)
                 for _ in range(group * (query_tiles - first)):
-                    turn = _turn(g, tile, round, member, key_tiles, query_tiles, team_size, group, CAUSAL, BLOCK_M)
-                    place = (team * group + g) * rows + tile * BLOCK_M
-                    pointer = Turns + place // BLOCK_M
-                    seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
-                    # Pass the last turn on, and its buffer back, before waiting for the next one: others may wait too.
-                    if started > 0:
-                        wait_for_stores()
-                        gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
-                        mbarrier.arrive(dq_empty.index(walked & 1 ^ 1), count=1)
-                    while seen != epoch + turn:
+                    if walked & 1 == PARITY:
+                        turn = _turn(
+                            g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL, BLOCK_M
+                        )
+                        place = (team * group + g) * rows + tile * BLOCK_M
+                        pointer = Turns + place // BLOCK_M
                         seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
-                    stage = walked & 1
-                    mbarrier.wait(dq_full.index(stage), walked >> 1 & 1)
-                    if turn == 0:
-                        tma.async_copy_shared_to_global(scratch_desc, [place, 0], dq_smem.index(stage))
-                    else:
-                        add_tile(scratch_desc, [place, 0], dq_smem.index(stage))
-                    started = 1
-                    last_turn = pointer
+                        # Pass the last turn on before waiting for the next one: others may wait too.
+                        if started > 0:
+                            wait_for_stores()
+                            gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
+                        while seen != epoch + turn:
+                            seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
+                        mbarrier.wait(dq_full.index(PARITY), walked >> 1 & 1)
+                        if turn == 0:
+                            tma.async_copy_shared_to_global(scratch_desc, [place, 0], dq_smem.index(PARITY))
+                        else:
+                            add_tile(scratch_desc, [place, 0], dq_smem.index(PARITY))
+                        tma.store_wait(0)  # it has left shared memory
+                        mbarrier.arrive(dq_empty.index(PARITY), count=1)
+                        started = 1
+                        last_turn = pointer
                     walked += 1
                     g, tile = _next(g, tile, first, query_tiles, group)
         if started > 0:
             wait_for_stores()
             gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
-            mbarrier.arrive(dq_empty.index(walked & 1 ^ 1), count=1)
         started = 0
         epoch += TURNS_A_UNIT
 
@@ -276,7 +280,7 @@ def _consume(
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
     q_full, do_full, empty, kv_full, kv_empty = copied
     ds_full, ds_empty = shared
-    N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, group = sizes
+    N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, lag, group = sizes
     dtype: gl.constexpr = q_smem.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # (keys, queries)
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # (keys, D)
@@ -303,7 +307,7 @@ def _consume(
                 dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                _, tile = _begin(first, query_tiles, member, team_size, group)
+                _, tile = _begin(first, query_tiles, member, team_size, lag, group)
                 mbarrier.wait(kv_full.index(held), held_phase)
                 for step in range(group * (query_tiles - first)):
                     row = tile * BLOCK_M
@@ -383,14 +387,17 @@ def _consume(
                     dq += gl.load(Dq + into, mask=inside, other=0.0).to(gl.float32)
                 gl.store(Dq + into, dq.to(Dq.dtype.element_ty), mask=inside)
                 synchronize_threads()
-            # The scratch may be used for the next unit: its turns count from here.
-            gl.atomic_xchg(pointer, epoch + TURNS_A_UNIT, sem="release", scope="gpu")
+            # The scratch may be used for the next unit: its turns count from here. The last unit leaves zeros, as it
+            # found them, for the next branch.
+            following = gl.where(unit + teams < units, epoch + TURNS_A_UNIT, 0)
+            gl.atomic_xchg(pointer, following, sem="release", scope="gpu")
         epoch += TURNS_A_UNIT
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.
 _UNSPECIALIZED = (
-    "N", "H", "W", "rate", "heads", "first_head", "rows", "slots_a_row", "units", "teams", "team_size", "group",
+    "N", "H", "W", "rate", "heads", "first_head", "rows", "slots_a_row", "units", "teams", "team_size", "lag",
+    "group", "turns_at",
 )  # fmt: skip
 
 
@@ -411,7 +418,6 @@ def backward_kernel(
     Dk,
     Dv,
     Scratch,
-    Turns,
     offsets,
     N,
     H,
@@ -424,7 +430,9 @@ def backward_kernel(
     units,
     teams,
     team_size,
+    lag,
     group,
+    turns_at,
     scale,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -434,6 +442,7 @@ def backward_kernel(
     CONTINUES: gl.constexpr,
 ):
     """`heads` and `first_head` count key/value heads; `rows` is a segment's most rows, rounded up to whole tiles."""
+    Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
     do_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_M, BLOCK_D], do_desc.layout)
@@ -456,7 +465,7 @@ def backward_kernel(
     fence_async_shared()
     descs = (q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail)
     inputs = (q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
-    sizes = (N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, group)
+    sizes = (N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, lag, group)
     # A tuple of constants would not stay constant, so the lists are written out.
     gl.warp_specialize(
         [
@@ -465,8 +474,9 @@ def backward_kernel(
             (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, sizes,
                         scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES)),
             (_produce, (descs, inputs, copied, Lse, Delta, offsets, sizes, BLOCK_M, KV_STAGES, CAUSAL)),
-            (_write, (scratch_desc, Turns, dq_smem, given, offsets, sizes, BLOCK_M, CAUSAL)),
+            (_write, (scratch_desc, Turns, dq_smem, given, offsets, sizes, 0, BLOCK_M, CAUSAL)),
+            (_write, (scratch_desc, Turns, dq_smem, given, offsets, sizes, 1, BLOCK_M, CAUSAL)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )  # fmt: skip

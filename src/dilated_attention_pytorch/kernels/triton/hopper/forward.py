@@ -3,7 +3,8 @@
 The mathematics is that of `triton.forward`. Key tiles are walked from the last, the only one that needs a mask, to the
 first. A consumer issues the product `q k^T` of the next tile before `p v` of this one, so that its softmax runs while
 the tensor cores work; the consumers wait for each other only through the tiles that they share.
-The grid is persistent: a program takes every `programs`-th tile of query rows, and copies the next one in early.
+The grid is persistent: `_tile_at` shares out the tiles of query rows. The copies of a program's next tile, and its
+first product, do not wait until the last one is stored.
 """
 
 # mypy: ignore-errors
@@ -17,7 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dilated_attention_pytorch.kernels.triton.hopper.common import LN_2, LOG2_E, advance, barriers, copy_rows, locate
+from dilated_attention_pytorch.kernels.triton.hopper.common import (
+    LN_2,
+    LOG2_E,
+    advance,
+    barriers,
+    copy_rows,
+    locate,
+    locate_at,
+)
 
 
 @gluon.jit
@@ -27,6 +36,28 @@ def _key_tiles(tile, count, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N
     if CAUSAL:
         last = gl.minimum(tile * BLOCK_M + BLOCK_M, count)
     return (last + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _tile_at(turn, tiles, units, programs, CAUSAL: gl.constexpr):
+    """`(unit, query tile)` of a program's turn-th work; past its last one the unit is `units`.
+
+    Under causality a program takes two tiles in a row, one from either end of a unit, so that all get as much to do. A
+    tile in the middle is its own partner: then the second time it is the tile behind the last one, which has no rows.
+    """
+    program = gl.program_id(0)
+    if CAUSAL:
+        pairs = (tiles + 1) // 2
+        work = turn // 2 * programs + program
+        near = work % pairs
+        far = tiles - 1 - near
+        unit = work // pairs
+        tile = gl.where(turn % 2 == 0, far, gl.where(near == far, tiles, near))
+    else:
+        work = turn * programs + program
+        unit = work // tiles
+        tile = work % tiles
+    return gl.minimum(unit, units), tile
 
 
 @gluon.jit
@@ -43,15 +74,16 @@ def _produce(
 ):
     q_desc, q_tail, k_desc, k_tail, v_desc, v_tail = descs
     q_smem, k_smem, v_smem = staged
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
-    N, _, W, rate, heads, first_head, tiles, slots_a_row, total, programs, group = sizes
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
+    N, _, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group = sizes
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     done = 0
     stage = 0
     phase = 1
-    for work in range(gl.program_id(0), total, programs):
-        tile = tiles - 1 - work % tiles
-        b, head, token, count = locate(work // tiles, heads, first_head, slots_a_row, N, W, rate, offsets, group)
+    turn = 0
+    unit, tile = _tile_at(turn, tiles, units, programs, CAUSAL)
+    while unit < units:
+        b, head, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
         if tile * BLOCK_M < count:
             kv = head // group
             mbarrier.wait(q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
@@ -72,6 +104,79 @@ def _produce(
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
                 copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, v_full.index(stage), v_smem.index(stage), BLOCK_N)
                 stage, phase = advance(stage, phase, STAGES)
+        turn += 1
+        unit, tile = _tile_at(turn, tiles, units, programs, CAUSAL)
+
+
+@gluon.jit
+def _await_turn(turns, issued, WHICH: gl.constexpr, ORDERED: gl.constexpr):
+    """The consumers issue products in turns, so that one's softmax runs while another's products do."""
+    if ORDERED:
+        phase = issued & 1
+        mbarrier.wait(turns.index(WHICH), phase ^ 1 if WHICH == 0 else phase)
+
+
+@gluon.jit
+def _pass_turn(turns, issued, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, ORDERED: gl.constexpr):
+    if ORDERED:
+        mbarrier.arrive(turns.index((WHICH + 1) % CONSUMERS), count=1)
+    return issued + 1
+
+
+@gluon.jit
+def _with_rows(turn, unit, tile, place, offsets, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+    """The first of a program's turns, from this one on, whose tile has rows, and where that is; no rows after all."""
+    N, _, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group = sizes
+    b, head, token, count = place
+    while (unit < units) & (tile * BLOCK_M >= count):
+        turn += 1
+        unit, tile = _tile_at(turn, tiles, units, programs, CAUSAL)
+        b, head, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
+    return turn, tile, b, head, token, gl.where(unit < units, count, 0)
+
+
+@gluon.jit
+def _own_tiles(first_row, count, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many key tiles 64 rows see."""
+    last = count
+    if CAUSAL:
+        last = gl.minimum(first_row + 64, count)
+    return (last + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def _await_tiles(
+    tile,
+    count,
+    done,
+    issued,
+    stage,
+    phase,
+    signals,
+    WHICH: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    ORDERED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
+    """Wait for a query tile and its last key tile; key tiles that only later rows of it see are let go unread."""
+    q_full, _, k_full, k_empty, v_full, v_empty, turns = signals
+    BLOCK_M: gl.constexpr = 64 * CONSUMERS
+    if CAUSAL and CONSUMERS > 2:
+        mine = _own_tiles(tile * BLOCK_M + WHICH * 64, count, BLOCK_N, CAUSAL)
+        for _ in range(_key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N) - mine):
+            _await_turn(turns, issued, WHICH, ORDERED)
+            issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
+            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.wait(v_full.index(stage), phase)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+            stage, phase = advance(stage, phase, STAGES)
+    if count > 0:
+        mbarrier.wait(q_full.index(done & 1), done >> 1 & 1)
+        mbarrier.wait(k_full.index(stage), phase)
+    return issued, stage, phase
 
 
 @gluon.jit
@@ -80,6 +185,20 @@ def _softmax(s, m, total, qk_scale):
     p = gl.exp2(s * qk_scale - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _pointers(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.constexpr, scores, memory):
+    """Of the 64 rows of a consumer in lse and out, and which of them exist."""
+    BLOCK_D: gl.constexpr = memory.size_per_thread[1] * memory.threads_per_warp[1]
+    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+    at = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, memory))
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, memory))
+    b = b.to(gl.int64)
+    lse_pointers = Lse + (b * H + head) * N + token + rows.to(gl.int64) * rate
+    out_pointers = Out + ((b * N + token) * H + head) * D + columns[None, :]
+    out_pointers += at.to(gl.int64)[:, None] * (rate * H * D)
+    return lse_pointers, rows < count, out_pointers, (at < count)[:, None] & (columns < D)[None, :]
 
 
 @gluon.jit
@@ -97,12 +216,13 @@ def _consume(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    ORDERED: gl.constexpr,
     CAUSAL: gl.constexpr,
     CONTINUES: gl.constexpr,
 ):
     q_smem, k_smem, v_smem = staged
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
-    N, H, W, rate, heads, first_head, tiles, slots_a_row, total, programs, group = sizes
+    _q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
+    N, H, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group = sizes
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     dtype: gl.constexpr = q_smem.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -110,84 +230,110 @@ def _consume(
     weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     nothing = gl.zeros([64, BLOCK_N], gl.float32, scores)
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, memory))
     done = 0
+    issued = 0
     stage = 0
     phase = 0
-    for work in range(gl.program_id(0), total, programs):
-        tile = tiles - 1 - work % tiles
-        b, head, token, count = locate(work // tiles, heads, first_head, slots_a_row, N, W, rate, offsets, group)
-        if tile * BLOCK_M < count:
-            first_row = tile * BLOCK_M + WHICH * 64
+    unit, tile = _tile_at(0, tiles, units, programs, CAUSAL)
+    place = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
+    turn, tile, b, head, token, count = _with_rows(gl.to_tensor(0), unit, tile, place, offsets, sizes, BLOCK_M, CAUSAL)
+    issued, stage, phase = _await_tiles(
+        tile, count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
+    )
+    first_q = q_smem.index(WHICH).reshape([64, BLOCK_D])
+    first_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
+    _await_turn(turns, issued, WHICH, ORDERED)
+    s = warpgroup_mma(first_q, first_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
+    first_row = tile * BLOCK_M + WHICH * 64
+    if CONTINUES:
+        lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
+            Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
+        )
+        before_lse = gl.load(lse_pointers, mask=lse_mask, other=-float("inf"))
+        before = gl.load(out_pointers, mask=out_mask, other=0.0)
+    s = warpgroup_mma_wait(0, deps=[s])
+    while count > 0:
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        # Where the next tile is: asked for early, because the answer takes long.
+        unit, tile = _tile_at(turn + 1, tiles, units, programs, CAUSAL)
+        offset = gl.load(offsets + (first_head + unit % heads) // group)
+        if CONTINUES:
+            m = before_lse * LOG2_E
+            denominator = gl.where(m == -float("inf"), 0.0, 1.0)
+            acc = gl.convert_layout(before, output).to(gl.float32)
+        else:
+            m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
+            denominator = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
+            acc = gl.zeros([64, BLOCK_D], gl.float32, output)
+        mine = _own_tiles(first_row, count, BLOCK_N, CAUSAL)
+        keys = (mine - 1) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
+        sees = (keys < count)[None, :]
+        if CAUSAL:
             rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
-            at = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, memory))
-            b64 = b.to(gl.int64)
-            lse_pointers = Lse + (b64 * H + head) * N + token + rows.to(gl.int64) * rate
-            out_pointers = Out + ((b64 * N + token) * H + head) * D + columns[None, :]
-            out_pointers += at.to(gl.int64)[:, None] * (rate * H * D)
-            out_mask = (at < count)[:, None] & (columns < D)[None, :]
-            if CONTINUES:
-                m = gl.load(lse_pointers, mask=rows < count, other=-float("inf")) * LOG2_E
-                denominator = gl.where(m == -float("inf"), 0.0, 1.0)
-                acc = gl.convert_layout(gl.load(out_pointers, mask=out_mask, other=0.0), output).to(gl.float32)
-            else:
-                m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
-                denominator = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
-                acc = gl.zeros([64, BLOCK_D], gl.float32, output)
-
-            steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
-            mine = steps
-            if CAUSAL:  # tiles that only later rows of this query tile see are let go unread
-                mine = (gl.minimum(first_row + 64, count) + BLOCK_N - 1) // BLOCK_N
-                for _ in range(steps - mine):
-                    mbarrier.wait(k_full.index(stage), phase)
-                    mbarrier.arrive(k_empty.index(stage), count=1)
-                    mbarrier.wait(v_full.index(stage), phase)
-                    mbarrier.arrive(v_empty.index(stage), count=1)
-                    stage, phase = advance(stage, phase, STAGES)
-            q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
-            mbarrier.wait(q_full.index(done & 1), done >> 1 & 1)
+            sees = sees & (keys[None, :] <= rows[:, None])
+        s = gl.where(sees, s, -float("inf"))
+        # Finite from this tile on: every row sees a key of it.
+        p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        p = gl.convert_layout(p.to(dtype), weights)
+        q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
+        for _ in range(1, mine):
+            v_stage = stage
+            v_phase = phase
+            stage, phase = advance(stage, phase, STAGES)
             mbarrier.wait(k_full.index(stage), phase)
             k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
-            s = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
+            _await_turn(turns, issued, WHICH, ORDERED)
+            s_later = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            v = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D])
+            acc_later = warpgroup_mma(p, v, acc, is_async=True)
+            issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
+            s = warpgroup_mma_wait(1, deps=[s_later])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            keys = (mine - 1) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-            sees = (keys < count)[None, :]
-            if CAUSAL:
-                sees = sees & (keys[None, :] <= rows[:, None])
-            s = gl.where(sees, s, -float("inf"))
-            # Finite from this tile on: every row sees a key of it.
-            p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+            p32, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+            acc = warpgroup_mma_wait(0, deps=[acc_later])
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
-            p = gl.convert_layout(p.to(dtype), weights)
-            for _ in range(1, mine):
-                v_stage = stage
-                v_phase = phase
-                stage, phase = advance(stage, phase, STAGES)
-                mbarrier.wait(k_full.index(stage), phase)
-                k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
-                s_later = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                v = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D])
-                acc_later = warpgroup_mma(p, v, acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=[s_later])
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                p32, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
-                acc = warpgroup_mma_wait(0, deps=[acc_later])
-                mbarrier.arrive(v_empty.index(v_stage), count=1)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
-                p = gl.convert_layout(p32.to(dtype), weights)
-            mbarrier.arrive(q_empty.index(done & 1), count=1)
-            done += 1
-            mbarrier.wait(v_full.index(stage), phase)
-            acc = warpgroup_mma(p, v_smem.index(stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index(stage), count=1)
-            stage, phase = advance(stage, phase, STAGES)
-            out = acc * gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, output))[:, None]
-            gl.store(out_pointers, gl.convert_layout(out.to(Out.dtype.element_ty), memory), mask=out_mask)
-            gl.store(lse_pointers, (m + gl.log2(denominator)) * LN_2, mask=rows < count)
+            p = gl.convert_layout(p32.to(dtype), weights)
+        mbarrier.arrive(q_empty.index(done & 1), count=1)
+        done += 1
+        # The last product of this tile and the first of the next go together, and this tile is stored meanwhile.
+        v_stage = stage
+        mbarrier.wait(v_full.index(v_stage), phase)
+        stage, phase = advance(stage, phase, STAGES)
+        place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
+        turn, tile, next_b, next_head, next_token, next_count = _with_rows(
+            turn + 1, unit, tile, place, offsets, sizes, BLOCK_M, CAUSAL
+        )
+        issued, stage, phase = _await_tiles(
+            tile, next_count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
+        )
+        next_q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
+        next_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
+        _await_turn(turns, issued, WHICH, ORDERED)
+        acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+        # Without a next tile this is the product of what lies there; nobody looks at it.
+        next_s = warpgroup_mma(next_q, next_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
+        next_first_row = tile * BLOCK_M + WHICH * 64
+        if CONTINUES:
+            lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
+                Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
+            )
+            before_lse = gl.load(lse_pointers, mask=lse_mask, other=-float("inf"))
+            before = gl.load(out_pointers, mask=out_mask, other=0.0)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        out = acc * gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, output))[:, None]
+        lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
+            Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
+        )
+        gl.store(out_pointers, gl.convert_layout(out.to(Out.dtype.element_ty), memory), mask=out_mask)
+        gl.store(lse_pointers, (m + gl.log2(denominator)) * LN_2, mask=lse_mask)
+        b, head, token, count, first_row = next_b, next_head, next_token, next_count, next_first_row
+        s = warpgroup_mma_wait(0, deps=[next_s])
 
 
 @gluon.jit(
@@ -200,7 +346,7 @@ def _consume(
         "first_head",
         "tiles",
         "slots_a_row",
-        "total",
+        "units",
         "programs",
         "group",
     )
@@ -223,7 +369,7 @@ def forward_kernel(
     first_head,
     tiles,
     slots_a_row,
-    total,
+    units,
     programs,
     group,
     qk_scale,
@@ -233,6 +379,7 @@ def forward_kernel(
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    ORDERED: gl.constexpr,
     CAUSAL: gl.constexpr,
     CONTINUES: gl.constexpr,
 ):
@@ -247,9 +394,10 @@ def forward_kernel(
         barriers(STAGES, CONSUMERS),
         barriers(STAGES, 1),
         barriers(STAGES, CONSUMERS),
+        barriers(CONSUMERS, 1),
     )
     fence_async_shared()
-    sizes = (N, H, W, rate, heads, first_head, tiles, slots_a_row, total, programs, group)
+    sizes = (N, H, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group)
     staged = (q_smem, k_smem, v_smem)
     descs = (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail)
     # A tuple of constants would not stay constant, so the lists are written out.
@@ -257,9 +405,9 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, CAUSAL, CONTINUES)),
+                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
                 (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, CAUSAL, CONTINUES)),
+                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
                 (_produce, (descs, staged, signals, offsets, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL)),
             ],
             [4, 4],
@@ -269,11 +417,11 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, CAUSAL, CONTINUES)),
+                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
                 (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, CAUSAL, CONTINUES)),
+                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
                 (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, CAUSAL, CONTINUES)),
+                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
                 (_produce, (descs, staged, signals, offsets, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL)),
             ],
             [4, 4, 4],

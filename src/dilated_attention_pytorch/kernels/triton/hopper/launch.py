@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,30 +14,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dilated_attention_pytorch.kernels.triton.hopper.backward import backward_kernel
 from dilated_attention_pytorch.kernels.triton.hopper.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch, View
+from dilated_attention_pytorch.kernels.triton.tuning import HopperTiles, hopper_tiles_for
 
 _KEY_ROWS = 128  # of a key tile, in both kernels
 _QUERY_ROWS = 64  # of a query tile in backward
 _MOST_ROWS = 1 << 22  # of a segment: backward counts its key tiles in 16 bits
-_SCRATCH_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+_SUMS_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-
-
-@dataclass(frozen=True)
-class Forward:
-    """Query warpgroups of 64 rows, key tiles in flight, and the registers of a consumer's thread."""
-
-    consumers: int
-    stages: int
-    registers: int
-
-
-# By padded head dim and causality, as measured on an H200 (docs/performance.md).
-FORWARD = {
-    (64, False): Forward(3, 2, 160),
-    (64, True): Forward(2, 2, 240),
-    (128, False): Forward(2, 2, 240),
-    (128, True): Forward(2, 2, 240),
-}
 
 
 def padded(head_dim: int) -> int:
@@ -66,7 +47,7 @@ def takes_branch(tokens: int, rate: int, rows: int) -> bool:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, branch, qk_scale: float,
-    tiles: Forward | None = None,
+    tiles: HopperTiles | None = None,
 ) -> None:  # fmt: skip
     """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
     name = ("Hopper forward", tiles)
@@ -76,16 +57,21 @@ def forward(
     launch(query, key, value, out, lse, branch.offsets)
 
 
-def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, tiles: Forward | None) -> Launch:
+def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, tiles: HopperTiles | None) -> Launch:
     N, H, D = query.shape[1:]
     group = H // key.shape[2]
     block_d = padded(D)
-    tiles = tiles or FORWARD[block_d, branch.is_causal]
-    count = -(-branch.rows // (64 * tiles.consumers))
     heads, first = len(branch.heads) * group, branch.heads.start * group
-    total = count * heads * branch.slots
-    programs = _coprime(min(total, _multiprocessors(query.device)), count)
-    numbers = (N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, total, programs, group, qk_scale)
+    units = heads * branch.slots
+    multiprocessors = _multiprocessors(query.device)
+    if tiles is None:
+        # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
+        alone = -(-branch.rows // 128) * units <= multiprocessors
+        tiles = hopper_tiles_for(block_d, branch.is_causal, alone)
+    count = -(-branch.rows // (64 * tiles.consumers))
+    works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
+    programs = min(works, multiprocessors)
+    numbers = (N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, units, programs, group, qk_scale)
     settings = {
         "D": D,
         "BLOCK_D": block_d,
@@ -93,6 +79,7 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, tiles: 
         "STAGES": tiles.stages,
         "CONSUMERS": tiles.consumers,
         "REGISTERS": tiles.registers,
+        "ORDERED": tiles.ordered,
         "CAUSAL": branch.is_causal,
         "CONTINUES": branch.continues,
         "num_warps": 4,
@@ -103,26 +90,24 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, tiles: 
 
 def backward(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, branch, scale: float,
+    dq: Tensor, dk: Tensor, dv: Tensor, branch, scale: float, workspace: Tensor,
 ) -> None:  # fmt: skip
     """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
     launch = branch.launches.get("Hopper backward")
     if launch is None:
-        launch = branch.launches["Hopper backward"] = _backward_launch(query, key, branch, scale)
-    rows = _scratch_rows(query, key, branch)
-    scratch = torch.empty((rows, padded(query.shape[3])), dtype=torch.float32, device=query.device)
-    turns = torch.zeros(rows // _QUERY_ROWS, dtype=torch.int32, device=query.device)
-    launch(query, grad_out, key, value, scratch, lse, delta, dq, dk, dv, scratch, turns, branch.offsets)
+        launch = branch.launches["Hopper backward"] = _backward_launch(query, key, branch, scale, workspace)
+    launch(query, grad_out, key, value, workspace, lse, delta, dq, dk, dv, workspace, branch.offsets)
 
 
-def _backward_launch(query: Tensor, key: Tensor, branch, scale: float) -> Launch:
+def _backward_launch(query: Tensor, key: Tensor, branch, scale: float, workspace: Tensor) -> Launch:
     N, H, D = query.shape[1:]
     block_d = padded(D)
     teams, team_size = _teams_of(query, branch)
     units = len(branch.heads) * branch.slots
     numbers = (
         N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, _padded_rows(branch), branch.slots_a_row,
-        units, teams, team_size, H // key.shape[2], scale,
+        units, teams, team_size, _lag(block_d, branch.is_causal), H // key.shape[2], _turns_at(workspace, block_d),
+        scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -134,17 +119,24 @@ def _backward_launch(query: Tensor, key: Tensor, branch, scale: float) -> Launch
         "num_warps": 4,
     }
     queries, keys = _view(branch.r, _QUERY_ROWS), _view(branch.r, _KEY_ROWS)
-    return Launch(
-        backward_kernel, teams * team_size, numbers, settings, (queries, queries, keys, keys, _scratch_descriptor)
-    )
+    sums = functools.partial(_sums_descriptor, block_d=block_d)
+    return Launch(backward_kernel, teams * team_size, numbers, settings, (queries, queries, keys, keys, sums))
 
 
-def scratch_bytes(query: Tensor, key: Tensor, branch) -> int:
-    """What `backward` allocates beside its results."""
-    return _scratch_rows(query, key, branch) * padded(query.shape[3]) * 4
+def workspace_size(rows: int, head_dim: int) -> tuple[int, int]:
+    """`(size, turns)` of what the branches of a backward pass use one after the other, in float32.
+
+    First come `rows` of sums of dq, then, for each of their tiles, whose turn it is to add: zeros to begin with.
+    """
+    turns = rows // _QUERY_ROWS
+    return rows * padded(head_dim) + turns, turns
 
 
-def _scratch_rows(query: Tensor, key: Tensor, branch) -> int:
+def _turns_at(workspace: Tensor, block_d: int) -> int:
+    return workspace.numel() // (_QUERY_ROWS * block_d + 1) * _QUERY_ROWS * block_d
+
+
+def workspace_rows(query: Tensor, key: Tensor, branch) -> int:
     return _teams_of(query, branch)[0] * (query.shape[2] // key.shape[2]) * _padded_rows(branch)
 
 
@@ -157,8 +149,9 @@ def _teams_of(query: Tensor, branch) -> tuple[int, int]:
     return _teams(len(branch.heads) * branch.slots, key_tiles, branch.is_causal, _multiprocessors(query.device))
 
 
-def _scratch_descriptor(scratch: Tensor) -> tuple[TensorDescriptor]:
-    return (TensorDescriptor.from_tensor(scratch, [_QUERY_ROWS, scratch.shape[1]], _SCRATCH_LAYOUT),)
+def _sums_descriptor(workspace: Tensor, block_d: int) -> tuple[TensorDescriptor]:
+    sums = workspace[: _turns_at(workspace, block_d)].view(-1, block_d)
+    return (TensorDescriptor.from_tensor(sums, [_QUERY_ROWS, block_d], _SUMS_LAYOUT),)
 
 
 def _view(rate: int, rows: int) -> View:
@@ -173,11 +166,13 @@ def _descriptors(x: Tensor, rate: int, rows: int) -> tuple[TensorDescriptor, Ten
     return tuple(TensorDescriptor(view, shape, strides, block, _LAYOUT) for view in (x, x[:, N % rate :]))
 
 
-def _coprime(most: int, tiles: int) -> int:
-    """How many programs take turns: no common factor with the tiles of a head, so that each gets all kinds of tile."""
-    while math.gcd(most, tiles) > 1:
-        most -= 1
-    return most
+def _lag(block_d: int, is_causal: bool) -> int:
+    """How many query tiles the members of a team in backward are apart, measured.
+
+    Far enough that a turn has come when a member arrives, and no farther: what members read and add to at about the
+    same time comes from L2 only once.
+    """
+    return 4 if block_d == 64 and is_causal else 2
 
 
 @functools.lru_cache(maxsize=256)
