@@ -9,13 +9,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels.ladder import backends, check_backend
 from dilated_attention_pytorch.kernels.op import attend, is_plain
 
-__all__ = ["backends", "check_backend", "dilated_attention", "refuse_dense_mask"]
+__all__ = ["backends", "check_backend", "check_sparse_config", "dilated_attention", "refuse_dense_mask"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Asked once: `torch.compile` of some versions cannot trace the question.
@@ -43,6 +44,8 @@ def dilated_attention(
     head_offset: int = ...,
     total_heads: int | None = ...,
     allow_tf32: bool | None = ...,
+    sparse_config: SparsePatternConfig | None = ...,
+    use_pattern_cache: bool = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
 ) -> Tensor: ...
@@ -67,6 +70,8 @@ def dilated_attention(
     head_offset: int = ...,
     total_heads: int | None = ...,
     allow_tf32: bool | None = ...,
+    sparse_config: SparsePatternConfig | None = ...,
+    use_pattern_cache: bool = ...,
     return_lse: Literal[True],
     backend: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -90,6 +95,8 @@ def dilated_attention(
     head_offset: int = 0,
     total_heads: int | None = None,
     allow_tf32: bool | None = None,
+    sparse_config: SparsePatternConfig | None = None,
+    use_pattern_cache: bool = True,
     return_lse: bool = False,
     backend: str = "auto",
     attn_mask: None = None,
@@ -111,6 +118,9 @@ def dilated_attention(
         spans: `(documents, 2)` from `document_spans`, when many calls share the lengths.
         head_offset, total_heads: under head sharding, the global index of the first query head and their global number.
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
+        sparse_config: keep only some tiles of every branch, by a pattern; None keeps all. Lengths cannot be stated
+            with it.
+        use_pattern_cache: remember the layouts of `sparse_config`; False builds them anew in every call.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
         backend: `auto`, or the engine to run: `triton`, `eager` or `reference`.
         attn_mask: refused; a dense mask takes O(N^2) memory.
@@ -125,9 +135,18 @@ def dilated_attention(
     refuse_dense_mask(attn_mask)
     query, key, value = _autocast(query, key, value)
     plain = is_plain(query, key, value)
-    settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, backend)
-    problem = _valid_problem(query, key, value, segment_lengths, dilation_rates, settings, remember=plain)
+    valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
+    settings = (
+        head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config,
+        use_pattern_cache, backend,
+    )  # fmt: skip
+    problem = _valid_problem(query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config)
     if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
+        if sparse_config is not None:
+            raise ValueError(
+                "a block layout belongs to rows without padding, so lengths (seqlens, cu_seqlens, key_padding_mask, "
+                "spans) cannot be stated with sparse_config: call it once for each document, or leave out sparse_config"
+            )
         B, N = query.shape[:2]
         spans = document_spans(
             B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans
@@ -193,6 +212,8 @@ def _checked_problem(
     head_offset: int,
     total_heads: int | None,
     allow_tf32: bool | None,
+    sparse_config: SparsePatternConfig | None,
+    use_pattern_cache: bool,
     backend: str,
 ) -> Problem:
     check_backend(backend)
@@ -204,6 +225,8 @@ def _checked_problem(
         raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
+    if sparse_config is not None:
+        check_sparse_config(sparse_config, spec)
     return Problem(
         spec=spec,
         is_causal=is_causal,
@@ -212,7 +235,18 @@ def _checked_problem(
         head_offset=head_offset,
         total_heads=total_heads,
         allow_tf32=allow_tf32,
+        sparse=sparse_config,
+        reuse_layouts=use_pattern_cache,
     )
+
+
+def check_sparse_config(sparse_config: SparsePatternConfig, spec: DilatedSpec) -> None:
+    if not isinstance(sparse_config, SparsePatternConfig):
+        raise TypeError(
+            f"sparse_config must be a SparsePatternConfig, got {sparse_config!r}: "
+            'write SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.1)'
+        )
+    sparse_config.check_segments(spec.segment_lengths)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.block_layout import BlockLayout, allowed_pairs
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.spans import documents
@@ -20,15 +21,24 @@ from dilated_attention_pytorch.core.spec import Problem
 
 
 def reference_forward(
-    query: Tensor, key: Tensor, value: Tensor, problem: Problem, spans: Tensor | None = None, seed: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    problem: Problem,
+    spans: Tensor | None = None,
+    seed: Tensor | None = None,
+    layout: BlockLayout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` in float64, `(B, N, H, D)` and `(B, N, H)`; differentiable by autograd."""
+    """`(out, lse)` in float64, `(B, N, H, D)` and `(B, N, H)`; differentiable by autograd.
+
+    With a block layout, which knows whole rows only, a row sees what its kept tiles show.
+    """
     B, N, H, D = query.shape
     query, key, value = (x.double() for x in (query, key, value))
     out = query.new_zeros(B, N, H, D)
     lse = query.new_full((B, N, H), -torch.inf)
     for b, tokens in _rows_of_documents(spans, B, N):
-        weights, row_lse = _weights(query[b, tokens], key[b, tokens], problem)
+        weights, row_lse = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
         weights = weights * _kept(problem, seed, b, tokens, weights)
         v = _per_query_head(value[b, tokens], H)
         out[b, tokens] = torch.einsum("ghij,jhd->ihd", weights, v)
@@ -45,6 +55,7 @@ def reference_backward(
     problem: Problem,
     spans: Tensor | None = None,
     seed: Tensor | None = None,
+    layout: BlockLayout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value in float64, by the chain rule on the formula above."""
     B, N, H, D = query.shape
@@ -52,7 +63,7 @@ def reference_backward(
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     group = H // key.shape[2]
     for b, tokens in _rows_of_documents(spans, B, N):
-        weights, _ = _weights(query[b, tokens], key[b, tokens], problem)
+        weights, _ = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
         kept = _kept(problem, seed, b, tokens, weights)
         k, v = (_per_query_head(x[b, tokens], H) for x in (key, value))
         do = grad_out[b, tokens]
@@ -75,12 +86,13 @@ def _rows_of_documents(spans: Tensor | None, batch: int, tokens: int) -> list[tu
     ]
 
 
-def _weights(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def _weights(q: Tensor, k: Tensor, problem: Problem, layout: BlockLayout | None, b: int) -> tuple[Tensor, Tensor]:
     """Of one document: the weights of every (branch, key) pair, `(branches, H, n, n)`, and the lse, `(H, n)`."""
     n, H, D = q.shape
-    offsets = problem.offsets(H, k.shape[1])
-    per_query_head = tuple(tuple(o for o in row for _ in range(H // k.shape[1])) for row in offsets)
-    sees = dense_mask(problem.spec, per_query_head, n, is_causal=problem.is_causal, device=q.device)
+    offsets = problem.query_head_offsets(H, k.shape[1])
+    sees = dense_mask(problem.spec, offsets, n, is_causal=problem.is_causal, device=q.device)
+    if layout is not None:
+        sees = sees & allowed_pairs(layout, problem.spec, offsets, b, n).to(q.device)
     scores = torch.einsum("ihd,jhd->hij", q, _per_query_head(k, H)) * problem.softmax_scale(D)
     scores = scores.masked_fill(~sees, -torch.inf)  # (branches, H, n, n)
     covered = sees.any(3).any(0)  # (H, n)

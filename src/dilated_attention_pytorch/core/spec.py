@@ -12,6 +12,8 @@ from typing import Literal, get_args
 
 import torch
 
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+
 HeadLayout = Literal["interleaved", "blocked", "grouped"]
 HEAD_LAYOUTS: tuple[str, ...] = get_args(HeadLayout)
 
@@ -145,6 +147,7 @@ class Problem:
     """Everything about one attention call that is not a tensor.
 
     `head_offset` and `total_heads` count query heads, as the caller sees them; under head sharding they are global.
+    `sparse` keeps some tiles of every branch only; `reuse_layouts` says whether its layouts are remembered.
     """
 
     spec: DilatedSpec
@@ -154,6 +157,8 @@ class Problem:
     head_offset: int = 0
     total_heads: int | None = None
     allow_tf32: bool | None = None
+    sparse: SparsePatternConfig | None = None
+    reuse_layouts: bool = True
 
     def softmax_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
@@ -169,3 +174,8 @@ class Problem:
                     "shard whole groups"
                 )
         return self.spec.offsets(kv_heads, first=self.head_offset // group, total=total // group)
+
+    def query_head_offsets(self, heads: int, kv_heads: int) -> OffsetTable:
+        """The offset table with an entry a query head."""
+        group = heads // kv_heads
+        return tuple(tuple(o for o in row for _ in range(group)) for row in self.offsets(heads, kv_heads))

@@ -19,8 +19,9 @@ from torch import Tensor
 _SCORES_AT_ONCE = 1 << 22
 _ROWS_AT_ONCE = 256
 
-Keep = Callable[[slice, slice, slice], Tensor]
-"""`keep(segments, query rows, key rows)`: the `(S, H, rows, keys)` factor of dropout, 0 or 1 / (1 - p)."""
+Keep = Callable[[slice, Tensor, Tensor], Tensor]
+"""`keep(segments, rows, keys)`: the factor of dropout, 0 or 1 / (1 - p); numbers of grid rows that broadcast to
+`(S, H, ..., rows, keys)`."""
 
 
 def flash_fits(q: Tensor, scale: float) -> bool:
@@ -55,7 +56,7 @@ def chunked_forward(
         chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse.unsqueeze(-1)).exp_()
         if keep is not None:
-            weights *= keep(segments, rows, keys)
+            weights *= keep(segments, *_numbers(rows, keys, q.device))
         out[segments, rows] = torch.einsum("shij,sjhd->sihd", weights, v[segments, keys])
         lse[segments, rows] = chunk_lse.transpose(1, 2)
     return out, lse
@@ -80,7 +81,7 @@ def chunked_backward(
         d_weights = torch.einsum("sihd,sjhd->shij", kept_do, kept_v)
         dropped = weights
         if keep is not None:
-            factor = keep(segments, rows, keys)
+            factor = keep(segments, *_numbers(rows, keys, q.device))
             dropped = weights * factor
             d_weights *= factor
         dv[segments, keys] += torch.einsum("shij,sihd->sjhd", dropped, kept_do)
@@ -88,6 +89,11 @@ def chunked_backward(
         dq[segments, rows] = torch.einsum("shij,sjhd->sihd", d_scores, kept_k)
         dk[segments, keys] += torch.einsum("shij,sihd->sjhd", d_scores, q[segments, rows])
     return dq, dk, dv
+
+
+def _numbers(rows: slice, keys: slice, device: torch.device) -> tuple[Tensor, Tensor]:
+    i = torch.arange(rows.start, rows.stop, device=device)
+    return i[None, None, :, None], torch.arange(keys.stop, device=device)[None, None, None, :]
 
 
 def _chunks(q: Tensor, is_causal: bool) -> Iterator[tuple[slice, slice, slice]]:

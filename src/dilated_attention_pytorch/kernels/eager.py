@@ -14,17 +14,25 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.block_layout import BlockLayout
+from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.spec import Problem
-from dilated_attention_pytorch.kernels import dense
+from dilated_attention_pytorch.kernels import dense, tiles
 from dilated_attention_pytorch.kernels.parts import Part, parts
 
 _tf32_lock = threading.Lock()
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, problem: Problem, spans: Tensor | None, seed: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    problem: Problem,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (_working(x) for x in (query, key, value))
     groups, scale = q.shape[2] // k.shape[2], problem.softmax_scale(q.shape[3])
@@ -35,10 +43,13 @@ def forward(
             part_k, part_v = part.view(k), part.view(v)
             for g in range(groups):
                 part_q = part.view(q, g, groups)
-                if seed is None and dense.flash_fits(q, scale):
+                keep = _keep(part, problem, seed, k.shape[2], g, groups, q.dtype)
+                if layout is not None:
+                    tiling = _tiling(part, problem, layout, part_q, k.shape[2], g, groups)
+                    partial = tiles.forward(part_q, part_k, part_v, scale, problem.is_causal, keep, tiling)
+                elif seed is None and dense.flash_fits(q, scale):
                     partial = dense.flash_forward(part_q, part_k, part_v, scale, problem.is_causal)
                 else:
-                    keep = _keep(part, problem, seed, k.shape[2], g, groups, q.dtype)
                     partial = dense.chunked_forward(part_q, part_k, part_v, scale, problem.is_causal, keep)
                 so_far = part.view(out, g, groups), part.view(lse, g, groups)
                 if part.first:
@@ -60,12 +71,13 @@ def backward(
     problem: Problem,
     spans: Tensor | None,
     seed: Tensor | None,
+    layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     do, q, k, v, merged = (_working(x) for x in (grad_out, query, key, value, out))
     groups, scale = q.shape[2] // k.shape[2], problem.softmax_scale(q.shape[3])
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse = lse.contiguous()  # by row, so that batches of segments are views
-    flash = seed is None and grad_lse is None and dense.flash_fits(q, scale)
+    flash = layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale)
     delta = torch.empty(0) if flash else (do * merged).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
@@ -82,9 +94,11 @@ def backward(
                 else:
                     keep = _keep(part, problem, seed, k.shape[2], g, groups, q.dtype)
                     part_delta = part.view(delta, g, groups)
-                    grads = dense.chunked_backward(
-                        part_do, part_q, part_k, part_v, part_delta, part_lse, scale, problem.is_causal, keep
-                    )
+                    inputs = (part_do, part_q, part_k, part_v, part_delta, part_lse, scale, problem.is_causal, keep)
+                    if layout is not None:
+                        grads = tiles.backward(*inputs, _tiling(part, problem, layout, part_q, k.shape[2], g, groups))
+                    else:
+                        grads = dense.chunked_backward(*inputs)
                 for total, grad in zip((part.view(dq, g, groups), part.view(dk), part.view(dv)), grads):
                     total += grad
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
@@ -102,23 +116,42 @@ def _keep(
 ) -> dense.Keep | None:
     if seed is None:
         return None
-    positions = part.positions(seed.device)  # (S, M)
-    rows = part.batch_rows(seed.device)[:, None, None, None]
-    heads = part.query_heads(kv_heads, group, groups, seed.device)[:, None, None] + problem.head_offset
+    origins = part.origins(seed.device)
+    batch_rows = part.batch_rows(seed.device)
+    heads = part.query_heads(kv_heads, group, groups, seed.device) + problem.head_offset
 
-    def keep(segments: slice, queries: slice, keys: slice) -> Tensor:
+    def keep(segments: slice, rows: Tensor, keys: Tensor) -> Tensor:
+        ones = (1,) * (rows.dim() - 2)
+        origin = origins[segments].view(-1, 1, *ones)
         kept = keep_mask(
             seed,
             problem.dropout_p,
-            rows=rows[segments],
-            heads=heads,
+            rows=batch_rows[segments].view(-1, 1, *ones),
+            heads=heads.view(-1, *ones),
             branch=part.branch,
-            queries=positions[segments, None, queries, None],
-            keys=positions[segments, None, None, keys],
+            queries=origin + rows * part.dilation_rate,
+            keys=origin + keys * part.dilation_rate,
         )
         return kept.to(dtype) / (1.0 - problem.dropout_p)
 
     return keep
+
+
+def _tiling(
+    part: Part, problem: Problem, layout: BlockLayout, q: Tensor, kv_heads: int, group: int, groups: int
+) -> tiles.Tiling:
+    """The part's kept tiles: of one grid where all its segments and heads share it."""
+    branch = layout.branches[part.branch]
+    assert branch is not None
+    first = part.start // problem.spec.branches[part.branch].segment_length
+    segments = torch.arange(first, first + part.segments, device=q.device)
+    segments = segments.repeat(part.rows.stop - part.rows.start)[:, None]
+    heads = part.query_heads(kv_heads, group, groups, q.device)[None]
+    batch_rows = part.batch_rows(q.device)[:, None]
+    if not branch.rows_a_batch_row:
+        segments, heads, batch_rows = segments[:1], heads[:, :1], batch_rows[:1]
+    kept = branch.kept_keys(batch_rows, segments, heads, tiles_of(q.shape[1], layout.block_size))
+    return tiles.Tiling(kept, layout.block_size)
 
 
 @contextmanager

@@ -11,15 +11,18 @@ import torch
 BACKENDS = ("triton", "eager", "reference")
 
 
-def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def choose_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
+) -> str:
     """The engine that `backend` names, or for `auto` the one to use: on a GPU Triton where it can, else eager."""
     check_backend(backend)
     if backend == "auto":
         # Triton's interpreter, which runs on a CPU, is for tests that name it.
-        return "triton" if device.type == "cuda" and why_not("triton", device, dtype, head_dim) is None else "eager"
-    reason = why_not(backend, device, dtype, head_dim)
+        can = device.type == "cuda" and why_not("triton", device, dtype, head_dim, block_size) is None
+        return "triton" if can else "eager"
+    reason = why_not(backend, device, dtype, head_dim, block_size)
     if reason is not None:
-        able = [name for name in BACKENDS if why_not(name, device, dtype, head_dim) is None]
+        able = [name for name in BACKENDS if why_not(name, device, dtype, head_dim, block_size) is None]
         raise ValueError(f"backend {backend!r} cannot take this call: {reason}; {' or '.join(able)} can")
     return backend
 
@@ -29,7 +32,9 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend must be auto, {' or '.join(BACKENDS)}, got {backend!r}")
 
 
-def why_not(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
+) -> str | None:
     """Why a backend cannot take tensors of this kind, or None. Engines that are right take everything."""
     if backend != "triton":
         return None
@@ -37,6 +42,8 @@ def why_not(backend: str, device: torch.device, dtype: torch.dtype, head_dim: in
         return "its kernels compute in float32, the tensors are float64"
     if head_dim % 8 or not 16 <= head_dim <= 256:
         return f"its kernels take a head_dim from 16 to 256 that is a multiple of 8, got {head_dim}"
+    if block_size is not None and block_size < 16:
+        return f"its kernels take tiles of 16 rows or more, got block_size={block_size}"
     return _triton_missing(device)
 
 

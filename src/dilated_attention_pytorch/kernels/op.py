@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
+from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels import eager
@@ -41,7 +43,8 @@ def attend(
     elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend)
     else:
-        both = _forward(query, key, value, spans, seed, problem, backend)
+        layout = None if problem.sparse is None else layout_of(problem, query, key)
+        both = _forward(query, key, value, spans, seed, problem, backend, layout)
     return both if return_lse else both[0]
 
 
@@ -61,10 +64,12 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, *rest: Any
-    ) -> Any:
-        out, lse = _forward(query, key, value, spans, seed, *rest)
-        ctx.rest = rest
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, problem: Problem,
+        backend: str,
+    ) -> Any:  # fmt: skip
+        layout = None if problem.sparse is None else layout_of(problem, query, key)
+        out, lse = _forward(query, key, value, spans, seed, problem, backend, layout)
+        ctx.problem, ctx.backend, ctx.layout = problem, backend, layout
         ctx.save_for_backward(query, key, value, out, lse, spans, seed)
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
@@ -73,9 +78,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
         if torch.is_grad_enabled():
             # Under create_graph the gradient itself is recorded; the operator then refuses to be differentiated.
-            grads = _gradients(ctx, attend_backward, _settings(*ctx.rest), grad_out, grad_lse)
+            grads = _gradients(ctx, attend_backward, _settings(ctx.problem, ctx.backend), grad_out, grad_lse)
         else:
-            grads = _gradients(ctx, _backward, ctx.rest, grad_out, grad_lse)
+            grads = _gradients(ctx, _backward, (ctx.problem, ctx.backend, ctx.layout), grad_out, grad_lse)
         return (*grads, None, None, None, None, None)
 
 
@@ -96,11 +101,19 @@ def attend_op(
     total_heads: int | None,
     allow_tf32: bool | None,
     backend: str,
+    pattern_type: str | None = None,
+    sparsity_ratio: float = 1.0,
+    block_size: int = 1,
+    local_window_size: int | None = None,
+    global_tokens: int | None = None,
+    pattern_seed: int = 0,
+    reuse_layouts: bool = True,
 ) -> tuple[Tensor, Tensor]:
     problem = _problem(
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
-    )
-    return _forward(query, key, value, spans, seed, problem, backend)
+        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
+        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed, reuse_layouts,
+    )  # fmt: skip
+    return _forward(query, key, value, spans, seed, problem, backend, layout_of(problem, query, key))
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -124,12 +137,21 @@ def attend_backward(
     total_heads: int | None,
     allow_tf32: bool | None,
     backend: str,
+    pattern_type: str | None = None,
+    sparsity_ratio: float = 1.0,
+    block_size: int = 1,
+    local_window_size: int | None = None,
+    global_tokens: int | None = None,
+    pattern_seed: int = 0,
+    reuse_layouts: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`."""
     problem = _problem(
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32
-    )
-    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend)
+        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
+        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed, reuse_layouts,
+    )  # fmt: skip
+    layout = layout_of(problem, query, key)
+    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend, layout)
 
 
 @attend_op.register_fake
@@ -171,18 +193,25 @@ attend_op.register_autograd(_operator_backward, setup_context=_save)
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, spans: Tensor | None, seed: Tensor | None, problem: Problem, backend: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    problem: Problem,
+    backend: str,
+    layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor]:
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], _block_size(layout))
     with _no_autocast(query.device.type):
         if backend == "reference":
-            out, lse = reference_forward(query, key, value, problem, spans, seed)
+            out, lse = reference_forward(query, key, value, problem, spans, seed, layout)
             return out.to(query.dtype), _by_head(lse.to(lse_dtype(query.dtype)))
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            return engine.forward(query, key, value, problem, spans, seed)
-        out, lse = eager.forward(query, key, value, problem, spans, seed)
+            return engine.forward(query, key, value, problem, spans, seed, layout)
+        out, lse = eager.forward(query, key, value, problem, spans, seed, layout)
         return out, _by_head(lse)
 
 
@@ -198,17 +227,22 @@ def _backward(
     seed: Tensor | None,
     problem: Problem,
     backend: str,
+    layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], _block_size(layout))
     with _no_autocast(query.device.type):
         if backend == "reference":
-            grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
+            grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed, layout)
             return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            return engine.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
-        return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
+            return engine.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout)
+        return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout)
+
+
+def _block_size(layout: BlockLayout | None) -> int | None:
+    return None if layout is None else layout.block_size
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -229,10 +263,16 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _settings(problem: Problem, backend: str) -> tuple[Any, ...]:
     """A problem as the operators take it: in numbers and words."""
-    spec = problem.spec
-    return (
+    spec, sparse = problem.spec, problem.sparse
+    settings = (
         spec.segment_lengths, spec.dilation_rates, spec.head_layout, problem.is_causal, problem.scale,
         problem.dropout_p, problem.head_offset, problem.total_heads, problem.allow_tf32, backend,
+    )  # fmt: skip
+    if sparse is None:
+        return settings
+    return (
+        *settings, sparse.pattern_type, sparse.sparsity_ratio, sparse.block_size, sparse.local_window_size,
+        sparse.global_tokens, sparse.seed, problem.reuse_layouts,
     )  # fmt: skip
 
 
@@ -251,7 +291,19 @@ def _remembered_problem(
     head_offset: int,
     total_heads: int | None,
     allow_tf32: bool | None,
+    pattern_type: PatternType | None,
+    sparsity_ratio: float,
+    block_size: int,
+    local_window_size: int | None,
+    global_tokens: int | None,
+    pattern_seed: int,
+    reuse_layouts: bool,
 ) -> Problem:
+    sparse = None
+    if pattern_type is not None:
+        sparse = SparsePatternConfig(
+            pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed
+        )
     return Problem(
         spec=DilatedSpec.of(segment_lengths, dilation_rates, head_layout),
         is_causal=is_causal,
@@ -260,4 +312,6 @@ def _remembered_problem(
         head_offset=head_offset,
         total_heads=total_heads,
         allow_tf32=allow_tf32,
+        sparse=sparse,
+        reuse_layouts=reuse_layouts,
     )

@@ -42,11 +42,10 @@ class Part:
         # view, not flatten: an accumulator that is silently copied would lose what is written into it.
         return x.view(x.shape[0] * x.shape[1], *x.shape[2:])
 
-    def positions(self, device: torch.device) -> Tensor:
-        """`(S, M)`: the position in its batch row of each of the part's rows."""
+    def origins(self, device: torch.device) -> Tensor:
+        """`(S,)`: the position in its batch row of each segment's first grid row; the others follow at the rate."""
         starts = self.start + self.segment_length * torch.arange(self.segments, device=device)
-        starts = starts.repeat(self.rows.stop - self.rows.start)
-        return starts[:, None] + torch.arange(self.offset, self.segment_length, self.dilation_rate, device=device)
+        return starts.repeat(self.rows.stop - self.rows.start) + self.offset
 
     def batch_rows(self, device: torch.device) -> Tensor:
         """`(S,)`: the batch row of each of the part's segments."""

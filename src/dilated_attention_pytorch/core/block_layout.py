@@ -1,0 +1,293 @@
+"""Block layouts: the kept tiles of every branch, compressed by rows and by columns.
+
+A branch's *grid of tiles* belongs to a segment and a head: `T x T` tiles over the segment's grid rows. All grids of a
+branch stand below one another, so that a *row* is one number; in compressed form (CSR) the key tiles of row `i` are
+`keys[key_first[i] : key_first[i + 1]]`, and by columns (CSC) the query tiles that see key tile `i` are
+`queries[query_first[i] : query_first[i + 1]]`; both ascend, and count from the grid's own first tile.
+
+Patterns that look at positions only have one grid for each number of tiles, whatever the segment, head and batch row;
+they are built on the CPU once and remembered. `content_adaptive` has a grid for each of them, built on the tensors'
+device without waiting for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention_pytorch.core.block_pattern import (
+    SparsePatternConfig,
+    budget,
+    choose_tiles,
+    preference,
+    tiles_of,
+    visible_tiles,
+)
+from dilated_attention_pytorch.core.pattern import grid_rows, segments
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable, Problem
+
+# Tiles whose order is worked out at once: it takes some 40 bytes each.
+_TILES_AT_ONCE = 1 << 22
+# How many layouts are remembered.
+_LAYOUTS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class BranchLayout:
+    """The kept tiles of one branch, int32; rows are numbered over all grids."""
+
+    block_size: int
+    grids: Tensor  # (S, H): the first row of the grid of a segment and query head
+    rows_a_batch_row: int  # how many rows later the same grid of the next batch row starts: 0 where they share one
+    key_first: Tensor  # (rows + 1,)
+    keys: Tensor  # (kept tiles,)
+    query_first: Tensor
+    queries: Tensor
+
+    def kept_keys(self, b: Tensor, segments: Tensor, heads: Tensor, tiles: int) -> Tensor:
+        """The key tiles of every query tile, padded with -1, of grids of `tiles`: `(..., tiles, K)` for `(...)` grids.
+
+        `b, segments, heads` are batch rows, segments and query heads, and broadcast together.
+        """
+        first = self.grids[segments, heads].long() + b * self.rows_a_batch_row
+        rows = first[..., None] + torch.arange(tiles, device=first.device)
+        start, end = self.key_first[rows].long(), self.key_first[rows + 1].long()
+        at = start[..., None] + torch.arange(int((end - start).max()), device=first.device)
+        return torch.where(at < end[..., None], self.keys[at.clamp_max(self.keys.shape[0] - 1)].long(), -1)
+
+    def mask(self, b: int, segment: int, head: int, tiles: int) -> Tensor:
+        """`(tiles, tiles)` bool: which tiles are kept, written out."""
+        where = (torch.tensor(x, device=self.keys.device) for x in (b, segment, head))
+        kept = self.kept_keys(*where, tiles)
+        return (kept[..., None] == torch.arange(tiles, device=kept.device)).any(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """The kept tiles of every branch; None for a branch that no head is on."""
+
+    block_size: int
+    branches: tuple[BranchLayout | None, ...]
+
+
+def allowed_pairs(layout: BlockLayout, spec: DilatedSpec, offsets: OffsetTable, b: int, n: int) -> Tensor:
+    """`(branches, H, n, n)` bool: which pairs of batch row `b` lie in a kept tile. O(n^2): for tests and references."""
+    allowed = torch.zeros(len(spec.branches), len(offsets[0]), n, n, dtype=torch.bool)
+    for index, head, segment, at in _grids(spec, offsets, n):
+        tile = torch.arange(len(at)) // layout.block_size
+        branch = layout.branches[index]
+        assert branch is not None
+        mask = branch.mask(b, segment, head, tiles_of(len(at), layout.block_size)).cpu()
+        positions = torch.tensor(at)
+        allowed[index, head, positions[:, None], positions] = mask[tile[:, None], tile]
+    return allowed
+
+
+def keys_seen(
+    layout: BlockLayout, spec: DilatedSpec, offsets: OffsetTable, n: int, *, is_causal: bool = False
+) -> Tensor:
+    """`(n, H)`: how many (branch, key) pairs each row sees through kept tiles, in the first batch row.
+
+    >>> spec = DilatedSpec.of([64], [1])
+    >>> config = SparsePatternConfig("local_window", sparsity_ratio=0.5, block_size=16)
+    >>> layout = layout_for(spec, 64, spec.offsets(1), config, True, torch.device("cpu"))
+    >>> keys_seen(layout, spec, spec.offsets(1), 64, is_causal=True)[[0, 15, 16, 63], 0]
+    tensor([ 1, 16,  1, 32])
+    """
+    seen = torch.zeros(n, len(offsets[0]), dtype=torch.long)
+    size = layout.block_size
+    known: dict[tuple[int, int, int], Tensor] = {}
+    for index, head, segment, at in _grids(spec, offsets, n):
+        branch = layout.branches[index]
+        assert branch is not None
+        grid = index, int(branch.grids[segment, head]), len(at)
+        if grid not in known:
+            tiles = tiles_of(len(at), size)
+            mask = branch.mask(0, segment, head, tiles).cpu()
+            keys = torch.full((tiles,), size)
+            keys[-1] = len(at) - (tiles - 1) * size
+            row = torch.arange(len(at))
+            known[grid] = (mask * keys).sum(-1)[row // size]
+            if is_causal:  # of its own tile a row sees the keys up to its own
+                known[grid] = known[grid] - keys[row // size] + row % size + 1
+        seen[at.start : at.stop : at.step, head] += known[grid]
+    return seen
+
+
+def _grids(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[int, int, int, range]]:
+    """Branch, head, segment and tokens of every grid that has rows."""
+    for index, (branch, row) in enumerate(zip(spec.branches, offsets)):
+        for (segment, (start, length)), (head, offset) in itertools.product(
+            enumerate(segments(n, branch.segment_length)), enumerate(row)
+        ):
+            if offset is not None and offset < length:
+                yield index, head, segment, range(start + offset, start + length, branch.dilation_rate)
+
+
+def layout_of(problem: Problem, query: Tensor, key: Tensor) -> BlockLayout | None:
+    """The layout of a call, or None where its problem has no block pattern."""
+    if problem.sparse is None:
+        return None
+    if problem.sparse.depends_on_content:
+        return _layout_from_content(problem, problem.sparse, query.detach(), key.detach())
+    N, H = query.shape[1:3]
+    offsets = problem.query_head_offsets(H, key.shape[2])
+    build = layout_for if problem.reuse_layouts else layout_for.__wrapped__
+    return build(problem.spec, N, offsets, problem.sparse, problem.is_causal, query.device)
+
+
+@functools.lru_cache(maxsize=_LAYOUTS)
+def layout_for(
+    spec: DilatedSpec,
+    tokens: int,
+    offsets: OffsetTable,
+    config: SparsePatternConfig,
+    is_causal: bool,
+    device: torch.device,
+) -> BlockLayout:
+    """The layout of a pattern that does not depend on content, for query heads at these offsets.
+
+    >>> spec = DilatedSpec.of([64], [1])
+    >>> config = SparsePatternConfig("local_window", sparsity_ratio=0.5, block_size=16)
+    >>> layout_for(spec, 64, spec.offsets(1), config, False, torch.device("cpu")).branches[0].mask(0, 0, 0, 4).int()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [0, 1, 1, 0],
+            [0, 0, 1, 1]], dtype=torch.int32)
+    """
+    branches = []
+    for index, (branch, row) in enumerate(zip(spec.branches, offsets)):
+        tiles = _tiles(branch, row, tokens, config.block_size)
+        sizes = sorted(set(tiles.flatten().tolist()) - {0})
+        if not sizes:
+            branches.append(None)
+            continue
+        starts = dict(zip(sizes, itertools.accumulate(sizes, initial=0)))
+        chosen = [_grid(config, size, index, is_causal) for size in sizes]
+        width = max(kept.shape[1] for kept, _ in chosen)
+        kept = torch.cat([F.pad(kept, (0, width - kept.shape[1])) for kept, _ in chosen])
+        counts = torch.cat([count for _, count in chosen])
+        first = torch.cat([torch.full((size,), starts[size]) for size in sizes])
+        grids = torch.tensor([[starts.get(size, 0) for size in row] for row in tiles.tolist()])
+        compressed = _compress(kept, counts, first, int(counts.sum()), config)
+        branches.append(BranchLayout(config.block_size, *_on(device, grids), 0, *_on(device, *compressed)))
+    return BlockLayout(config.block_size, tuple(branches))
+
+
+def _grid(config: SparsePatternConfig, tiles: int, branch: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The kept key tiles of every row of a grid and their number, some rows at a time."""
+    size = torch.tensor([[tiles]])
+    chosen = [
+        choose_tiles(config, preference(config, tiles, rows, branch), rows, size, is_causal)
+        for rows in torch.arange(tiles).split(max(1, _TILES_AT_ONCE // tiles))
+    ]
+    return torch.cat([kept for kept, _ in chosen]), torch.cat([counts for _, counts in chosen])
+
+
+def _tiles(branch: Branch, offsets: tuple[int | None, ...], tokens: int, block_size: int) -> Tensor:
+    """`(S, H)`: how many tiles each segment has for each head; 0 where a head is absent or has no rows."""
+    w, r = branch.segment_length, branch.dilation_rate
+    full, tail = divmod(tokens, w)
+
+    def row(length: int) -> list[int]:
+        return [0 if o is None else tiles_of(grid_rows(length, r, o), block_size) for o in offsets]
+
+    return torch.tensor([row(w)] * full + ([row(tail)] if tail else []))
+
+
+def _compress(
+    kept: Tensor, counts: Tensor, first: Tensor, entries: int, config: SparsePatternConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows `(rows, K)` with their counts, of grids whose first rows are `first`, as CSR and CSC."""
+    if entries >= 1 << 31:
+        raise ValueError(
+            f"{entries:,} kept tiles are more than 32-bit pointers count: "
+            f"take a block_size above {config.block_size} or a smaller sparsity_ratio than {config.sparsity_ratio}"
+        )
+    rows = torch.arange(counts.shape[0], device=counts.device)
+    key_first = F.pad(counts.cumsum(0), (1, 0))
+    row = rows.repeat_interleave(counts, output_size=entries)  # of each entry
+    place = torch.arange(entries, device=counts.device) - key_first[row]
+    keys = kept[row, place]
+    column, order = (first[row] + keys).sort(stable=True)
+    queries = (row - first[row])[order]
+    every = torch.arange(counts.shape[0] + 1, device=counts.device)
+    return key_first, keys, torch.searchsorted(column, every), queries
+
+
+def _on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    return [x.to(device, torch.int32) for x in tensors]
+
+
+def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: Tensor, key: Tensor) -> BlockLayout:
+    """The tiles with the highest products of mean query and mean key; nothing here waits for the device."""
+    (B, N, H, D), kv_heads, device = query.shape, key.shape[2], query.device
+    query, key = query.unflatten(2, (kv_heads, -1)), key.unsqueeze(3)  # (B, N, Hkv, group, D), (B, N, Hkv, 1, D)
+    branches: list[BranchLayout | None] = []
+    for branch, offsets in zip(problem.spec.branches, problem.offsets(H, kv_heads)):
+        tiles = _tiles(branch, offsets, N, config.block_size)
+        S, T = tiles.shape[0], int(tiles.max())
+        if T == 0:
+            branches.append(None)
+            continue
+        chosen: dict[int, tuple[Tensor, Tensor]] = {}
+        for head, offset in enumerate(offsets):
+            if offset is None:
+                continue
+            mean_q, mean_k = (_means(x[:, :, head], branch, offset, config.block_size, T) for x in (query, key))
+            size = -(-_rows_on_grid(branch, offset, N, device) // config.block_size)[None, :, None, None, None]
+            runs = []
+            for few in torch.arange(S).split(max(1, _TILES_AT_ONCE // (B * mean_q.shape[2] * T * T))):
+                run = slice(int(few[0]), int(few[-1]) + 1)
+                scores = mean_q[:, run] @ mean_k[:, run].transpose(-1, -2) * problem.softmax_scale(D)
+                ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)  # (B, S, group, T, T)
+                rows = torch.arange(T, device=device)
+                kept, counts = choose_tiles(config, ranks, rows, size[:, run], problem.is_causal)
+                runs.append((kept, counts.expand(kept.shape[:-1])))
+            chosen[head] = torch.cat([kept for kept, _ in runs], 1), torch.cat([counts for _, counts in runs], 1)
+        some, few = next(iter(chosen.values()))
+        absent = torch.full_like(some, T), torch.zeros_like(few)
+        in_order = [chosen.get(head, absent) for head in range(kv_heads)]
+        kept = torch.cat([kept for kept, _ in in_order], 2).flatten(0, 3)  # (B * S * H * T, K)
+        counts = torch.cat([counts for _, counts in in_order], 2).flatten()
+        first = torch.arange(B * S * H, device=device) * T
+        entries = B * H // kv_heads * _kept_tiles(tiles, config, problem.is_causal)
+        compressed = _compress(kept, counts, first.repeat_interleave(T), entries, config)
+        grids = first[: S * H].view(S, H)
+        branches.append(BranchLayout(config.block_size, *_on(device, grids), S * H * T, *_on(device, *compressed)))
+    return BlockLayout(config.block_size, tuple(branches))
+
+
+def _means(x: Tensor, branch: Branch, offset: int, block_size: int, T: int) -> Tensor:
+    """`(B, S, heads, T, D)`: the mean of every tile's rows of `(B, N, heads, D)`; 0 for a tile without rows."""
+    w, r = branch.segment_length, branch.dilation_rate
+    on_grid = _rows_on_grid(branch, offset, x.shape[1], x.device)  # (S,)
+    S = on_grid.shape[0]
+    filled = F.pad(x, (0, 0, 0, 0, 0, S * w - x.shape[1])).unflatten(1, (S, w))[:, :, offset::r]
+    filled = filled[:, :, : T * block_size]
+    filled = F.pad(filled, (0, 0, 0, 0, 0, T * block_size - filled.shape[2])).unflatten(2, (T, block_size))
+    total = filled.sum(3, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)  # (B, S, T, heads, D)
+    rows = (on_grid[:, None] - torch.arange(T, device=x.device) * block_size).clamp(1, block_size)  # (S, T)
+    return (total / rows[:, :, None, None]).transpose(2, 3)
+
+
+def _rows_on_grid(branch: Branch, offset: int, tokens: int, device: torch.device) -> Tensor:
+    """`(S,)`: the grid rows of each segment."""
+    starts = torch.arange(0, tokens, branch.segment_length, device=device)
+    length = (tokens - starts).clamp_max(branch.segment_length)
+    return -((offset - length) // branch.dilation_rate).clamp_max(0)
+
+
+def _kept_tiles(tiles: Tensor, config: SparsePatternConfig, is_causal: bool) -> int:
+    """How many tiles grids of these sizes keep together, whatever their content."""
+    sizes, grids = tiles.unique(return_counts=True)
+    return sum(
+        count * int(budget(config, visible_tiles(torch.arange(size), torch.tensor([[size]]), is_causal)).sum())
+        for size, count in zip(sizes.tolist(), grids.tolist())
+    )

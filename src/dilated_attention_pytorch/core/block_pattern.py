@@ -1,0 +1,226 @@
+"""Which tiles a block-sparse attention keeps: a pattern is an order of preference, and a budget cuts it off.
+
+The grid rows of a segment, renumbered from 0, are cut into tiles of `block_size`, the last one possibly shorter. A row
+of query tiles can see all key tiles, or under causality those up to its own, and keeps the first `sparsity_ratio` of
+them in the pattern's order, rounded; its own tile always. So every row of tiles meets the ratio within one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import index
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+PatternType = Literal[
+    "local_window", "dilated_sparse", "global_local", "strided", "random", "hierarchical", "content_adaptive"
+]
+PATTERN_TYPES: tuple[str, ...] = get_args(PatternType)
+
+# Patterns that are a window by name: where its size is stated, nothing outside it takes its place.
+_WINDOWED = ("local_window", "global_local")
+
+# Stands between classes of preference; what decides within a class is smaller.
+_CLASS = 1 << 56
+
+
+@dataclass(frozen=True)
+class SparsePatternConfig:
+    """Which tiles a block-sparse attention keeps.
+
+    Args:
+        pattern_type: what a row of tiles prefers, after its own tile:
+            `local_window`: the nearest tiles;
+            `dilated_sparse`: tiles at distances 1, 2, 4, 8, ..., then 3, 6, 12, ..., then 5, 10, 20, ...;
+            `global_local`: the segment's first tiles, then the nearest;
+            `strided`: every `1 / sparsity_ratio`-th tile, counted from its own;
+            `random`: tiles drawn from `seed`, other ones in every branch, the same for all heads;
+            `hierarchical`: the nearest, where a tile whose number is a multiple of 2^l counts as 2^l times nearer;
+            `content_adaptive`: the highest products of mean query and mean key, per batch row, segment and head.
+        sparsity_ratio: the fraction of the tiles it can see that a row keeps; 0.1 keeps a tenth.
+        block_size: rows and keys of a tile, a power of two; at least 16 for fused kernels.
+        local_window_size: how many grid rows around its own a row prefers to what the pattern says. In `local_window`
+            and `global_local` also the limit: a window that is smaller than the ratio allows keeps less.
+        global_tokens: how many of a segment's first grid rows all rows prefer to everything but their own tile; by
+            default one tile in `global_local` and none elsewhere.
+        seed: of `random`.
+
+    >>> SparsePatternConfig("local_window", sparsity_ratio=0.25, block_size=64).block_size
+    64
+    """
+
+    pattern_type: PatternType = "dilated_sparse"
+    sparsity_ratio: float = 0.1
+    block_size: int = 128
+    local_window_size: int | None = None
+    global_tokens: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pattern_type not in PATTERN_TYPES:
+            raise ValueError(f"pattern_type must be one of {', '.join(PATTERN_TYPES)}, got {self.pattern_type!r}")
+        ratio = self.sparsity_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+            raise TypeError(f"sparsity_ratio must be a number above 0 and at most 1, got {ratio!r}")
+        if not 0.0 < ratio <= 1.0:
+            raise ValueError(
+                f"sparsity_ratio is the fraction of tiles that is kept, above 0 and at most 1, got {ratio}: "
+                "0.1 is 90 % sparse"
+            )
+        object.__setattr__(self, "sparsity_ratio", float(ratio))
+        for name, least in (("block_size", 1), ("local_window_size", 1), ("global_tokens", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is None and name in ("local_window_size", "global_tokens"):
+                continue
+            try:
+                whole = index(value)
+            except TypeError:
+                raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+            if isinstance(value, bool) or whole < least:
+                raise ValueError(f"{name} must be at least {least}, got {value!r}")
+            object.__setattr__(self, name, whole)
+        if self.block_size & (self.block_size - 1):
+            below = 1 << (self.block_size.bit_length() - 1)
+            raise ValueError(
+                f"block_size must be a power of two, got {self.block_size}: take {below} or {2 * below} instead"
+            )
+
+    @property
+    def depends_on_content(self) -> bool:
+        return self.pattern_type == "content_adaptive"
+
+    def check_segments(self, segment_lengths: tuple[int, ...]) -> None:
+        """Refuse tiles that are larger than a segment."""
+        shortest = min(segment_lengths)
+        if self.block_size > shortest:
+            raise ValueError(
+                f"block_size={self.block_size} is larger than the shortest segment, {shortest} tokens: "
+                f"take a power of two up to {1 << (shortest.bit_length() - 1)}, or longer segments"
+            )
+
+
+def tiles_of(rows: int, block_size: int) -> int:
+    """How many tiles `rows` grid rows make.
+
+    >>> tiles_of(130, 64)
+    3
+    """
+    return -(-rows // block_size)
+
+
+def budget(config: SparsePatternConfig, visible: Tensor) -> Tensor:
+    """How many of `visible` tiles are kept: the ratio's share, rounded, and at least a row's own.
+
+    >>> budget(SparsePatternConfig(sparsity_ratio=0.25), torch.tensor([0, 1, 4, 6, 100]))
+    tensor([ 0,  1,  1,  2, 25])
+    """
+    share = (config.sparsity_ratio * visible.double() + 0.5).floor().long()
+    return torch.minimum(share.clamp_min(1), visible)
+
+
+def preference(config: SparsePatternConfig, tiles: int, rows: Tensor, branch: int) -> Tensor:
+    """`(rows, tiles)`: what the pattern itself orders key tiles by, lowest first, for some rows of a grid of tiles."""
+    column = torch.arange(tiles)
+    distance = (rows[:, None] - column).abs()
+    return _PREFERENCES[config.pattern_type](config, distance, rows, branch)
+
+
+def _nearest(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
+    return torch.zeros_like(distance)  # ties go to the nearest
+
+
+def _odd_part(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
+    return distance // (distance & -distance).clamp_min(1)
+
+
+def _comb(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
+    tiles = distance.shape[1]
+    teeth = [int(k / config.sparsity_ratio) for k in range(tiles) if k / config.sparsity_ratio < tiles]
+    between = torch.ones(tiles, dtype=torch.long)
+    between[teeth] = 0
+    return between[distance]
+
+
+def _drawn(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
+    # A generator a row, so that a row's tiles do not depend on how many rows are drawn at once.
+    drawn = []
+    for row in rows.tolist():
+        words = (config.seed, branch, row)
+        generator = torch.Generator().manual_seed(_mixed(words))
+        drawn.append(torch.randint(1 << 30, (distance.shape[1],), generator=generator))
+    return torch.stack(drawn)
+
+
+def _mixed(words: tuple[int, ...]) -> int:
+    """One 63-bit seed of several numbers (a Weyl sequence through the finaliser of splitmix64)."""
+    mixed = 0
+    for word in words:
+        mixed = (mixed + word + 0x9E3779B97F4A7C15) & (1 << 64) - 1
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def _levels(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
+    column = torch.arange(distance.shape[1])
+    weight = column & -column
+    weight[0] = 1 << distance.shape[1].bit_length()  # a multiple of every power
+    return distance // weight
+
+
+_PREFERENCES: dict[str, Callable[[SparsePatternConfig, Tensor, Tensor, int], Tensor]] = {
+    "local_window": _nearest,
+    "global_local": _nearest,
+    "dilated_sparse": _odd_part,
+    "strided": _comb,
+    "random": _drawn,
+    "hierarchical": _levels,
+}
+
+
+def choose_tiles(
+    config: SparsePatternConfig, preferred: Tensor, rows: Tensor, tiles: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """The kept key tiles of some rows of grids of tiles.
+
+    Args:
+        preferred: `(..., R, T)`, whole numbers below 2^30: what the pattern orders by, lowest first.
+        rows: `(R,)`, the numbers of the rows.
+        tiles: broadcasts over `(..., 1, 1)`: how many tiles each grid has, at most T; rows past them keep nothing.
+
+    Returns:
+        `(..., R, K)`, ascending, T where a row keeps fewer than K; and how many each keeps, `(..., R)`.
+    """
+    T = preferred.shape[-1]
+    i, j = rows[:, None], torch.arange(T, device=rows.device)
+    distance = (i - j).abs()
+    visible = (j < tiles) & (i < tiles)
+    if is_causal:
+        visible = visible & (j <= i)
+    window = -1 if config.local_window_size is None else -(-config.local_window_size // (2 * config.block_size))
+    always = config.block_size if config.pattern_type == "global_local" else 0
+    first = tiles_of(always if config.global_tokens is None else config.global_tokens, config.block_size)
+    # Own tile, then global tiles, then the window, then what the pattern says; ties go to the nearest, then the past.
+    rank = torch.where(distance <= window, 2, 3)
+    rank = torch.where(j < first, 1, rank)
+    rank = torch.where(distance == 0, 0, rank)
+    if config.pattern_type in _WINDOWED and window >= 0:
+        visible = visible & (rank < 3)
+    within = torch.where(rank == 3, preferred, 0) * (2 * T + 2) + 2 * distance + (j > i)
+    order = torch.where(visible, rank, 4) * _CLASS + within
+    counts = torch.minimum(budget(config, visible_tiles(rows, tiles, is_causal)), visible.sum(-1))
+    most = int(budget(config, torch.tensor(T)))
+    kept = order.argsort(dim=-1, stable=True)[..., :most]
+    kept = torch.where(torch.arange(most, device=rows.device) < counts[..., None], kept, T)
+    return kept.sort(dim=-1).values, counts
+
+
+def visible_tiles(rows: Tensor, tiles: Tensor, is_causal: bool) -> Tensor:
+    """`(..., R)`: how many tiles a row of grids of `tiles`, `(..., 1, 1)`, can see; the ratio is a fraction of them."""
+    tiles = tiles.squeeze(-1)
+    seen = rows + 1 if is_causal else tiles
+    return torch.where(rows < tiles, seen, 0)

@@ -1,0 +1,140 @@
+"""Attention over kept tiles with its lse on `(S, M, H, D)` views, forward and backward: `dense` for a block layout.
+
+Rows and keys are copied into whole tiles, `(S, H, T, block, D)`; a chunk gathers the kept key tiles of some query
+tiles and is one batch of matrix products. No scores exist but those of a chunk's kept tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels.dense import Keep
+
+# Scores, or elements of gathered keys, held at once: 16 MiB in float32, several times that with dropout.
+_ELEMENTS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The kept key tiles of every query tile, `(S or 1, H or 1, T, K)`, -1 where a row of tiles keeps fewer than K."""
+
+    kept: Tensor
+    block_size: int
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Rows `(S, M, H, ...)` as whole tiles `(S, H, T, block, ...)`, filled up with zeros."""
+        x = x.transpose(1, 2)
+        missing = self.kept.shape[2] * self.block_size - x.shape[2]
+        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
+        return x.unflatten(2, (-1, self.block_size)).contiguous()
+
+    def join(self, tiles: Tensor, rows: int) -> Tensor:
+        return tiles.flatten(2, 3)[:, :, :rows].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some tile rows of some segments: where they are, the tiles they keep, and what of them is visible."""
+
+    segments: slice
+    tiles: slice
+    gathered: Tensor  # (S, H, R, K): places of the kept tiles among all, for `flatten(0, 2)`
+    sees: Tensor  # broadcasts to (S, H, R, block, K * block)
+    rows: Tensor  # (1, 1, R, block, 1): numbers of the grid rows
+    keys: Tensor  # (S or 1, H or 1, R, 1, K * block)
+
+    def take(self, x: Tensor) -> Tensor:
+        """The kept tiles of `(S, H, T, block, D)`: `(S, H, R, K * block, D)`."""
+        tiles = x.flatten(0, 2).index_select(0, self.gathered.flatten())
+        return tiles.view(*self.gathered.shape[:3], -1, x.shape[-1])
+
+    def add(self, total: Tensor, x: Tensor) -> None:
+        """Add `(S, H, R, K * block, D)` to the tiles that it was taken from."""
+        tiles = total.flatten(0, 2)
+        tiles.index_add_(0, self.gathered.flatten(), x.reshape(-1, *tiles.shape[1:]))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: Keep | None, tiling: Tiling
+) -> tuple[Tensor, Tensor]:
+    rows = q.shape[1]
+    q, k, v = (tiling.cut(x) for x in (q, k, v))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    for chunk in _chunks(tiling, q, rows, is_causal):
+        scores = _scores(q, k, scale, chunk)
+        chunk_lse = scores.logsumexp(-1)
+        weights = scores.sub_(chunk_lse.unsqueeze(-1)).exp_()
+        if keep is not None:
+            weights *= keep(chunk.segments, chunk.rows, chunk.keys)
+        out[chunk.segments, :, chunk.tiles] = weights @ chunk.take(v)
+        lse[chunk.segments, :, chunk.tiles] = chunk_lse
+    return tiling.join(out, rows), tiling.join(lse, rows)
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    lse: Tensor,
+    scale: float,
+    is_causal: bool,
+    keep: Keep | None,
+    tiling: Tiling,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Against the merged lse and delta; a row past the end has do = 0 and delta = 0, and adds nothing."""
+    rows = q.shape[1]
+    do, q, k, v, delta, lse = (tiling.cut(x) for x in (do, q, k, v, delta, lse))
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for chunk in _chunks(tiling, q, rows, is_causal):
+        here = chunk.segments, slice(None), chunk.tiles
+        weights = _scores(q, k, scale, chunk).sub_(lse[here].unsqueeze(-1)).exp_()
+        d_weights = do[here] @ chunk.take(v).transpose(-1, -2)
+        dropped = weights
+        if keep is not None:
+            factor = keep(chunk.segments, chunk.rows, chunk.keys)
+            dropped = weights * factor
+            d_weights *= factor
+        chunk.add(dv, dropped.transpose(-1, -2) @ do[here])
+        d_scores = d_weights.sub_(delta[here].unsqueeze(-1)).mul_(weights).mul_(scale)
+        dq[here] = d_scores @ chunk.take(k)
+        chunk.add(dk, d_scores.transpose(-1, -2) @ q[here])
+    dq, dk, dv = (tiling.join(x, rows) for x in (dq, dk, dv))
+    return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, chunk: _Chunk) -> Tensor:
+    scores = q[chunk.segments, :, chunk.tiles] @ chunk.take(k).transpose(-1, -2)
+    return scores.mul_(scale).masked_fill_(~chunk.sees, -torch.inf)  # (S, H, R, block, K * block)
+
+
+def _chunks(tiling: Tiling, q: Tensor, count: int, is_causal: bool) -> Iterator[_Chunk]:
+    S, H, T, block, D = q.shape
+    a_row = H * tiling.kept.shape[3] * block * max(block, D)
+    rows_at_once = max(1, min(T, _ELEMENTS_AT_ONCE // a_row))
+    segments_at_once = max(1, _ELEMENTS_AT_ONCE // (a_row * rows_at_once))
+    within = torch.arange(block, device=q.device)
+    grid = torch.arange(S * H, device=q.device).view(S, H, 1, 1) * T
+    for t in range(0, T, rows_at_once):
+        tiles = slice(t, min(t + rows_at_once, T))
+        rows = torch.arange(tiles.start, tiles.stop, device=q.device)[:, None] * block + within
+        rows = rows[None, None, :, :, None]
+        # Under causality early rows of tiles keep fewer: what none of these keeps is not gathered.
+        kept = tiling.kept[:, :, tiles]
+        kept = kept[..., : max(1, int((kept >= 0).sum(-1).max()))]
+        tile = kept.clamp_min(0)
+        keys = (tile[..., None] * block + within).flatten(-2).unsqueeze(-2)
+        there = (kept >= 0).repeat_interleave(block, -1).unsqueeze(-2)
+        sees = there & (keys < count)
+        if is_causal:
+            sees = sees & (keys <= rows)
+        for s in range(0, S, segments_at_once):
+            segments = slice(s, min(s + segments_at_once, S))
+            some = segments if kept.shape[0] > 1 else slice(0, 1)
+            yield _Chunk(segments, tiles, grid[segments] + tile[some], sees[some], rows, keys[some])
