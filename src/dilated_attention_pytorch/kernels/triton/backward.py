@@ -4,7 +4,8 @@
     dv = p^T do;  dk = scale * ds^T q  (a program owns key rows and walks the queries that see them)
     dq = scale * ds k                  (a program owns query rows and walks the keys that they see)
 
-with `delta = sum(do * out) - dlse`, computed once for all branches. A later branch adds to what is there.
+with `delta = sum(do * out) - dlse`, computed once for all branches. A later branch adds to what is there. With a block
+layout (PIECES > 0) what a program walks is a list of tiles.
 """
 
 # mypy: ignore-errors
@@ -12,6 +13,7 @@ with `delta = sum(do * out) - dlse`, computed once for all branches. A later bra
 import triton
 import triton.language as tl
 
+from dilated_attention_pytorch.kernels.triton.block_sparse import kept_tiles, key_steps, query_steps, row_of_step
 from dilated_attention_pytorch.kernels.triton.primitives import (
     LOG2_E,
     UNSPECIALIZED,
@@ -77,8 +79,9 @@ def _visit_queries(
     lse_base,
     delta_base,
     keys,
-    first_row,
-    last_row,
+    first,
+    last,
+    tiles,
     count,
     seed,
     b,
@@ -97,8 +100,12 @@ def _visit_queries(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    for start in tl.range(first_row, last_row, BLOCK_M):
+    """Rows [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
+    STEP: tl.constexpr = 1 if PIECES else BLOCK_M
+    for step in tl.range(first, last, STEP):
+        start = row_of_step(tiles, step, BLOCK_M, PIECES) if PIECES else step
         rows = start + tl.arange(0, BLOCK_M)
         q = load_rows(q_base, rows, q_stride, D, BLOCK_D, count, MASKED)
         do = load_rows(do_base, rows, do_stride, D, BLOCK_D, count, MASKED)
@@ -140,8 +147,9 @@ def _visit_keys(
     k_stride,
     v_stride,
     rows,
-    first_key,
-    last_key,
+    first,
+    last,
+    tiles,
     count,
     row_word,
     token,
@@ -156,8 +164,12 @@ def _visit_keys(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    for start in tl.range(first_key, last_key, BLOCK_N):
+    """Keys [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
+    STEP: tl.constexpr = 1 if PIECES else BLOCK_N
+    for step in tl.range(first, last, STEP):
+        start = row_of_step(tiles, step, BLOCK_N, PIECES) if PIECES else step
         keys = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_base, keys, k_stride, D, BLOCK_D, count, MASKED)
         v = load_rows(v_base, keys, v_stride, D, BLOCK_D, count, MASKED)
@@ -190,6 +202,9 @@ def dkdv_kernel(
     table,
     offsets,
     seed,
+    grids,
+    first,
+    kept,
     q_b,
     q_n,
     q_h,
@@ -215,6 +230,7 @@ def dkdv_kernel(
     scale,
     keep_scale,
     threshold,
+    rows_a_batch_row,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -225,6 +241,7 @@ def dkdv_kernel(
     HAS_TABLE: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     """A tile of key rows of one KV head; `heads` and `first_head` count KV heads here."""
     pid = tl.program_id(0)
@@ -259,6 +276,8 @@ def dkdv_kernel(
     if first_key + BLOCK_N > count:  # keys past the end must be masked everywhere
         unmasked = count
         whole = count
+    last = count
+    query_tiles = kept
     for g in tl.static_range(GROUP):
         head = kv64 * GROUP + g
         q_base = Q + b * q_b + token * q_n + head * q_h
@@ -266,20 +285,25 @@ def dkdv_kernel(
         lse_base = Lse + (b * H + head) * N + token
         delta_base = Delta + (b * H + head) * N + token
         dropout_head = head + head_offset
+        if PIECES:
+            own_tile = first_key // (BLOCK_M * PIECES)
+            segment = slot % slots_a_row
+            query_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_a_batch_row)
+            first_row, unmasked, whole, last = query_steps(listed, first_key, BLOCK_M, PIECES, CAUSAL)
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
-            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
-            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
-            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
-            D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
         dk, dv = _visit_queries(
-            dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, count,
-            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
-            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
+            dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, last,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
     dk *= scale
     into = ((b * N + token) * kv_heads + kv64) * D
@@ -302,6 +326,9 @@ def dq_kernel(
     table,
     offsets,
     seed,
+    grids,
+    first,
+    kept,
     q_b,
     q_n,
     q_h,
@@ -327,6 +354,7 @@ def dq_kernel(
     scale,
     keep_scale,
     threshold,
+    rows_a_batch_row,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -337,6 +365,7 @@ def dq_kernel(
     HAS_TABLE: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     """A tile of query rows of one query head."""
     pid = tl.program_id(0)
@@ -363,19 +392,25 @@ def dq_kernel(
     if DROPOUT:
         row_word = dropout_row_word(seed, b, head + head_offset, branch, token + rows * rate)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if CAUSAL:
+    key_tiles = kept
+    if PIECES:
+        own_tile = first_row // (BLOCK_N * PIECES)
+        segment = slot % slots_a_row
+        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_a_batch_row)
+        whole, last = key_steps(listed, first_row, BLOCK_M, BLOCK_N, PIECES, CAUSAL)
+    elif CAUSAL:
         whole = first_row // BLOCK_N * BLOCK_N
         last = tl.minimum(first_row + BLOCK_M, count)
     else:
         whole = count // BLOCK_N * BLOCK_N
         last = count
     dq = _visit_keys(
-        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, count, row_word, token, rate,
-        scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION,
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word, token,
+        rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES,
     )  # fmt: skip
     dq = _visit_keys(
-        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, count, row_word, token, rate,
-        scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION,
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word, token,
+        rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES,
     )  # fmt: skip
     dq *= scale
     into = Dq + ((b * N + token) * H + head64) * D

@@ -14,22 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import Plan, PlannedBranch, plan_for
-from dilated_attention_pytorch.kernels.triton.tuning import tiles_for
 
 _LOG2_E = 1.4426950408889634
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, problem: Problem, spans: Tensor | None, seed: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    problem: Problem,
+    spans: Tensor | None,
+    seed: Tensor | None,
+    layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):  # Triton launches on the current one
-            return forward(query, key, value, problem, spans, seed)
+            return forward(query, key, value, problem, spans, seed, layout)
     dtype = query.dtype
     query, scale, _ = _positive_scale(query, problem)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
@@ -45,9 +51,9 @@ def forward(
             continue
         launch = branch.launches.get("forward")
         if launch is None:
-            launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E)
-        # Without dropout the seed is not read.
-        launch(query, key, value, out, lse, _table(branch, spans), branch.offsets, query if seed is None else seed)
+            launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E, layout)
+        key_lists, _ = _lists(branch, layout)
+        launch(query, key, value, out, lse, *_tables(branch, spans, query, seed), *key_lists)
     return out if out.dtype == dtype else out.to(dtype), lse.transpose(1, 2)
 
 
@@ -62,10 +68,11 @@ def backward(
     problem: Problem,
     spans: Tensor | None,
     seed: Tensor | None,
+    layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
-            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
+            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout)
     dtype = query.dtype
     query, scale, sign = _positive_scale(query, problem)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
@@ -90,22 +97,24 @@ def backward(
             branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace)
             continue
         if "dkdv" not in branch.launches:
-            branch.launches |= {"dkdv": _dkdv_launch(branch, scale), "dq": _dq_launch(branch, scale)}
+            branch.launches["dkdv"] = _dkdv_launch(branch, scale, layout)
+            branch.launches["dq"] = _dq_launch(branch, scale, layout)
         inputs = (query, key, value, grad_out, lse, delta)
-        rest = (_table(branch, spans), branch.offsets, query if seed is None else seed)
-        branch.launches["dkdv"](*inputs, dk, dv, *rest)
-        branch.launches["dq"](*inputs, dq, *rest)
+        tables = _tables(branch, spans, query, seed)
+        key_lists, query_lists = _lists(branch, layout)
+        branch.launches["dkdv"](*inputs, dk, dv, *tables, *query_lists)
+        branch.launches["dq"](*inputs, dq, *tables, *key_lists)
     if sign != 1:
         dq = dq * sign
     return (dq, dk, dv) if dq.dtype == dtype else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
-def _forward_launch(branch: PlannedBranch, qk_scale: float) -> Launch:
+def _forward_launch(branch: PlannedBranch, qk_scale: float, layout: BlockLayout | None) -> Launch:
     plan = branch.plan
-    tiles = tiles_for("forward", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
+    tiles = branch.tiles("forward")
     count = triton.cdiv(branch.rows, tiles.own)
     first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, qk_scale))
+    numbers = (*plan.strides, *_numbers(branch, first, heads, count, qk_scale, layout))
     settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
     return Launch(forward_kernel, count * heads * branch.slots, numbers, settings)
 
@@ -118,33 +127,49 @@ def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
     return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
 
 
-def _dkdv_launch(branch: PlannedBranch, scale: float) -> Launch:
+def _dkdv_launch(branch: PlannedBranch, scale: float, layout: BlockLayout | None) -> Launch:
     plan = branch.plan
-    tiles = tiles_for("dkdv", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
+    tiles = branch.tiles("dkdv")
     count = triton.cdiv(branch.rows, tiles.own)
     first, heads = branch.heads.start, len(branch.heads)
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale))
+    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale, layout))
     settings = {"BLOCK_M": tiles.walk, "BLOCK_N": tiles.own, **branch.settings(tiles)}
     return Launch(dkdv_kernel, count * heads * branch.slots, numbers, settings)
 
 
-def _dq_launch(branch: PlannedBranch, scale: float) -> Launch:
+def _dq_launch(branch: PlannedBranch, scale: float, layout: BlockLayout | None) -> Launch:
     plan = branch.plan
-    tiles = tiles_for("dq", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
+    tiles = branch.tiles("dq")
     count = triton.cdiv(branch.rows, tiles.own)
     first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale))
+    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale, layout))
     settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
     return Launch(dq_kernel, count * heads * branch.slots, numbers, settings)
 
 
-def _numbers(branch: PlannedBranch, first: int, heads: int, tiles: int, scale: float) -> tuple[float, ...]:
-    """From `N` to `threshold`, as the kernels take them after the strides."""
+def _numbers(
+    branch: PlannedBranch, first: int, heads: int, tiles: int, scale: float, layout: BlockLayout | None
+) -> tuple[float, ...]:
+    """From `N` to `rows_a_batch_row`, as the kernels take them after the strides."""
     plan = branch.plan
     return (
         plan.N, plan.H, branch.w, branch.r, heads, first, tiles, branch.slots_a_row, plan.problem.head_offset,
         branch.index, scale, plan.keep_scale, plan.threshold,
+        0 if layout is None else layout.branches[branch.index].rows_a_batch_row,
     )  # fmt: skip
+
+
+def _tables(branch: PlannedBranch, spans: Tensor | None, query: Tensor, seed: Tensor | None) -> tuple[Tensor, ...]:
+    """What every plain kernel reads besides tensors of rows; without dropout the seed is not read."""
+    return _table(branch, spans), branch.offsets, query if seed is None else seed
+
+
+def _lists(branch: PlannedBranch, layout: BlockLayout | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The branch's lists of key tiles and of query tiles; without a layout nothing is read."""
+    if layout is None:
+        return (branch.offsets,) * 3, (branch.offsets,) * 3
+    kept: BranchLayout = layout.branches[branch.index]
+    return (kept.grids, kept.key_first, kept.keys), (kept.grids, kept.query_first, kept.queries)
 
 
 def _table(branch: PlannedBranch, spans: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ For a tile of query rows, over the key tiles of its segment (all, or up to the d
     l = l * exp(m - m') + rowsum p;  acc = acc * exp(m - m') + p v
 
 starting from m = -inf, l = 0, acc = 0, or, where earlier branches have written the row, from m = lse, l = 1, acc = out.
-In the end out = acc / l and lse = m + log l.
+In the end out = acc / l and lse = m + log l. With a block layout (PIECES > 0) the key tiles are those of a list.
 """
 
 # mypy: ignore-errors
@@ -14,6 +14,7 @@ In the end out = acc / l and lse = m + log l.
 import triton
 import triton.language as tl
 
+from dilated_attention_pytorch.kernels.triton.block_sparse import kept_tiles, key_steps, row_of_step
 from dilated_attention_pytorch.kernels.triton.primitives import (
     LN_2,
     LOG2_E,
@@ -38,8 +39,9 @@ def _visit_keys(
     k_stride,
     v_stride,
     rows,
-    first_key,
-    last_key,
+    first,
+    last,
+    tiles,
     count,
     row_word,
     key_start,
@@ -54,8 +56,12 @@ def _visit_keys(
     CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    for start in tl.range(first_key, last_key, BLOCK_N):
+    """Keys [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
+    STEP: tl.constexpr = 1 if PIECES else BLOCK_N
+    for step in tl.range(first, last, STEP):
+        start = row_of_step(tiles, step, BLOCK_N, PIECES) if PIECES else step
         keys = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_base, keys, k_stride, D, BLOCK_D, count, MASKED)
         s = tl.dot(q, k.T, input_precision=PRECISION)
@@ -90,6 +96,9 @@ def forward_kernel(
     table,
     offsets,
     seed,
+    grids,
+    first,
+    kept,
     q_b,
     q_n,
     q_h,
@@ -112,6 +121,7 @@ def forward_kernel(
     qk_scale,
     keep_scale,
     threshold,
+    rows_a_batch_row,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -122,6 +132,7 @@ def forward_kernel(
     HAS_TABLE: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     # Tiles of one slot and head run side by side, so that they share its keys in L2; the longest of them first.
     pid = tl.program_id(0)
@@ -157,19 +168,25 @@ def forward_kernel(
         row_word = dropout_row_word(seed, b, head + head_offset, branch, token + rows * rate)
 
     # Whole key tiles that need no mask, then the rest.
-    if CAUSAL:
+    key_tiles = kept
+    if PIECES:
+        own_tile = first_row // (BLOCK_N * PIECES)
+        segment = slot % slots_a_row
+        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_a_batch_row)
+        whole, last = key_steps(listed, first_row, BLOCK_M, BLOCK_N, PIECES, CAUSAL)
+    elif CAUSAL:
         whole = tl.minimum(first_row, count) // BLOCK_N * BLOCK_N
         last = tl.minimum(first_row + BLOCK_M, count)
     else:
         whole = count // BLOCK_N * BLOCK_N
         last = count
     acc, m, total = _visit_keys(
-        acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, count, row_word, token, rate,
-        qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION,
+        acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
+        token, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES,
     )  # fmt: skip
     acc, m, total = _visit_keys(
-        acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, count, row_word, token, rate,
-        qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION,
+        acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word,
+        token, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES,
     )  # fmt: skip
     store_rows(out_base, rows, rate * H * D, D, BLOCK_D, count, acc / total[:, None])
     tl.store(lse_pointers, (m + tl.log2(total)) * LN_2, mask=rows < count)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.pattern import grid_rows
 from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable, Problem
 from dilated_attention_pytorch.kernels.triton.launching import Launch
-from dilated_attention_pytorch.kernels.triton.tuning import Tiles
+from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 
 # For comparing them: "plain" keeps every branch on the kernels that run on any GPU.
 KERNELS = os.environ.get("DILATED_ATTENTION_KERNELS", "best")
@@ -131,10 +131,19 @@ class PlannedBranch:
         self.hopper = _hopper_for(self, *tensors)
         self.launches: dict[object, Launch] = {}
 
+    def tiles(self, kernel: str) -> Tiles:
+        """The shape that a plain kernel runs in; within a tile of the block layout if there is one."""
+        plan = self.plan
+        sparse = plan.problem.sparse
+        rows = self.rows if sparse is None else min(self.rows, sparse.block_size)
+        return tiles_for(kernel, plan.block_d, plan.itemsize, rows, self.is_causal)
+
     def settings(self, tiles: Tiles) -> dict:
         """The constants and compiler options that the plain kernels share."""
         plan = self.plan
+        sparse = plan.problem.sparse
         return {
+            "PIECES": 0 if sparse is None else sparse.block_size // tiles.walk,
             "D": plan.D,
             "GROUP": plan.group,
             "BLOCK_D": plan.block_d,
@@ -153,11 +162,12 @@ def _hopper_for(
 ) -> ModuleType | None:
     """The launchers of the Hopper kernels where they take this branch, else None: then the plain ones do.
 
-    They know neither documents nor dropout. Their backward sums dq in a scratch buffer for each key/value head that
+    They know neither documents nor dropout nor block layouts. Their backward sums dq in a scratch buffer for each key/value head that
     works at once, and is left out where that would be a burden on memory.
     """
     plan = branch.plan
-    if KERNELS == "plain" or plan.documents is not None or plan.drops or why_no_hopper(plan.device) is not None:
+    unknown = plan.documents is not None or plan.drops or plan.problem.sparse is not None
+    if KERNELS == "plain" or unknown or why_no_hopper(plan.device) is not None:
         return None
     from dilated_attention_pytorch.kernels.triton.hopper import launch
 

@@ -1,0 +1,67 @@
+"""Compile for compute capability 9.0 what block-sparse launches would run: head dim, mask, pattern, block size."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+class CompilesInstead:
+    """A kernel that compiles where it would be launched."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+        self.arg_names = kernel.arg_names
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *arguments, num_warps=4, num_stages=3, **constants) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        place = {name: (i,) for i, name in enumerate(self.arg_names)}
+        types = {name: type_of(x) for name, x in zip(self.arg_names, arguments)}
+        special = {one.name for one in self.kernel.params if not one.do_not_specialize}
+        aligned = {
+            place[name]: [["tt.divisibility", 16]]
+            for name, x in zip(self.arg_names, arguments)
+            if isinstance(x, torch.Tensor) or (name in special and isinstance(x, int) and x % 16 == 0)
+        }
+        signature = types | dict.fromkeys(constants, "constexpr")
+        source = ASTSource(self.kernel, signature, {place[name]: x for name, x in constants.items()}, aligned)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert len(compiled.asm["cubin"]) > 0
+        print(self.kernel.__name__, "mma" if "mma" in compiled.asm["ptx"] else "plain", flush=True)
+
+
+def type_of(argument) -> str:
+    """As Triton's front end writes types."""
+    if isinstance(argument, torch.Tensor):
+        return "*" + TYPES[argument.dtype]
+    return "i32" if isinstance(argument, int) else "fp32"
+
+
+def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
+    from dilated_attention_pytorch.core.block_layout import layout_of
+    from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+    from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+    from dilated_attention_pytorch.kernels.triton import engine
+
+    for name in ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"):
+        setattr(engine, name, CompilesInstead(getattr(engine, name)))
+    config = SparsePatternConfig(pattern, sparsity_ratio=0.25, block_size=int(block_size))
+    problem = Problem(spec=DilatedSpec.of([1024], [1]), is_causal=mask == "causal", sparse=config)
+    q, k, v, do = (torch.zeros(1, 1024, heads, int(head_dim), dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
+    layout = layout_of(problem, q, k)
+    out, lse = engine.forward(q, k, v, problem, None, None, layout)
+    engine.backward(do, None, q, k, v, out, lse, problem, None, None, layout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
