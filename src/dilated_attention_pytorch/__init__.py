@@ -11,6 +11,8 @@ from dilated_attention_pytorch.core import Branch, DilatedSpec, document_spans, 
 from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
@@ -18,10 +20,13 @@ from dilated_attention_pytorch.nn import (
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     RotaryPositions,
+    SparsePatternConfig,
     XPosPositions,
 )
 
 __all__ = [
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention",
     "Branch",
     "DilatedAttention",
     "DilatedSpec",
@@ -34,6 +39,7 @@ __all__ = [
     "ModelConfig",
     "MultiheadDilatedAttention",
     "RotaryPositions",
+    "SparsePatternConfig",
     "XPosPositions",
     "__version__",
     "backends",

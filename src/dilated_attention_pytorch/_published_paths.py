@@ -13,6 +13,7 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "improved_dilated_attention": nn,
     "multihead_dilated_attention": nn,
     "improved_multihead_dilated_attention": nn,
+    "block_sparse_ring_dilated_attention": nn,
     "long_net": longnet,
 }
 

@@ -140,7 +140,9 @@ def dilated_attention(
         head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config,
         use_pattern_cache, backend,
     )  # fmt: skip
-    problem = _valid_problem(query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config)
+    problem = _valid_problem(
+        query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config
+    )
     if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
         if sparse_config is not None:
             raise ValueError(

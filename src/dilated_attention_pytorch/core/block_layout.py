@@ -42,7 +42,6 @@ _LAYOUTS = 128
 class BranchLayout:
     """The kept tiles of one branch, int32; rows are numbered over all grids."""
 
-    block_size: int
     grids: Tensor  # (S, H): the first row of the grid of a segment and query head
     rows_a_batch_row: int  # how many rows later the same grid of the next batch row starts: 0 where they share one
     key_first: Tensor  # (rows + 1,)
@@ -63,9 +62,10 @@ class BranchLayout:
 
     def mask(self, b: int, segment: int, head: int, tiles: int) -> Tensor:
         """`(tiles, tiles)` bool: which tiles are kept, written out."""
-        where = (torch.tensor(x, device=self.keys.device) for x in (b, segment, head))
-        kept = self.kept_keys(*where, tiles)
-        return (kept[..., None] == torch.arange(tiles, device=kept.device)).any(-2)
+        at = torch.tensor([b, segment, head], device=self.keys.device)
+        kept = self.kept_keys(at[0], at[1], at[2], tiles)
+        written = torch.zeros(tiles, tiles + 1, dtype=torch.bool, device=kept.device)
+        return written.scatter_(1, torch.where(kept < 0, tiles, kept), True)[:, :tiles]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class BlockLayout:
 def allowed_pairs(layout: BlockLayout, spec: DilatedSpec, offsets: OffsetTable, b: int, n: int) -> Tensor:
     """`(branches, H, n, n)` bool: which pairs of batch row `b` lie in a kept tile. O(n^2): for tests and references."""
     allowed = torch.zeros(len(spec.branches), len(offsets[0]), n, n, dtype=torch.bool)
-    for index, head, segment, at in _grids(spec, offsets, n):
+    for index, head, segment, at in grids_of(spec, offsets, n):
         tile = torch.arange(len(at)) // layout.block_size
         branch = layout.branches[index]
         assert branch is not None
@@ -103,7 +103,7 @@ def keys_seen(
     seen = torch.zeros(n, len(offsets[0]), dtype=torch.long)
     size = layout.block_size
     known: dict[tuple[int, int, int], Tensor] = {}
-    for index, head, segment, at in _grids(spec, offsets, n):
+    for index, head, segment, at in grids_of(spec, offsets, n):
         branch = layout.branches[index]
         assert branch is not None
         grid = index, int(branch.grids[segment, head]), len(at)
@@ -120,7 +120,7 @@ def keys_seen(
     return seen
 
 
-def _grids(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[int, int, int, range]]:
+def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[int, int, int, range]]:
     """Branch, head, segment and tokens of every grid that has rows."""
     for index, (branch, row) in enumerate(zip(spec.branches, offsets)):
         for (segment, (start, length)), (head, offset) in itertools.product(
@@ -161,7 +161,7 @@ def layout_for(
             [0, 1, 1, 0],
             [0, 0, 1, 1]], dtype=torch.int32)
     """
-    branches = []
+    branches: list[BranchLayout | None] = []
     for index, (branch, row) in enumerate(zip(spec.branches, offsets)):
         tiles = _tiles(branch, row, tokens, config.block_size)
         sizes = sorted(set(tiles.flatten().tolist()) - {0})
@@ -176,7 +176,7 @@ def layout_for(
         first = torch.cat([torch.full((size,), starts[size]) for size in sizes])
         grids = torch.tensor([[starts.get(size, 0) for size in row] for row in tiles.tolist()])
         compressed = _compress(kept, counts, first, int(counts.sum()), config)
-        branches.append(BranchLayout(config.block_size, *_on(device, grids), 0, *_on(device, *compressed)))
+        branches.append(_branch_layout(device, grids, 0, compressed))
     return BlockLayout(config.block_size, tuple(branches))
 
 
@@ -221,8 +221,11 @@ def _compress(
     return key_first, keys, torch.searchsorted(column, every), queries
 
 
-def _on(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    return [x.to(device, torch.int32) for x in tensors]
+def _branch_layout(
+    device: torch.device, grids: Tensor, rows_a_batch_row: int, compressed: tuple[Tensor, ...]
+) -> BranchLayout:
+    grids, *lists = (x.to(device, torch.int32) for x in (grids, *compressed))
+    return BranchLayout(grids, rows_a_batch_row, *lists)
 
 
 def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: Tensor, key: Tensor) -> BlockLayout:
@@ -260,7 +263,7 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
         entries = B * H // kv_heads * _kept_tiles(tiles, config, problem.is_causal)
         compressed = _compress(kept, counts, first.repeat_interleave(T), entries, config)
         grids = first[: S * H].view(S, H)
-        branches.append(BranchLayout(config.block_size, *_on(device, grids), S * H * T, *_on(device, *compressed)))
+        branches.append(_branch_layout(device, grids, S * H * T, compressed))
     return BlockLayout(config.block_size, tuple(branches))
 
 

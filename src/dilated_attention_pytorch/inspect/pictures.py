@@ -63,6 +63,57 @@ def pattern_svg(spec: DilatedSpec, n: int, head: int, heads: int, *, is_causal: 
     return _svg(len(panels) * (side + _GAP), side + 44, rows)
 
 
+def density_svg(shares: Sequence[Sequence[float]], title: str, notes: Sequence[str]) -> str:
+    """A map of who sees whom in cells, darker where a cell's rows see more of its keys; notes stand below."""
+    cell = max(2.0, 512 / len(shares[0]))
+    width, height = cell * len(shares[0]), cell * len(shares)
+    rows = [_text(0, 12, title)]
+    for i, row in enumerate(shares):
+        rows += [
+            f'<rect x="{j * cell:g}" y="{20 + i * cell:g}" width="{cell:g}" height="{cell:g}" fill="{_shade(share)}"/>'
+            for j, share in enumerate(row)
+            if share > 0
+        ]
+    rows.append(_frame(0, 20, width, height))
+    rows += [_text(0, 36 + height + 14 * i, note) for i, note in enumerate(("rows: queries, columns: keys", *notes))]
+    longest = max(map(len, (title, *notes)))
+    return _svg(max(width, 6 * longest) + 4, height + 40 + 14 * len(notes), rows)
+
+
+def write_density(path: Path, shares: Sequence[Sequence[float]], title: str, notes: Sequence[str]) -> None:
+    """A density as a file, `.svg` or `.png`; PNG needs matplotlib."""
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"a picture is written as .svg or .png, got {str(path)!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        path.write_text(density_svg(shares, title, notes))
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "a PNG needs matplotlib: pip install matplotlib, or write .svg", name="matplotlib"
+        ) from error
+    figure = Figure(figsize=(8, 9))
+    axes = figure.add_subplot()
+    axes.imshow([[_share_of_ink(share) for share in row] for row in shares], cmap="Blues", vmin=0, vmax=1)
+    axes.set(title=title, xlabel="keys", ylabel="queries", xticks=[], yticks=[])
+    axes.title.set_fontsize(8)
+    figure.text(0.1, 0.02, "\n".join(notes), fontsize=8, family="monospace")
+    figure.savefig(path, dpi=120)
+
+
+def _share_of_ink(share: float) -> float:
+    """What is seen at all is drawn: a dilated branch shows a small share of its cells."""
+    return 0.0 if share <= 0 else min(1.0, 0.15 + 0.85 * share**0.5)
+
+
+def _shade(share: float) -> str:
+    """Between the page's white and the first branch's blue."""
+    ink = _share_of_ink(share)
+    return "#" + "".join(f"{round(255 + ink * (end - 255)):02x}" for end in (0x0B, 0x3D, 0x6E))
+
+
 def layouts_svg(segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads: int) -> str:
     """The offset of every head on every branch in the three head layouts; empty where a head is absent."""
     rows, y, wide = [], _GAP, 26

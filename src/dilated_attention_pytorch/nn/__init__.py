@@ -1,6 +1,11 @@
 """Modules: attention on `(B, N, H, D)`, multihead on `(B, N, E)`, positions, transformer layers."""
 
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.block_sparse import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+)
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import RotaryPositions, Rotation, XPosPositions, rotate
 from dilated_attention_pytorch.nn.transformer import (
@@ -10,6 +15,8 @@ from dilated_attention_pytorch.nn.transformer import (
 )
 
 __all__ = [
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention",
     "DilatedAttention",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
@@ -19,6 +26,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "RotaryPositions",
     "Rotation",
+    "SparsePatternConfig",
     "XPosPositions",
     "rotate",
 ]

@@ -63,7 +63,7 @@ class DilatedAttention(nn.Module):
         self.allow_tf32 = allow_tf32
         self.enable_profiling = enable_profiling
         self.enable_memory_pool = enable_memory_pool
-        self.use_pattern_cache = use_pattern_cache
+        self.use_pattern_cache: bool = use_pattern_cache
         self._memory_pool = None
         self._pattern_cache = None
 
@@ -113,13 +113,19 @@ class DilatedAttention(nn.Module):
             self.spec.segment_lengths,
             self.spec.dilation_rates,
             is_causal=is_causal,
-            scale=self.softmax_scale,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            head_layout=self.spec.head_layout,
             spans=spans,
-            allow_tf32=self.allow_tf32,
-            backend=self.backend,
+            **self.call_settings(),
         )
+
+    def call_settings(self) -> dict[str, Any]:
+        """What the module says about every call of the function."""
+        return {
+            "scale": self.softmax_scale,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "head_layout": self.spec.head_layout,
+            "allow_tf32": self.allow_tf32,
+            "backend": self.backend,
+        }
 
     def extra_repr(self) -> str:
         shown = [f"segment_lengths={list(self.segment_lengths)}", f"dilation_rates={list(self.dilation_rates)}"]

@@ -292,18 +292,18 @@ def dkdv_kernel(
             first_row, unmasked, whole, last = query_steps(listed, first_key, BLOCK_M, PIECES, CAUSAL)
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
-            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale,
+            threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
-            D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION, PIECES,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale,
+            threshold, D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, last,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
-            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale,
+            threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
     dk *= scale
     into = ((b * N + token) * kv_heads + kv64) * D
@@ -405,12 +405,14 @@ def dq_kernel(
         whole = count // BLOCK_N * BLOCK_N
         last = count
     dq = _visit_keys(
-        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word, token,
-        rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES,
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
+        token, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT,
+        PRECISION, PIECES,
     )  # fmt: skip
     dq = _visit_keys(
-        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word, token,
-        rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word,
+        token, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT,
+        PRECISION, PIECES,
     )  # fmt: skip
     dq *= scale
     into = Dq + ((b * N + token) * H + head64) * D

@@ -28,14 +28,14 @@ def row_of_step(tiles, step, BLOCK: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def key_steps(count, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, CAUSAL: tl.constexpr):
+def key_steps(
+    count, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, CAUSAL: tl.constexpr
+):
     """Over the keys that rows [first_row, first_row + BLOCK_M) keep: whole pieces, [0, whole), then [whole, last)."""
     whole = (count - 1) * PIECES
-    if CAUSAL:
-        # Of its own tile a program's rows see the pieces up to their own end.
+    last = whole + PIECES
+    if CAUSAL:  # of its own tile a program's rows see the pieces up to their own end
         last = whole + tl.cdiv(first_row % (BLOCK_N * PIECES) + BLOCK_M, BLOCK_N)
-    else:
-        last = whole + PIECES
     return whole, last
 
 

@@ -162,8 +162,8 @@ def _hopper_for(
 ) -> ModuleType | None:
     """The launchers of the Hopper kernels where they take this branch, else None: then the plain ones do.
 
-    They know neither documents nor dropout nor block layouts. Their backward sums dq in a scratch buffer for each key/value head that
-    works at once, and is left out where that would be a burden on memory.
+    They know neither documents nor dropout nor block layouts. Their backward sums dq in a scratch buffer for each
+    key/value head that works at once, and is left out where that would be a burden on memory.
     """
     plan = branch.plan
     unknown = plan.documents is not None or plan.drops or plan.problem.sparse is not None

@@ -1,0 +1,149 @@
+"""Who sees whom, for any spec and block pattern at any length: counted exactly, drawn in characters, and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.block_layout import BlockLayout, grids_of, keys_seen, layout_for, layout_of
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
+from dilated_attention_pytorch.core.pattern import visible_pairs
+from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+
+# A darker character from each share of a cell's pairs on.
+_SHADES = ((2 / 3, "█"), (1 / 3, "▓"), (1 / 8, "▒"), (0.0, "░"))
+
+
+@dataclass(frozen=True)
+class View:
+    """A pattern at a length: what `show` draws and counts."""
+
+    spec: DilatedSpec
+    tokens: int
+    heads: int
+    head: int = 0
+    head_dim: int = 64
+    is_causal: bool = False
+    sparse: SparsePatternConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.head < self.heads:
+            raise ValueError(f"head must be one of the {self.heads} heads, 0 to {self.heads - 1}, got {self.head}")
+        if self.sparse is not None:
+            self.sparse.check_segments(self.spec.segment_lengths)
+
+    def layout(self) -> BlockLayout:
+        """Its block layout; without a pattern one that keeps every tile, and with content random queries and keys."""
+        if self.sparse is not None and self.sparse.depends_on_content:
+            problem = Problem(spec=self.spec, is_causal=self.is_causal, sparse=self.sparse)
+            generator = torch.Generator().manual_seed(self.sparse.seed)
+            shape = (1, self.tokens, self.heads, self.head_dim)
+            q, k = (torch.randn(shape, generator=generator) for _ in range(2))
+            layout = layout_of(problem, q, k)
+            assert layout is not None
+            return layout
+        every_tile = SparsePatternConfig("local_window", sparsity_ratio=1.0, block_size=64)
+        offsets = self.spec.offsets(self.heads)
+        return layout_for(
+            self.spec, self.tokens, offsets, self.sparse or every_tile, self.is_causal, torch.device("cpu")
+        )
+
+    @property
+    def title(self) -> str:
+        words = [f"segments {list(self.spec.segment_lengths)}", f"rates {list(self.spec.dilation_rates)}"]
+        words += [f"{self.tokens:,} tokens", f"head {self.head} of {self.heads}"]
+        words += ["causal"] if self.is_causal else []
+        words += [self.spec.head_layout] if self.spec.head_layout != "interleaved" else []
+        if self.sparse is not None:
+            words.append(f"{self.sparse.pattern_type} keeps {self.sparse.sparsity_ratio:g} in tiles of ")
+            words[-1] += str(self.sparse.block_size)
+            words += ["for random queries and keys"] if self.sparse.depends_on_content else []
+        return ", ".join(words)
+
+
+def density(view: View, rows: int, columns: int) -> Tensor:
+    """`(rows, columns)`: of each cell of the picture, the share of its (query, key) pairs that the head sees.
+
+    A pair that several branches show counts as often, so a share may exceed 1.
+
+    >>> density(View(DilatedSpec.of([4], [1]), tokens=8, heads=1), 2, 2)
+    tensor([[1., 0.],
+            [0., 1.]], dtype=torch.float64)
+    """
+    n, layout = view.tokens, view.layout()
+    block = layout.block_size
+    rows, columns = min(rows, n), min(columns, n)
+    seen = torch.zeros(rows, columns, dtype=torch.float64)
+    for index, head, segment, at in grids_of(view.spec, view.spec.offsets(view.heads), n):
+        if head != view.head:
+            continue
+        branch = layout.branches[index]
+        assert branch is not None
+        token = torch.tensor(at)
+        row, column, tile = token * rows // n, token * columns // n, torch.arange(len(token)) // block
+        tiles = tiles_of(len(token), block)
+        mask = branch.mask(0, segment, head, tiles).double()
+        if view.is_causal:  # of its own tile a row sees the keys up to its own: counted by their distance
+            mask.fill_diagonal_(0.0)
+            for distance in range(min(block, len(token))):
+                later = torch.arange(distance, len(token))
+                later = later[later % block >= distance]
+                seen.index_put_((row[later], column[later - distance]), torch.ones((), dtype=seen.dtype), True)
+        seen += _tally(tile, row, tiles, rows).T @ mask @ _tally(tile, column, tiles, columns)
+    token = torch.arange(n)
+    height, width = (token * cells // n for cells in (rows, columns))
+    return seen / torch.outer(height.bincount(minlength=rows), width.bincount(minlength=columns))
+
+
+def _tally(tile: Tensor, cell: Tensor, tiles: int, cells: int) -> Tensor:
+    """`(tiles, cells)`: how many rows of each tile lie in each cell."""
+    return (tile * cells + cell).bincount(minlength=tiles * cells).view(tiles, cells).double()
+
+
+def drawing(shares: Tensor) -> str:
+    """A density in characters, darker where more is seen.
+
+    >>> print(drawing(torch.tensor([[1.0, 0.0], [0.1, 0.5]])))
+    █·
+    ░▓
+    """
+
+    def character(share: float) -> str:
+        return next((shade for least, shade in _SHADES if share > least), "·")
+
+    return "\n".join("".join(map(character, row)) for row in shares.tolist())
+
+
+def summary(view: View) -> list[str]:
+    """Coverage, what is kept, FLOPs and keys a row, in words: over all heads, counted exactly."""
+    n, spec = view.tokens, view.spec
+    seen = keys_seen(view.layout(), spec, spec.offsets(view.heads), n, is_causal=view.is_causal)  # (n, H)
+    pairs = int(seen.sum())
+    whole = sum(
+        visible_pairs(branch, offset, n, is_causal=view.is_causal)
+        for branch, row in zip(spec.branches, spec.offsets(view.heads))
+        for offset in row
+    )
+    every = view.heads * (n * (n + 1) // 2 if view.is_causal else n * n)
+    flops = 4 * pairs * view.head_dim
+    return [
+        f"rows covered     {(seen > 0).double().mean().item():.2%} of all rows and heads",
+        f"pairs seen       {pairs / every:.2%} of dense attention's, counted once a branch",
+        f"kept             {pairs / whole:.2%} of what the branches show without a block pattern",
+        f"forward          {flops / 1e9:,.4g} GFLOP with heads of {view.head_dim}; "
+        f"the branches without a block pattern take {whole / pairs:.2f}x, dense attention {every / pairs:.2f}x",
+        f"keys a row sees  {int(seen.min()):,} at least, {pairs / seen.numel():,.1f} on average, "
+        f"{int(seen.max()):,} at most",
+    ]
+
+
+def text(view: View, width: int = 64) -> Sequence[str]:
+    """The title, the drawing and the summary, as lines; a character is twice as high as wide."""
+    lines = [view.title, "rows are queries, columns keys", ""]
+    return [*lines, *drawing(density(view, max(1, width // 2), width)).splitlines(), "", *summary(view)]
