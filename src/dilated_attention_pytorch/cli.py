@@ -77,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(command=_bench)
     bench.add_argument(
         "suite",
-        choices=["attention", "short", "scaling", "all", "memory", "tune", "page", "report"],
-        help="attention, short, scaling: time and memory against baselines; all: the three, then page and report; "
-        "memory: the eager backend's peak memory on the CPU; tune: the kernels' tiles on this GPU, for "
+        choices=["attention", "short", "scaling", "blocksparse", "all", "memory", "tune", "page", "report"],
+        help="attention, short, scaling, blocksparse: time and memory against baselines; all: these, then page and "
+        "report; memory: the eager backend's peak memory on the CPU; tune: the kernels' tiles on this GPU, for "
         "DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with charts, from results",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: suites append, page and report read them")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch.bench.harness import Case
 from dilated_attention_pytorch.bench.peers import load_torchscale, without_projections
+from dilated_attention_pytorch.core.block_layout import layout_for
+from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.functional import dilated_attention
 
 # Dense attention of more elements than this is measured in several calls: its kernels may count in 32 bits.
 ELEMENTS_A_CALL = 1 << 30
 
 OURS, FLOOR, SAME_TOKENS, TORCHSCALE = "ours", "dense, same FLOPs", "dense, same tokens", "torchscale"
+FLEX, EVERY_TILE = "FlexAttention", "ours, every tile"
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,10 @@ def choose_contenders(only: Sequence[str] | None = None, torchscale: Path | None
         OURS: ours("auto"),
         FLOOR: dense_at_the_same_flops,
         SAME_TOKENS: dense_at_the_same_tokens,
-        "FlexAttention": flex_attention,
+        FLEX: flex_attention,
         TORCHSCALE: torchscale_from(torchscale),
         "ours, eager": ours("eager"),
+        EVERY_TILE: every_tile,
     }
     if only is None:
         return contenders
@@ -58,8 +63,8 @@ def ours(backend: str) -> Setup:
     def setup(case: Case) -> Ready | str:
         if backend == "eager" and case.device == "cpu":
             return f"what `{OURS}` runs on a CPU"
-        if backend == "eager" and case.tokens > 1 << 15:
-            return "slow: left out past 32,768 tokens on a GPU"
+        if backend == "eager" and (case.tokens > 1 << 15 or case.pattern is not None):
+            return "slow: left out past 32,768 tokens on a GPU, and with a block pattern"
         q, k, v, do = case.tensors()
 
         def attend() -> Tensor:
@@ -71,12 +76,20 @@ def ours(backend: str) -> Setup:
                 case.dilation_rates,
                 is_causal=case.is_causal,
                 head_layout=case.head_layout,
+                sparse_config=case.sparse_config,
                 backend=backend,
             )
 
         return Ready(_step(attend, (q, k, v), do, case.backward), case.flops)
 
     return setup
+
+
+def every_tile(case: Case) -> Ready | str:
+    """The same problem through the same kernels with a layout that keeps every tile: what sparsity saves."""
+    if case.pattern is None:
+        return "measured where a block pattern keeps some tiles"
+    return ours("auto")(replace(case, sparsity_ratio=1.0))
 
 
 def dense_at_the_same_flops(case: Case) -> Ready | str:
@@ -97,7 +110,12 @@ def dense_at_the_same_tokens(case: Case) -> Ready | str:
 
 
 def flex_attention(case: Case) -> Ready | str:
-    """FlexAttention with the union of the branches as its mask, which counts a key once: less work than ours."""
+    """FlexAttention with the union of the branches as its mask, which counts a key once: less work than ours.
+
+    With a block pattern on one undilated segment, the very tiles that ours keeps.
+    """
+    if case.pattern is not None:
+        return _flex_attention_over_tiles(case)
     if case.device != "cuda" or case.tokens != 1 << 15 or case.head_dim != 64 or case.is_causal:
         return "compiles for long: measured on a GPU at 32,768 tokens, D=64, not causal"
     from torch.nn.attention.flex_attention import create_block_mask
@@ -119,12 +137,61 @@ def flex_attention(case: Case) -> Ready | str:
     return Ready(_step(lambda: compiled(q, k, v, block_mask=mask), (q, k, v), do, case.backward), case.flops)
 
 
+def _flex_attention_over_tiles(case: Case) -> Ready | str:
+    if case.device != "cuda" or case.dilation_rates != (1,) or case.segment_lengths[0] < case.tokens:
+        return "measured on a GPU; has a block mask for one undilated segment"
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    mask = tile_mask(case)
+    q, k, v, do = (x.transpose(1, 2) for x in case.tensors())
+    compiled = torch.compile(flex)
+    return Ready(_step(lambda: compiled(q, k, v, block_mask=mask), (q, k, v), do, case.backward), case.flops)
+
+
+def tile_mask(case: Case) -> Any:
+    """FlexAttention's block mask of a case with one undilated segment: whole tiles, and under causality cut ones."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    config = case.sparse_config
+    assert config is not None
+    layout = layout_for(case.spec, case.tokens, case.spec.offsets(1), config, case.is_causal, torch.device(case.device))
+    branch = layout.branches[0]
+    assert branch is not None
+    tiles = tiles_of(case.tokens, config.block_size)
+    kept = branch.mask(0, 0, 0, tiles)
+    ragged = torch.zeros_like(kept)
+    if case.is_causal:
+        ragged.fill_diagonal_(True)
+    if case.tokens % config.block_size:
+        ragged[:, -1] = True
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (j < case.tokens) if case.is_causal else j < case.tokens
+
+    cut, whole = kept & ragged, kept & ~ragged
+    return BlockMask.from_kv_blocks(
+        *_tile_lists(cut),
+        *_tile_lists(whole),
+        BLOCK_SIZE=config.block_size,
+        mask_mod=sees,
+        seq_lengths=(case.tokens, case.tokens),
+    )
+
+
+def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles each row of tiles has, and their numbers, first: `(1, 1, T)` and `(1, 1, T, T)`."""
+    order = chosen.int().sort(dim=-1, stable=True, descending=True).indices
+    return chosen.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
 def torchscale_from(checkout: Path | None) -> Setup:
     if checkout is None:
         return lambda case: "give --torchscale PATH, a checkout of microsoft/torchscale, to measure it"
     attention_class = load_torchscale(checkout)
 
     def setup(case: Case) -> Ready | str:
+        if case.pattern is not None:
+            return "has no block patterns"
         if case.head_layout == "grouped":
             return "puts every head on every branch"
         if any(w % r for w, r in zip(case.segment_lengths, case.dilation_rates)):
@@ -162,8 +229,8 @@ def _dense(case: Case, sequences: int, rows: int, calls: int = 1) -> Ready:
 
 def _dense_flops(case: Case, rows: int) -> int:
     """Of one sequence of `rows`, counted as `Case.flops` counts."""
-    dense = replace(case, tokens=rows, segment_lengths=(rows,), dilation_rates=(1,), head_layout="interleaved")
-    return dense.flops
+    whole: dict[str, Any] = {"segment_lengths": (rows,), "dilation_rates": (1,), "head_layout": "interleaved"}
+    return replace(case, tokens=rows, pattern=None, **whole).flops
 
 
 def _step(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...], do: Tensor, backward: bool) -> Callable[[], object]:

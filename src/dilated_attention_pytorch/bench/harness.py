@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dilated_attention_pytorch.core.block_layout import keys_seen, layout_for
+from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
 from dilated_attention_pytorch.core.pattern import forward_flops, training_bytes
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 
@@ -32,15 +35,28 @@ class Case:
     backward: bool = False
     dtype: str = "bfloat16"
     device: str = "cuda"
+    pattern: PatternType | None = None
+    sparsity_ratio: float = 1.0
+    block_size: int = 128
 
     @property
     def spec(self) -> DilatedSpec:
         return DilatedSpec.of(self.segment_lengths, self.dilation_rates, self.head_layout)
 
     @property
+    def sparse_config(self) -> SparsePatternConfig | None:
+        if self.pattern is None:
+            return None
+        return SparsePatternConfig(self.pattern, self.sparsity_ratio, self.block_size)
+
+    @property
     def flops(self) -> int:
         """Of visible pairs only; forward and backward together take 3.5 times the forward's."""
-        forward = forward_flops(self.spec, self.tokens, self.heads, self.head_dim, is_causal=self.is_causal)
+        if self.sparse_config is None:
+            forward = forward_flops(self.spec, self.tokens, self.heads, self.head_dim, is_causal=self.is_causal)
+        else:
+            pairs = _kept_pairs(self.spec, self.tokens, self.heads, self.sparse_config, self.is_causal)
+            forward = 4 * pairs * self.head_dim
         return forward * 7 // 2 if self.backward else forward
 
     @property
@@ -49,6 +65,7 @@ class Case:
         words = [f"N={self.tokens:,}", f"D={self.head_dim}", f"H={self.heads}", f"{len(self.segment_lengths)} branches"]
         words += ["causal"] if self.is_causal else []
         words += [self.head_layout] if self.head_layout != "interleaved" else []
+        words += [self.pattern, f"{self.sparsity_ratio:g}"] if self.pattern is not None else []
         words += ["forward+backward" if self.backward else "forward"]
         return " ".join(words)
 
@@ -66,6 +83,13 @@ class Case:
         for x in tensors[:3]:
             x.requires_grad_(self.backward)
         return tensors
+
+
+@functools.lru_cache
+def _kept_pairs(spec: DilatedSpec, tokens: int, heads: int, config: SparsePatternConfig, is_causal: bool) -> int:
+    offsets = spec.offsets(heads)
+    layout = layout_for(spec, tokens, offsets, config, is_causal, torch.device("cpu"))
+    return int(keys_seen(layout, spec, offsets, tokens, is_causal=is_causal).sum())
 
 
 @dataclass(frozen=True)

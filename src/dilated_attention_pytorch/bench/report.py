@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from dilated_attention_pytorch.bench.charts import bars_svg, lines_svg
-from dilated_attention_pytorch.bench.contenders import FLOOR, OURS
+from dilated_attention_pytorch.bench.contenders import EVERY_TILE, FLOOR, OURS
 from dilated_attention_pytorch.bench.harness import Case
 from dilated_attention_pytorch.bench.results import (
     RATIOS,
@@ -102,8 +102,9 @@ def _introduction() -> list[str]:
         "pass takes 2.5 times the forward's).",
         f"`{OURS}` is the backend that `auto` chooses. `{FLOOR}` is PyTorch's own attention (on a GPU cuDNN's kernel, "
         "or else flash) on sequences as long as a branch's rows, as many as make up the same FLOPs: the vendor's rate. "
-        "`FlexAttention` masks with the union of the branches, which is less work. `torchscale` is its own code "
-        "without projections, on PyTorch's flash kernel.",
+        "`FlexAttention` masks with the union of the branches, which is less work, or with the same tiles. "
+        f"`{EVERY_TILE}` is the same problem through the same kernels with all tiles kept. `torchscale` is its own "
+        "code without projections, on PyTorch's flash kernel.",
     ]
 
 

@@ -42,7 +42,30 @@ def scaling(device: str) -> Iterator[Case]:
         yield from _each_way(tokens=1 << power, head_dim=64, **shape)
 
 
-SUITES: dict[str, Callable[[str], Iterator[Case]]] = {"attention": attention, "short": short, "scaling": scaling}
+def blocksparse(device: str) -> Iterator[Case]:
+    """A tenth of the tiles of one segment over the whole sequence, and a pattern over several branches.
+
+    One undilated segment is what FlexAttention can be given the same block mask for.
+    """
+    if device == "cpu":
+        whole = {**CPU, "segment_lengths": (4096,), "dilation_rates": (1,)}
+        yield from _each_way(causal=(False, True), tokens=4096, heads=4, head_dim=64, block_size=64, **_SPARSE, **whole)
+        return
+    whole = {"segment_lengths": (32_768,), "dilation_rates": (1,)}
+    for dim, heads in SIZES:
+        yield from _each_way(causal=(False, True), tokens=32_768, heads=heads, head_dim=dim, **_SPARSE, **whole)
+    long: dict[str, Any] = {"segment_lengths": (16_384, 32_768, 65_536), "dilation_rates": (1, 2, 4)}
+    yield from _each_way(tokens=131_072, heads=12, head_dim=64, **_SPARSE, **long)
+
+
+_SPARSE: dict[str, Any] = {"pattern": "dilated_sparse", "sparsity_ratio": 0.1}
+
+SUITES: dict[str, Callable[[str], Iterator[Case]]] = {
+    "attention": attention,
+    "short": short,
+    "scaling": scaling,
+    "blocksparse": blocksparse,
+}
 
 
 def choose_cases(

@@ -44,7 +44,7 @@ class _Chunk:
     segments: slice
     tiles: slice
     gathered: Tensor  # (S, H, R, K): places of the kept tiles among all, for `flatten(0, 2)`
-    sees: Tensor  # broadcasts to (S, H, R, block, K * block)
+    sees: Tensor | None  # broadcasts to (S, H, R, block, K * block); None where all is visible
     rows: Tensor  # (1, 1, R, block, 1): numbers of the grid rows
     keys: Tensor  # (S or 1, H or 1, R, 1, K * block)
 
@@ -111,7 +111,10 @@ def backward(
 
 def _scores(q: Tensor, k: Tensor, scale: float, chunk: _Chunk) -> Tensor:
     scores = q[chunk.segments, :, chunk.tiles] @ chunk.take(k).transpose(-1, -2)
-    return scores.mul_(scale).masked_fill_(~chunk.sees, -torch.inf)  # (S, H, R, block, K * block)
+    scores.mul_(scale)
+    if chunk.sees is not None:
+        scores.masked_fill_(~chunk.sees, -torch.inf)
+    return scores  # (S, H, R, block, K * block)
 
 
 def _chunks(tiling: Tiling, q: Tensor, count: int, is_causal: bool) -> Iterator[_Chunk]:
@@ -134,7 +137,9 @@ def _chunks(tiling: Tiling, q: Tensor, count: int, is_causal: bool) -> Iterator[
         sees = there & (keys < count)
         if is_causal:
             sees = sees & (keys <= rows)
+        whole = not is_causal and bool(sees.all())
         for s in range(0, S, segments_at_once):
             segments = slice(s, min(s + segments_at_once, S))
             some = segments if kept.shape[0] > 1 else slice(0, 1)
-            yield _Chunk(segments, tiles, grid[segments] + tile[some], sees[some], rows, keys[some])
+            mask = None if whole else sees[some]
+            yield _Chunk(segments, tiles, grid[segments] + tile[some], mask, rows, keys[some])
