@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -9,8 +9,10 @@ import torch
 from dilated_attention_pytorch.bench import contenders
 from dilated_attention_pytorch.bench.contenders import choose_contenders
 from dilated_attention_pytorch.bench.harness import Case, measure
+from dilated_attention_pytorch.bench.results import read_rows
 from dilated_attention_pytorch.bench.suites import SUITES, choose_cases
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.core import layout_for
 
 SMALL = Case(
     tokens=64, heads=2, head_dim=16, segment_lengths=(16, 32), dilation_rates=(1, 2), dtype="float32", device="cpu"
@@ -146,3 +148,49 @@ def test_the_longest_case_fits_a_gpu_of_80_gib() -> None:
     longest = max(SUITES["scaling"]("cuda"), key=lambda case: case.tokens)
     assert longest.tokens == 1 << 24
     assert 1.1 * longest.floor_bytes < 80 * 2**30
+
+
+SPARSE = replace(SMALL, segment_lengths=(64,), dilation_rates=(1,), pattern="random", sparsity_ratio=0.3, block_size=8)
+
+
+def test_a_sparse_case_is_measured_against_every_tile_through_the_same_kernels(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(SUITES, "blocksparse", lambda device: iter([SPARSE, replace(SPARSE, backward=True)]))
+    results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
+    assert main(["bench", "blocksparse", "--device", "cpu", "--out", str(results)]) == 0
+    assert main(["bench", "page", "--out", str(results), "--page", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "FlexAttention: measured on a GPU" in printed
+    lines = {line["contender"]: line for line in read(results)[1:] if not line["backward"]}
+    assert all(lines[name]["milliseconds"] > 0 for name in ("ours", "ours, every tile"))
+    assert "every tile/ours" in page.read_text()
+    assert SPARSE.title in page.read_text()
+
+
+def test_a_sparse_case_counts_the_flops_of_its_tiles() -> None:
+    named = choose_contenders()
+    assert named["ours"](SPARSE).flops == SPARSE.flops == 4 * 64 * (2 * 8) * SPARSE.heads * SPARSE.head_dim  # 2 of 8
+    assert named["ours, every tile"](SPARSE).flops == 4 * SPARSE.flops == replace(SPARSE, pattern=None).flops
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("tokens", [64, 61])
+def test_flex_attention_gets_the_very_tiles(is_causal, tokens) -> None:
+    case = replace(SPARSE, tokens=tokens, is_causal=is_causal)
+    mask = contenders.tile_mask(case)
+    layout = layout_for(case.spec, tokens, case.spec.offsets(1), case.sparse_config, is_causal, torch.device("cpu"))
+    kept = layout.branches[0].mask(0, 0, 0, 8)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), kept)
+    cut = {(t, t) for t in range(8)} if is_causal else set()
+    cut |= {(t, 7) for t in range(8) if kept[t, 7]} if tokens == 61 else set()
+    whole = {
+        (t, int(j)) for t in range(8) for j in mask.full_kv_indices[0, 0, t, : int(mask.full_kv_num_blocks[0, 0, t])]
+    }
+    assert whole == {(int(t), int(j)) for t, j in kept.nonzero()} - cut
+
+
+def test_results_of_a_release_without_block_patterns_are_still_read(tmp_path) -> None:
+    line = {"suite": "short", "contender": "ours", "milliseconds": 1.0, "tflops": 1.0, "peak_bytes": None}
+    known = {k: v for k, v in asdict(SMALL).items() if k not in ("pattern", "sparsity_ratio", "block_size")}
+    results = tmp_path / "results.jsonl"
+    results.write_text(json.dumps({"machine": {}}) + "\n" + json.dumps(line | known) + "\n")
+    assert [row.case for row in read_rows(results)] == [SMALL]

@@ -56,3 +56,10 @@ def test_backends_says_what_is_available_and_why_not(gpu_only) -> None:
         "eager": "available",
         "reference": "available",
     }
+
+
+def test_tiles_too_small_for_kernels_are_eager_s(gpu_only) -> None:
+    assert ladder.choose_backend("auto", GPU, torch.bfloat16, 64, block_size=16) == "triton"
+    assert ladder.choose_backend("auto", GPU, torch.bfloat16, 64, block_size=8) == "eager"
+    with pytest.raises(ValueError, match="tiles of 16 rows or more, got block_size=8; eager or reference can"):
+        ladder.choose_backend("triton", GPU, torch.bfloat16, 64, block_size=8)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention_pytorch import BlockSparseRingDilatedAttention, SparsePatternConfig
 from dilated_attention_pytorch.core.spans import checked_spans
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.op import attend_backward, attend_op
@@ -37,6 +38,41 @@ def test_opcheck_accepts_forward_and_backward(backend, spans, seed) -> None:
     detached = [x.detach() for x in (q, k, v)]
     for grad_lse in (None, torch.randn_like(lse)):
         torch.library.opcheck(attend_backward, (torch.randn_like(out), grad_lse, *detached, out, lse, *rest))
+
+
+SPARSE = {pattern: SparsePatternConfig(pattern, 0.5, 2) for pattern in ("random", "content_adaptive")}
+
+
+@pytest.mark.parametrize("pattern", SPARSE)
+def test_opcheck_accepts_a_block_pattern(pattern) -> None:
+    q, k, v = tensors()
+    rest = (*op_arguments(), pattern, 0.5, 2, None, 2, 0, True)
+    torch.library.opcheck(attend_op, (q, k, v, *rest))
+    out, lse = (x.detach() for x in attend_op(q, k, v, *rest))
+    detached = [x.detach() for x in (q, k, v)]
+    torch.library.opcheck(attend_backward, (torch.randn_like(out), None, *detached, out, lse, *rest))
+
+
+@pytest.mark.parametrize("pattern", SPARSE)
+def test_a_block_pattern_compiles_whole_with_any_length(pattern) -> None:
+    module = BlockSparseRingDilatedAttention(**SPEC, sparse_config=SPARSE[pattern])
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (12, 18, 31):
+        inputs = tensors(tokens)
+        expected, found = module(*inputs, is_causal=True), compiled(*inputs, is_causal=True)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(x.sum(), inputs) for x in (expected, found)))
+
+
+@pytest.mark.parametrize("pattern", SPARSE)
+def test_gradcheck_accepts_a_block_pattern(pattern) -> None:
+    """Its steps are too small to change the choice of tiles."""
+
+    def run(q, k, v):
+        return dilated_attention(q, k, v, [8], [1], is_causal=True, sparse_config=SPARSE[pattern], return_lse=True)
+
+    assert torch.autograd.gradcheck(run, tensors(tokens=7, heads=2, kv_heads=1))
 
 
 def test_opcheck_accepts_the_spans() -> None:

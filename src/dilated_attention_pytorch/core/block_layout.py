@@ -229,7 +229,11 @@ def _branch_layout(
 
 
 def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: Tensor, key: Tensor) -> BlockLayout:
-    """The tiles with the highest products of mean query and mean key; nothing here waits for the device."""
+    """The tiles with the highest products of query and mean key; nothing here waits for the device.
+
+    A tile's query is the mean of its rows. Under causality it is its first row: the others come after that one, which
+    must not learn of them through what is chosen.
+    """
     (B, N, H, D), kv_heads, device = query.shape, key.shape[2], query.device
     query, key = query.unflatten(2, (kv_heads, -1)), key.unsqueeze(3)  # (B, N, Hkv, group, D), (B, N, Hkv, 1, D)
     branches: list[BranchLayout | None] = []
@@ -243,12 +247,13 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
         for head, offset in enumerate(offsets):
             if offset is None:
                 continue
-            mean_q, mean_k = (_means(x[:, :, head], branch, offset, config.block_size, T) for x in (query, key))
+            pooled_q = _pooled(query[:, :, head], branch, offset, config.block_size, T, first_row=problem.is_causal)
+            pooled_k = _pooled(key[:, :, head], branch, offset, config.block_size, T)
             size = -(-_rows_on_grid(branch, offset, N, device) // config.block_size)[None, :, None, None, None]
             runs = []
-            for few in torch.arange(S).split(max(1, _TILES_AT_ONCE // (B * mean_q.shape[2] * T * T))):
+            for few in torch.arange(S).split(max(1, _TILES_AT_ONCE // (B * pooled_q.shape[2] * T * T))):
                 run = slice(int(few[0]), int(few[-1]) + 1)
-                scores = mean_q[:, run] @ mean_k[:, run].transpose(-1, -2) * problem.softmax_scale(D)
+                scores = pooled_q[:, run] @ pooled_k[:, run].transpose(-1, -2) * problem.softmax_scale(D)
                 ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)  # (B, S, group, T, T)
                 rows = torch.arange(T, device=device)
                 kept, counts = choose_tiles(config, ranks, rows, size[:, run], problem.is_causal)
@@ -267,15 +272,18 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
     return BlockLayout(config.block_size, tuple(branches))
 
 
-def _means(x: Tensor, branch: Branch, offset: int, block_size: int, T: int) -> Tensor:
-    """`(B, S, heads, T, D)`: the mean of every tile's rows of `(B, N, heads, D)`; 0 for a tile without rows."""
+def _pooled(x: Tensor, branch: Branch, offset: int, block_size: int, T: int, first_row: bool = False) -> Tensor:
+    """`(B, S, heads, T, D)`: the mean, or the first, of every tile's rows of `(B, N, heads, D)`; 0 without rows."""
     w, r = branch.segment_length, branch.dilation_rate
     on_grid = _rows_on_grid(branch, offset, x.shape[1], x.device)  # (S,)
     S = on_grid.shape[0]
     filled = F.pad(x, (0, 0, 0, 0, 0, S * w - x.shape[1])).unflatten(1, (S, w))[:, :, offset::r]
     filled = filled[:, :, : T * block_size]
     filled = F.pad(filled, (0, 0, 0, 0, 0, T * block_size - filled.shape[2])).unflatten(2, (T, block_size))
-    total = filled.sum(3, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)  # (B, S, T, heads, D)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if first_row:
+        return filled[:, :, :, 0].to(dtype).transpose(2, 3)
+    total = filled.sum(3, dtype=dtype)  # (B, S, T, heads, D)
     rows = (on_grid[:, None] - torch.arange(T, device=x.device) * block_size).clamp(1, block_size)  # (S, T)
     return (total / rows[:, :, None, None]).transpose(2, 3)
 

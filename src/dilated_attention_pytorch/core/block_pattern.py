@@ -39,7 +39,8 @@ class SparsePatternConfig:
             `strided`: every `1 / sparsity_ratio`-th tile, counted from its own;
             `random`: tiles drawn from `seed`, other ones in every branch, the same for all heads;
             `hierarchical`: the nearest, where a tile whose number is a multiple of 2^l counts as 2^l times nearer;
-            `content_adaptive`: the highest products of mean query and mean key, per batch row, segment and head.
+            `content_adaptive`: the highest products of mean query (under causality the tile's first one, which knows
+            nothing of later rows) and mean key, per batch row, segment and head.
         sparsity_ratio: the fraction of the tiles it can see that a row keeps; 0.1 keeps a tenth.
         block_size: rows and keys of a tile, a power of two; at least 16 for fused kernels.
         local_window_size: how many grid rows around its own a row prefers to what the pattern says. In `local_window`

@@ -1,0 +1,196 @@
+"""The block-sparse modules: their published names and keywords, causality, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import dilated_attention_pytorch
+from dilated_attention_pytorch import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    SparsePatternConfig,
+)
+from dilated_attention_pytorch.core import PATTERN_TYPES
+from dilated_attention_pytorch.functional import dilated_attention
+
+BRANCHES = {"segment_lengths": [16, 48], "dilation_rates": [1, 3]}
+N = 53
+
+
+def config(pattern: str = "local_window", ratio: float = 0.4, **more) -> SparsePatternConfig:
+    return SparsePatternConfig(pattern_type=pattern, sparsity_ratio=ratio, block_size=4, **more)
+
+
+def test_the_names_come_from_the_root_and_from_their_published_path() -> None:
+    from dilated_attention_pytorch import block_sparse_ring_dilated_attention as published
+
+    for name in (
+        "BlockSparseRingDilatedAttention",
+        "BlockSparseRingMultiheadDilatedAttention",
+        "SparsePatternConfig",
+    ):
+        assert getattr(published, name) is getattr(dilated_attention_pytorch, name)
+        assert name in dilated_attention_pytorch.__all__
+
+
+@pytest.mark.parametrize("pattern_type", ["local_window", "dilated_sparse", "global_local"])
+def test_documented_keywords_construct_and_run(pattern_type) -> None:
+    sparse_config = SparsePatternConfig(
+        pattern_type=pattern_type, sparsity_ratio=0.25, block_size=16, local_window_size=32, global_tokens=16
+    )
+    attention = BlockSparseRingDilatedAttention(
+        segment_lengths=[64, 128],
+        dilation_rates=[1, 2],
+        sparse_config=sparse_config,
+        ring_size=1,
+        enable_memory_pool=False,
+        use_pattern_cache=True,
+    )
+    q, k, v = torch.randn(3, 2, 200, 4, 16).unbind(0)
+    out = attention(q, k, v, is_causal=True)
+    assert out.shape == (2, 200, 4, 16)
+    assert out.isfinite().all()
+
+
+def test_by_default_a_tenth_of_tiles_of_128_is_kept() -> None:
+    attention = BlockSparseRingDilatedAttention(segment_lengths=[256], dilation_rates=[1])
+    assert attention.sparse_config == SparsePatternConfig("dilated_sparse", 0.1, 128)
+    assert (attention.use_pattern_cache, attention.enable_memory_pool, attention._memory_pool) == (True, False, None)
+
+
+@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+def test_the_module_is_the_function(pattern) -> None:
+    attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config(pattern), softmax_scale=0.3)
+    q, k, v = torch.randn(3, 2, N, 4, 8, dtype=torch.float64).unbind(0)
+    expected = dilated_attention(
+        q, k, v, **BRANCHES, sparse_config=config(pattern), scale=0.3, is_causal=True, backend="reference"
+    )
+    torch.testing.assert_close(attention(q, k, v, is_causal=True), expected)
+
+
+def test_the_multihead_form_is_projections_around_it() -> None:
+    module = BlockSparseRingMultiheadDilatedAttention(
+        16, 4, **BRANCHES, sparse_config=config(), num_kv_heads=2, dtype=torch.float64
+    )
+    x = torch.randn(2, N, 16, dtype=torch.float64)
+    heads = [p(x).unflatten(-1, (-1, 4)) for p in (module.q_proj, module.k_proj, module.v_proj)]
+    attended = dilated_attention(*heads, **BRANCHES, sparse_config=config())
+    out, weights = module(x, x, x)
+    torch.testing.assert_close(out, module.out_proj(module.norm(attended.flatten(-2))))
+    assert weights is None
+    out.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+def test_changing_a_token_changes_nothing_before_it(pattern) -> None:
+    attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config(pattern))
+    x = torch.randn(1, N, 4, 4, dtype=torch.float64)
+    before = attention(x, x, x, is_causal=True)
+    for t in range(N):
+        changed = x.clone()
+        changed[:, t] += 1
+        after = attention(changed, changed, changed, is_causal=True)
+        torch.testing.assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-12)
+        assert not torch.equal(after[:, t], before[:, t])
+
+
+@pytest.mark.parametrize("pattern", ["random", "content_adaptive"])
+def test_a_module_copies_pickles_and_shows_itself(pattern) -> None:
+    x, rows = torch.randn(1, N, 4, 4), torch.randn(1, N, 16)
+    for module, call in (
+        (BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config(pattern)), lambda m: m(x, x, x)),
+        (
+            BlockSparseRingMultiheadDilatedAttention(16, 4, **BRANCHES, sparse_config=config(pattern)),
+            lambda m: m(rows, rows, rows)[0],
+        ),
+    ):
+        expected = call(module)
+        assert f"pattern_type='{pattern}'" in repr(module)
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            torch.testing.assert_close(call(twin), expected)
+
+
+def test_without_the_cache_the_result_is_the_same() -> None:
+    x = torch.randn(1, N, 4, 4)
+    outs = [
+        BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config("random"), use_pattern_cache=cache)(x, x, x)
+        for cache in (True, False)
+    ]
+    assert torch.equal(*outs)
+
+
+def test_dropout_acts_while_training_only() -> None:
+    attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config(), dropout=0.5)
+    x = torch.randn(1, N, 4, 4)
+    assert not torch.equal(attention(x, x, x), attention(x, x, x))
+    attention.eval()
+    assert torch.equal(attention(x, x, x), attention(x, x, x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"sparse_config": SparsePatternConfig(block_size=64)},
+            ValueError,
+            "block_size=64 is larger than .* 16 tokens",
+        ),
+        ({"sparse_config": {"sparsity_ratio": 0.1}}, TypeError, "must be a SparsePatternConfig, got {'sparsity"),
+        ({"sparse_config": config(), "ring_size": 2}, ValueError, "ring_size must be .* 1 here, got 2"),
+        ({"sparse_config": config(), "enable_memory_pool": True}, ValueError, "leave enable_memory_pool"),
+        ({"sparse_config": config(), "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, error, message) -> None:
+    with pytest.raises(error, match=message):
+        BlockSparseRingDilatedAttention(**BRANCHES, **settings)
+    with pytest.raises(error, match=message):
+        BlockSparseRingMultiheadDilatedAttention(16, 4, **BRANCHES, **settings)
+
+
+def test_the_function_refuses_what_the_module_refuses() -> None:
+    x = torch.randn(1, N, 4, 4)
+    with pytest.raises(TypeError, match="must be a SparsePatternConfig"):
+        dilated_attention(x, x, x, **BRANCHES, sparse_config={"sparsity_ratio": 0.1})
+    with pytest.raises(ValueError, match="larger than the shortest segment, 16 tokens: take a power of two up to 16"):
+        dilated_attention(x, x, x, **BRANCHES, sparse_config=SparsePatternConfig(block_size=32))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"seqlens": torch.tensor([40])},
+        {"cu_seqlens": torch.tensor([0, 20, N])},
+        {"key_padding_mask": torch.zeros(1, N, dtype=torch.bool)},
+        {"spans": torch.tensor([[0, N]])},
+    ],
+    ids=lambda lengths: next(iter(lengths)),
+)
+def test_stated_lengths_are_refused(lengths) -> None:
+    x = torch.randn(1, N, 4, 4)
+    attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config())
+    for call in (attention, lambda *x, **more: dilated_attention(*x, **BRANCHES, sparse_config=config(), **more)):
+        with pytest.raises(ValueError, match=r"lengths .* cannot be stated with sparse_config: call it once"):
+            call(x, x, x, **lengths)
+
+
+def refuse_on_two_ranks(rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    x = torch.randn(1, N, 4, 4)
+    attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config(), ring_size=2)
+    with pytest.raises(NotImplementedError, match=r"not built yet, and there are 2 ranks: .* a group of one rank"):
+        attention(x, x, x)
+    assert BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config(), group=alone)(x, x, x).isfinite().all()
+    dist.destroy_process_group()
+
+
+def test_several_ranks_are_refused_and_a_group_of_one_is_not(tmp_path) -> None:
+    mp.spawn(refuse_on_two_ranks, (str(tmp_path / "store"),), nprocs=2)
