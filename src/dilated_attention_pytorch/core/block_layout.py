@@ -29,7 +29,7 @@ from dilated_attention_pytorch.core.block_pattern import (
     tiles_of,
     visible_tiles,
 )
-from dilated_attention_pytorch.core.pattern import grid_rows, segments
+from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset, segments
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable, Problem
 
 # Tiles whose order is worked out at once: it takes some 40 bytes each.
@@ -234,7 +234,7 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
     A tile's query is the mean of its rows. Under causality it is its first row: the others come after that one, which
     must not learn of them through what is chosen.
     """
-    (B, N, H, D), kv_heads, device = query.shape, key.shape[2], query.device
+    (B, N, H), kv_heads, device = query.shape[:3], key.shape[2], query.device
     query, key = query.unflatten(2, (kv_heads, -1)), key.unsqueeze(3)  # (B, N, Hkv, group, D), (B, N, Hkv, 1, D)
     branches: list[BranchLayout | None] = []
     for branch, offsets in zip(problem.spec.branches, problem.offsets(H, kv_heads)):
@@ -244,21 +244,12 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
             branches.append(None)
             continue
         chosen: dict[int, tuple[Tensor, Tensor]] = {}
-        for head, offset in enumerate(offsets):
-            if offset is None:
-                continue
-            pooled_q = _pooled(query[:, :, head], branch, offset, config.block_size, T, first_row=problem.is_causal)
-            pooled_k = _pooled(key[:, :, head], branch, offset, config.block_size, T)
-            size = -(-_rows_on_grid(branch, offset, N, device) // config.block_size)[None, :, None, None, None]
-            runs = []
-            for few in torch.arange(S).split(max(1, _TILES_AT_ONCE // (B * pooled_q.shape[2] * T * T))):
-                run = slice(int(few[0]), int(few[-1]) + 1)
-                scores = pooled_q[:, run] @ pooled_k[:, run].transpose(-1, -2) * problem.softmax_scale(D)
-                ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)  # (B, S, group, T, T)
-                rows = torch.arange(T, device=device)
-                kept, counts = choose_tiles(config, ranks, rows, size[:, run], problem.is_causal)
-                runs.append((kept, counts.expand(kept.shape[:-1])))
-            chosen[head] = torch.cat([kept for kept, _ in runs], 1), torch.cat([counts for _, counts in runs], 1)
+        for offset, heads in heads_by_offset(offsets):
+            pooled_q = _pooled(query[:, :, heads], branch, offset, config.block_size, T, first_row=problem.is_causal)
+            pooled_k = _pooled(key[:, :, heads], branch, offset, config.block_size, T)
+            size = -(-_rows_on_grid(branch, offset, N, device) // config.block_size).view(1, -1, 1, 1, 1, 1)
+            kept, counts = _highest(problem, config, pooled_q, pooled_k, size)
+            chosen.update(zip(range(kv_heads)[heads], zip(kept.unbind(2), counts.unbind(2))))
         some, few = next(iter(chosen.values()))
         absent = torch.full_like(some, T), torch.zeros_like(few)
         in_order = [chosen.get(head, absent) for head in range(kv_heads)]
@@ -272,20 +263,48 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
     return BlockLayout(config.block_size, tuple(branches))
 
 
+def _highest(
+    problem: Problem, config: SparsePatternConfig, pooled_q: Tensor, pooled_k: Tensor, tiles: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The kept tiles, `(B, S, heads, group, T, K)`, and their numbers, by products of `(B, S, heads, group, T, D)`."""
+    B, S, heads, group, T, D = pooled_q.shape
+    rows = torch.arange(T, device=pooled_q.device)
+    chosen = []
+    at_once = max(1, _TILES_AT_ONCE // (B * heads * group * T * T))
+    for s in range(0, S, at_once):
+        few = slice(s, s + at_once)
+        scores = pooled_q[:, few] @ pooled_k[:, few].transpose(-1, -2) * problem.softmax_scale(D)
+        ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+        kept, counts = choose_tiles(config, ranks, rows, tiles[:, few], problem.is_causal)
+        chosen.append((kept, counts.expand(kept.shape[:-1])))
+    return torch.cat([kept for kept, _ in chosen], 1), torch.cat([counts for _, counts in chosen], 1)
+
+
 def _pooled(x: Tensor, branch: Branch, offset: int, block_size: int, T: int, first_row: bool = False) -> Tensor:
-    """`(B, S, heads, T, D)`: the mean, or the first, of every tile's rows of `(B, N, heads, D)`; 0 without rows."""
+    """`(B, S, heads, group, T, D)` of `(B, N, heads, group, D)`: the mean, or the first, of every tile's rows.
+
+    A tile without rows has 0.
+    """
     w, r = branch.segment_length, branch.dilation_rate
     on_grid = _rows_on_grid(branch, offset, x.shape[1], x.device)  # (S,)
     S = on_grid.shape[0]
-    filled = F.pad(x, (0, 0, 0, 0, 0, S * w - x.shape[1])).unflatten(1, (S, w))[:, :, offset::r]
-    filled = filled[:, :, : T * block_size]
-    filled = F.pad(filled, (0, 0, 0, 0, 0, T * block_size - filled.shape[2])).unflatten(2, (T, block_size))
+    filled = _filled(x, S * w).unflatten(1, (S, w))[:, :, offset::r]
+    filled = filled[:, :, : T * block_size].transpose(1, 2)
+    filled = _filled(filled, T * block_size).unflatten(1, (T, block_size))  # (B, T, block, S, heads, group, D)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if first_row:
-        return filled[:, :, :, 0].to(dtype).transpose(2, 3)
-    total = filled.sum(3, dtype=dtype)  # (B, S, T, heads, D)
-    rows = (on_grid[:, None] - torch.arange(T, device=x.device) * block_size).clamp(1, block_size)  # (S, T)
-    return (total / rows[:, :, None, None]).transpose(2, 3)
+        pooled = filled[:, :, 0].to(dtype)
+    else:
+        rows = (on_grid - torch.arange(T, device=x.device)[:, None] * block_size).clamp(1, block_size)  # (T, S)
+        pooled = filled.sum(2, dtype=dtype) / rows[:, :, None, None, None]
+    return pooled.permute(0, 2, 3, 4, 1, 5)
+
+
+def _filled(x: Tensor, rows: int) -> Tensor:
+    """`x` with zeros after its second dimension's end, up to `rows`."""
+    if x.shape[1] == rows:
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, rows - x.shape[1]))
 
 
 def _rows_on_grid(branch: Branch, offset: int, tokens: int, device: torch.device) -> Tensor:

@@ -28,6 +28,24 @@ def segments(n: int, w: int) -> list[tuple[int, int]]:
     return [(start, min(w, n - start)) for start in range(0, n, w)]
 
 
+def heads_by_offset(offsets: tuple[int | None, ...]) -> list[tuple[int, slice]]:
+    """The heads at each offset of a branch: in every head layout an arithmetic progression.
+
+    >>> heads_by_offset((0, 1, 0, 1))
+    [(0, slice(0, 3, 2)), (1, slice(1, 4, 2))]
+    """
+    heads: dict[int, list[int]] = {}
+    for head, offset in enumerate(offsets):
+        if offset is not None:
+            heads.setdefault(offset, []).append(head)
+    slices = []
+    for offset, found in heads.items():
+        step = found[1] - found[0] if len(found) > 1 else 1
+        assert found == list(range(found[0], found[-1] + 1, step)), (offset, found)
+        slices.append((offset, slice(found[0], found[-1] + 1, step)))
+    return slices
+
+
 def on_grid(branch: Branch, offset: int | None, positions: Tensor) -> Tensor:
     """Whether each position (counted from the document's first token) is on the branch's grid."""
     if offset is None:

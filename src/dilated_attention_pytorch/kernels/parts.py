@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.pattern import grid_rows
+from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
 from dilated_attention_pytorch.core.spans import documents
 from dilated_attention_pytorch.core.spec import Problem
 
@@ -63,24 +63,11 @@ def parts(problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: i
     spoken_for = documents(spans, B, N)
     for index, branch in enumerate(problem.spec.branches):
         w, r = branch.segment_length, branch.dilation_rate
-        for offset, heads in _heads_by_offset(table[index]):
+        for offset, heads in heads_by_offset(table[index]):
             first = all(earlier[heads.start] is None for earlier in table[:index])
             for rows, start, segments, length in _equal_segments(spoken_for, B, N, w):
                 if grid_rows(length, r, offset):
                     yield Part(index, rows, start, segments, length, r, offset, heads, first)
-
-
-def _heads_by_offset(offsets: tuple[int | None, ...]) -> list[tuple[int, slice]]:
-    heads: dict[int, list[int]] = {}
-    for head, offset in enumerate(offsets):
-        if offset is not None:
-            heads.setdefault(offset, []).append(head)
-    slices = []
-    for offset, found in heads.items():
-        step = found[1] - found[0] if len(found) > 1 else 1
-        assert found == list(range(found[0], found[-1] + 1, step)), (offset, found)
-        slices.append((offset, slice(found[0], found[-1] + 1, step)))
-    return slices
 
 
 def _equal_segments(
