@@ -7,7 +7,21 @@ import sys
 
 from dilated_attention_pytorch._published_paths import publish
 from dilated_attention_pytorch._version import __version__
-from dilated_attention_pytorch.core import Branch, DilatedSpec, document_spans, merge
+from dilated_attention_pytorch.core import (
+    Branch,
+    DilatedPatternCache,
+    DilatedSpec,
+    OptimizedPatternCache,
+    PatternCache,
+    SimpleGPUCache,
+    WorkspacePool,
+    document_spans,
+    get_global_memory_pool,
+    get_global_pattern_cache,
+    merge,
+    reset_global_memory_pool,
+    reset_global_pattern_cache,
+)
 from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
@@ -22,6 +36,8 @@ from dilated_attention_pytorch.nn import (
     RotaryPositions,
     SparsePatternConfig,
     XPosPositions,
+    create_dilated_attention,
+    create_multihead_dilated_attention,
 )
 
 __all__ = [
@@ -29,6 +45,7 @@ __all__ = [
     "BlockSparseRingMultiheadDilatedAttention",
     "Branch",
     "DilatedAttention",
+    "DilatedPatternCache",
     "DilatedSpec",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
@@ -38,13 +55,23 @@ __all__ = [
     "LongNetLM",
     "ModelConfig",
     "MultiheadDilatedAttention",
+    "OptimizedPatternCache",
+    "PatternCache",
     "RotaryPositions",
+    "SimpleGPUCache",
     "SparsePatternConfig",
+    "WorkspacePool",
     "XPosPositions",
     "__version__",
     "backends",
+    "create_dilated_attention",
+    "create_multihead_dilated_attention",
     "document_spans",
+    "get_global_memory_pool",
+    "get_global_pattern_cache",
     "merge",
+    "reset_global_memory_pool",
+    "reset_global_pattern_cache",
 ]
 
 publish(sys.modules[__name__])

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
+from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels.ladder import backends, check_backend
-from dilated_attention_pytorch.kernels.op import attend, is_plain
+from dilated_attention_pytorch.kernels.op import attend
 
 __all__ = ["backends", "check_backend", "check_sparse_config", "dilated_attention", "refuse_dense_mask"]
 
@@ -45,9 +47,9 @@ def dilated_attention(
     total_heads: int | None = ...,
     allow_tf32: bool | None = ...,
     sparse_config: SparsePatternConfig | None = ...,
-    use_pattern_cache: bool = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
+    resources: Resources | None = ...,
 ) -> Tensor: ...
 
 
@@ -71,9 +73,9 @@ def dilated_attention(
     total_heads: int | None = ...,
     allow_tf32: bool | None = ...,
     sparse_config: SparsePatternConfig | None = ...,
-    use_pattern_cache: bool = ...,
     return_lse: Literal[True],
     backend: str = ...,
+    resources: Resources | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -96,9 +98,9 @@ def dilated_attention(
     total_heads: int | None = None,
     allow_tf32: bool | None = None,
     sparse_config: SparsePatternConfig | None = None,
-    use_pattern_cache: bool = True,
     return_lse: bool = False,
     backend: str = "auto",
+    resources: Resources | None = None,
     attn_mask: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: one softmax over all (branch, key) pairs that a row sees.
@@ -120,9 +122,10 @@ def dilated_attention(
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
         sparse_config: keep only some tiles of every branch, by a pattern; None keeps all. Lengths cannot be stated
             with it.
-        use_pattern_cache: remember the layouts of `sparse_config`; False builds them anew in every call.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
         backend: `auto`, or the engine to run: `triton`, `eager` or `reference`.
+        resources: a cache of tables and a pool of workspaces that calls share. None shares what always pays: the
+            layouts of `sparse_config`, through the global cache.
         attn_mask: refused; a dense mask takes O(N^2) memory.
 
     Returns:
@@ -136,13 +139,12 @@ def dilated_attention(
     query, key, value = _autocast(query, key, value)
     plain = is_plain(query, key, value)
     valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
-    settings = (
-        head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config,
-        use_pattern_cache, backend,
-    )  # fmt: skip
+    settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
     problem = _valid_problem(
         query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config
     )
+    if resources is None:
+        resources = NO_RESOURCES if sparse_config is None else Resources(get_global_pattern_cache())
     if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
         if sparse_config is not None:
             raise ValueError(
@@ -151,10 +153,16 @@ def dilated_attention(
             )
         B, N = query.shape[:2]
         spans = document_spans(
-            B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans
+            B,
+            N,
+            seqlens=seqlens,
+            cu_seqlens=cu_seqlens,
+            key_padding_mask=key_padding_mask,
+            spans=spans,
+            cache=resources.cache if plain else None,
         )
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
-    return attend(query, key, value, spans, seed, problem, backend, plain, return_lse)
+    return attend(query, key, value, spans, seed, problem, backend, plain, return_lse, resources)
 
 
 def refuse_dense_mask(attn_mask: Tensor | None) -> None:
@@ -215,7 +223,6 @@ def _checked_problem(
     total_heads: int | None,
     allow_tf32: bool | None,
     sparse_config: SparsePatternConfig | None,
-    use_pattern_cache: bool,
     backend: str,
 ) -> Problem:
     check_backend(backend)
@@ -238,7 +245,6 @@ def _checked_problem(
         total_heads=total_heads,
         allow_tf32=allow_tf32,
         sparse=sparse_config,
-        reuse_layouts=use_pattern_cache,
     )
 
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch.core import block_layout
 from dilated_attention_pytorch.core.block_layout import allowed_pairs, grids_of, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePatternConfig, tiles_of
+from dilated_attention_pytorch.core.cache_entries import Entry
 from dilated_attention_pytorch.core.pattern import dense_mask
+from dilated_attention_pytorch.core.pattern_cache import PatternCache
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 
 CPU = torch.device("cpu")
@@ -186,7 +188,7 @@ def test_rows_worked_out_apart_are_the_same(monkeypatch) -> None:
     spec = DilatedSpec.of([64, 96], [1, 2])
     q, k = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8)
     for pattern in PATTERN_TYPES:
-        problem = Problem(spec=spec, sparse=SparsePatternConfig(pattern, 0.3, 4), is_causal=True, reuse_layouts=False)
+        problem = Problem(spec=spec, sparse=SparsePatternConfig(pattern, 0.3, 4), is_causal=True)
         together = layout_of(problem, q, k)
         with monkeypatch.context() as patch:
             patch.setattr(block_layout, "_TILES_AT_ONCE", 20)
@@ -196,12 +198,59 @@ def test_rows_worked_out_apart_are_the_same(monkeypatch) -> None:
             assert torch.equal(one.queries, other.queries)
 
 
-def test_a_layout_is_remembered_unless_asked_otherwise() -> None:
-    spec = DilatedSpec.of([64], [1])
+def test_a_layout_is_remembered_where_there_is_a_cache() -> None:
     q = torch.randn(1, 64, 2, 4)
-    for reuse in (True, False):
-        problem = Problem(spec=spec, sparse=SparsePatternConfig("random", 0.3, 4), reuse_layouts=reuse)
-        assert (layout_of(problem, q, q) is layout_of(problem, q, q)) == reuse
+    problem = Problem(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("random", 0.3, 4))
+    cache = PatternCache()
+    assert layout_of(problem, q, q, cache) is layout_of(problem, q, q, cache)
+    assert cache.get_stats()["hits"] == 1
+    assert layout_of(problem, q, q) is not layout_of(problem, q, q)
+
+
+def test_layouts_of_different_calls_are_different_entries() -> None:
+    config = SparsePatternConfig("random", 0.3, 4)
+    spec = DilatedSpec.of([64], [4])
+    cache = PatternCache()
+    q, k = torch.randn(1, 64, 4, 4), torch.randn(1, 64, 2, 4)
+    calls = [
+        (Problem(spec=spec, sparse=config), q, q),
+        (Problem(spec=spec, sparse=config), q, k),
+        (Problem(spec=spec, sparse=config), q[:, :50], q[:, :50]),
+        (Problem(spec=spec, sparse=config, is_causal=True), q, q),
+        (Problem(spec=spec, sparse=config, head_offset=4, total_heads=8), q, q),
+        (Problem(spec=spec, sparse=SparsePatternConfig("random", 0.3, 4, seed=1)), q, q),
+        (Problem(spec=DilatedSpec.of([64], [4], "blocked"), sparse=config), q, q),
+    ]
+    for call in calls:
+        layout_of(*call, cache)
+    assert len(cache) == len(calls)
+
+
+def test_content_is_never_remembered() -> None:
+    problem = Problem(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("content_adaptive", 0.3, 4))
+    cache = PatternCache()
+    layout_of(problem, *torch.randn(2, 1, 64, 2, 4), cache)
+    assert len(cache) == 0
+
+
+def test_an_entry_knows_the_tensors_of_a_layout() -> None:
+    layout = layout_of(
+        Problem(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("strided", 0.3, 4)),
+        *torch.randn(2, 1, 64, 2, 4),
+    )
+    tensors = [*layout.branches[0].key_lists, layout.branches[0].query_first, layout.branches[0].queries]
+    assert Entry(layout).bytes == sum(x.nbytes for x in tensors)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_autocast_does_not_change_what_content_chooses(is_causal) -> None:
+    config = SparsePatternConfig("content_adaptive", 0.3, 4)
+    problem = Problem(spec=DilatedSpec.of([256], [1]), sparse=config, is_causal=is_causal)
+    q, k = torch.randn(2, 1, 256, 2, 16)
+    outside = layout_of(problem, q, k)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = layout_of(problem, q, k)
+    assert torch.equal(outside.branches[0].keys, inside.branches[0].keys)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_dropout_acts_while_training_only() -> None:
         ),
         ({"sparse_config": {"sparsity_ratio": 0.1}}, TypeError, "must be a SparsePatternConfig, got {'sparsity"),
         ({"sparse_config": config(), "ring_size": 2}, ValueError, "ring_size must be .* 1 here, got 2"),
-        ({"sparse_config": config(), "enable_memory_pool": True}, ValueError, "leave enable_memory_pool"),
+        ({"sparse_config": config(), "lightweight_pool": True}, ValueError, "pass enable_memory_pool=True with it"),
         ({"sparse_config": config(), "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
     ],
 )

@@ -1,7 +1,15 @@
-"""What dilated attention is: specs, pattern mathematics, the reference and the algebra of partials. PyTorch only."""
+"""What dilated attention is: specs, pattern mathematics, the reference, the algebra of partials; and what calls share.
+
+PyTorch only.
+"""
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, PatternType, SparsePatternConfig
+from dilated_attention_pytorch.core.memory_pool import (
+    WorkspacePool,
+    get_global_memory_pool,
+    reset_global_memory_pool,
+)
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.pattern import (
     covered_rows,
@@ -12,7 +20,16 @@ from dilated_attention_pytorch.core.pattern import (
     visible,
     visible_pairs,
 )
+from dilated_attention_pytorch.core.pattern_cache import (
+    DilatedPatternCache,
+    OptimizedPatternCache,
+    PatternCache,
+    SimpleGPUCache,
+    get_global_pattern_cache,
+    reset_global_pattern_cache,
+)
 from dilated_attention_pytorch.core.reference import reference_forward
+from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, HeadLayout
 
@@ -21,19 +38,29 @@ __all__ = [
     "BlockLayout",
     "Branch",
     "BranchLayout",
+    "DilatedPatternCache",
     "DilatedSpec",
     "HeadLayout",
+    "OptimizedPatternCache",
+    "PatternCache",
     "PatternType",
+    "Resources",
+    "SimpleGPUCache",
     "SparsePatternConfig",
+    "WorkspacePool",
     "covered_rows",
     "dense_mask",
     "document_spans",
     "forward_flops",
+    "get_global_memory_pool",
+    "get_global_pattern_cache",
     "keys_seen",
     "layout_for",
     "layout_of",
     "merge",
     "reference_forward",
+    "reset_global_memory_pool",
+    "reset_global_pattern_cache",
     "training_bytes",
     "uncovered_share",
     "visible",

@@ -6,16 +6,15 @@ branch stand below one another, so that a *row* is one number; in compressed for
 `queries[query_first[i] : query_first[i + 1]]`; both ascend, and count from the grid's own first tile.
 
 Patterns that look at positions only have one grid for each number of tiles, whatever the segment, head and batch row;
-they are built on the CPU once and remembered. `content_adaptive` has a grid for each of them, built on the tensors'
-device without waiting for it.
+they are built on the CPU, and a cache remembers them. `content_adaptive` has a grid for each of them, built on the
+tensors' device without waiting for it.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +29,16 @@ from dilated_attention_pytorch.core.block_pattern import (
     visible_tiles,
 )
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset, segments
+from dilated_attention_pytorch.core.pattern_cache import PatternCache
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable, Problem
 
 # Tiles whose order is worked out at once: it takes some 40 bytes each.
 _TILES_AT_ONCE = 1 << 22
-# How many layouts are remembered.
-_LAYOUTS = 128
+# Layouts that a captured CUDA graph reads whenever it is replayed, and that must outlive their place in a cache.
+_captured: dict[int, BlockLayout] = {}
 
 
-@dataclass(frozen=True, eq=False)
-class BranchLayout:
+class BranchLayout(NamedTuple):
     """The kept tiles of one branch, int32; rows are numbered over all grids."""
 
     grids: Tensor  # (S, H): the first row of the grid of a segment and query head
@@ -48,6 +47,15 @@ class BranchLayout:
     keys: Tensor  # (kept tiles,)
     query_first: Tensor
     queries: Tensor
+
+    @property
+    def key_lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel walks key tiles by."""
+        return self.grids, self.key_first, self.keys
+
+    @property
+    def query_lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.grids, self.query_first, self.queries
 
     def kept_keys(self, b: Tensor, segments: Tensor, heads: Tensor, tiles: int) -> Tensor:
         """The key tiles of every query tile, padded with -1, of grids of `tiles`: `(..., tiles, K)` for `(...)` grids.
@@ -68,8 +76,7 @@ class BranchLayout:
         return written.scatter_(1, torch.where(kept < 0, tiles, kept), True)[:, :tiles]
 
 
-@dataclass(frozen=True, eq=False)
-class BlockLayout:
+class BlockLayout(NamedTuple):
     """The kept tiles of every branch; None for a branch that no head is on."""
 
     block_size: int
@@ -130,19 +137,30 @@ def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[
                 yield index, head, segment, range(start + offset, start + length, branch.dilation_rate)
 
 
-def layout_of(problem: Problem, query: Tensor, key: Tensor) -> BlockLayout | None:
-    """The layout of a call, or None where its problem has no block pattern."""
-    if problem.sparse is None:
-        return None
-    if problem.sparse.depends_on_content:
-        return _layout_from_content(problem, problem.sparse, query.detach(), key.detach())
-    N, H = query.shape[1:3]
-    offsets = problem.query_head_offsets(H, key.shape[2])
-    build = layout_for if problem.reuse_layouts else layout_for.__wrapped__
-    return build(problem.spec, N, offsets, problem.sparse, problem.is_causal, query.device)
+def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: PatternCache | None = None) -> BlockLayout:
+    """The layout of a call whose problem has a block pattern, through the cache if there is one."""
+    config = problem.sparse
+    assert config is not None
+    if config.depends_on_content:
+        # Autocast may be over when backward chooses again, and must not change the choice.
+        with torch.autocast(query.device.type, enabled=False):
+            return _layout_from_content(problem, config, query.detach(), key.detach())
+    N, H, kv_heads, device = query.shape[1], query.shape[2], key.shape[2], query.device
+
+    def build() -> BlockLayout:
+        offsets = problem.query_head_offsets(H, kv_heads)
+        with torch.inference_mode(False):  # an entry outlives the mode it was made in
+            return layout_for(problem.spec, N, offsets, config, problem.is_causal, device)
+
+    if cache is None:
+        return build()
+    kind = (problem.spec, config, problem.is_causal, problem.head_offset, problem.total_heads, N, H, kv_heads, device)
+    layout = cache.remember("block layout", kind, build)
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured[id(layout)] = layout
+    return layout
 
 
-@functools.lru_cache(maxsize=_LAYOUTS)
 def layout_for(
     spec: DilatedSpec,
     tokens: int,

@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.pattern_cache import PatternCache
+
 
 def document_spans(
     batch: int,
@@ -18,10 +20,12 @@ def document_spans(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     spans: Tensor | None = None,
+    cache: PatternCache | None = None,
 ) -> Tensor | None:
     """The spans that one of `seqlens`, `cu_seqlens`, `key_padding_mask` or `spans` states, or None when none is given.
 
-    Compute it once and pass `spans=` to many layers: the values are checked here, which waits for the device.
+    Compute it once and pass `spans=` to many layers: the values are checked here, which waits for the device. With a
+    `cache`, equal lengths give the same tensor again, which must not be written to.
 
     >>> document_spans(2, 5, key_padding_mask=torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 1]]).bool())
     tensor([[2, 5],
@@ -59,7 +63,19 @@ def document_spans(
             f"spans must be (documents, 2), one document a row when there are several rows; "
             f"got {tuple(value.shape)} for batch {batch}: make them with document_spans"
         )
-    return value if kind == "spans" else checked_spans(value, kind, tokens)
+    if kind == "spans":
+        return value
+    if cache is None:
+        return checked_spans(value, kind, tokens)
+    # Found by content, on a GPU too: to read them is what checking them waits for in any case.
+    mask = kind == "key_padding_mask"
+    key = () if mask else (kind, tokens, value.device, tuple(value.tolist()))
+    return cache.remember("padding mask" if mask else "lengths", key, lambda: _lasting(value, kind, tokens))
+
+
+def _lasting(lengths: Tensor, kind: str, tokens: int) -> Tensor:
+    with torch.inference_mode(False):  # what inference made, training could not save for backward
+        return checked_spans(lengths, kind, tokens)
 
 
 # An op of its own, so that its look at the values does not break a compiled graph.

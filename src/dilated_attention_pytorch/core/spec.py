@@ -147,7 +147,7 @@ class Problem:
     """Everything about one attention call that is not a tensor.
 
     `head_offset` and `total_heads` count query heads, as the caller sees them; under head sharding they are global.
-    `sparse` keeps some tiles of every branch only; `reuse_layouts` says whether its layouts are remembered.
+    `sparse` keeps some tiles of every branch only.
     """
 
     spec: DilatedSpec
@@ -158,7 +158,6 @@ class Problem:
     total_heads: int | None = None
     allow_tf32: bool | None = None
     sparse: SparsePatternConfig | None = None
-    reuse_layouts: bool = True
 
     def softmax_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale

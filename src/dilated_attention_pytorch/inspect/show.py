@@ -45,9 +45,7 @@ class View:
             generator = torch.Generator().manual_seed(self.sparse.seed)
             shape = (1, self.tokens, self.heads, self.head_dim)
             q, k = (torch.randn(shape, generator=generator) for _ in range(2))
-            layout = layout_of(problem, q, k)
-            assert layout is not None
-            return layout
+            return layout_of(problem, q, k)
         every_tile = SparsePatternConfig("local_window", sparsity_ratio=1.0, block_size=64)
         offsets = self.spec.offsets(self.heads)
         return layout_for(

@@ -1,5 +1,7 @@
 """Dense attention with its lse on `(S, M, H, D)` views, forward and backward: what a part is computed with.
 
+What the chunked ones return is a workspace from `take`: the caller adds it up before it ends the lease.
+
 `forward` gives the partial `(out, lse)`. `backward` takes the *merged* out (through `delta`) and lse of the whole
 problem, so that a part's share of the gradients needs nothing that forward did not save:
 
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+from dilated_attention_pytorch.core.memory_pool import Take
 
 # Scores held at once by the chunked path, whatever the sequence length: 16 MiB in float32, several times that with
 # dropout, whose hash is kept in int64.
@@ -48,9 +52,9 @@ def flash_backward(
 
 
 def chunked_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: Keep | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: Keep | None, take: Take
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    out, lse = (take(shape, dtype=q.dtype, device=q.device) for shape in (q.shape, q.shape[:-1]))
     for segments, rows, keys in _chunks(q, is_causal):
         scores = _scores(q[segments, rows], k[segments, keys], scale, rows, is_causal)
         chunk_lse = scores.logsumexp(-1)
@@ -72,8 +76,11 @@ def chunked_backward(
     scale: float,
     is_causal: bool,
     keep: Keep | None,
+    take: Take,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = (take(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk.zero_()
+    dv.zero_()
     for segments, rows, keys in _chunks(q, is_causal):
         kept_k, kept_v, kept_do = k[segments, keys], v[segments, keys], do[segments, rows]
         scores = _scores(q[segments, rows], kept_k, scale, rows, is_causal)

@@ -17,10 +17,12 @@ from torch import Tensor
 from dilated_attention_pytorch.core.block_layout import BlockLayout
 from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.core.dropout import keep_mask
+from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels import dense, tiles
-from dilated_attention_pytorch.kernels.parts import Part, parts
+from dilated_attention_pytorch.kernels.parts import Part, partition_for
 
 _tf32_lock = threading.Lock()
 
@@ -32,32 +34,40 @@ def forward(
     problem: Problem,
     spans: Tensor | None,
     seed: Tensor | None,
-    layout: BlockLayout | None,
+    layout: BlockLayout | None = None,
+    resources: Resources = NO_RESOURCES,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = (_working(x) for x in (query, key, value))
-    groups, scale = q.shape[2] // k.shape[2], problem.softmax_scale(q.shape[3])
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype, device=q.device)
-    with _tf32(problem.allow_tf32, q.device):
-        for part in parts(problem, spans, q.shape, k.shape[2]):
-            part_k, part_v = part.view(k), part.view(v)
+    with resources.workspaces() as take, _tf32(problem.allow_tf32, query.device):
+        q, k, v = (_working(x, take) for x in (query, key, value))
+        kv_heads = k.shape[2]
+        groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
+        out = _sums_of(query, q.dtype, take)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype, device=q.device)
+        flash = layout is None and seed is None and dense.flash_fits(q, scale)
+        partition = partition_for(problem, spans, q.shape, kv_heads, resources.cache)
+        view_q, view_out, view_lse = (partition.viewer(x, groups) for x in (q, out, lse))
+        view_k, view_v = partition.viewer(k), partition.viewer(v)
+        for i, part in enumerate(partition.parts):
+            part_k, part_v = view_k(i), view_v(i)
             for g in range(groups):
-                part_q = part.view(q, g, groups)
-                keep = _keep(part, problem, seed, k.shape[2], g, groups, q.dtype)
-                if layout is not None:
-                    tiling = _tiling(part, problem, layout, part_q, k.shape[2], g, groups)
-                    partial = tiles.forward(part_q, part_k, part_v, scale, problem.is_causal, keep, tiling)
-                elif seed is None and dense.flash_fits(q, scale):
-                    partial = dense.flash_forward(part_q, part_k, part_v, scale, problem.is_causal)
-                else:
-                    partial = dense.chunked_forward(part_q, part_k, part_v, scale, problem.is_causal, keep)
-                so_far = part.view(out, g, groups), part.view(lse, g, groups)
-                if part.first:
-                    so_far[0].copy_(partial[0])
-                    so_far[1].copy_(partial[1])
-                else:
-                    merge_(*so_far, *partial)
-    return out.to(query.dtype), lse
+                inputs = view_q(i, g), part_k, part_v, scale, problem.is_causal
+                with resources.workspaces() as take_for_part:
+                    if flash:
+                        partial = dense.flash_forward(*inputs)
+                    else:
+                        keep = _keep(part, problem, seed, kv_heads, g, groups, q.dtype)
+                        if layout is None:
+                            partial = dense.chunked_forward(*inputs, keep, take_for_part)
+                        else:
+                            tiling = _tiling(part, problem, layout, inputs[0], kv_heads, g, groups)
+                            partial = tiles.forward(*inputs, keep, take_for_part, tiling)
+                    so_far = view_out(i, g), view_lse(i, g)
+                    if part.first:
+                        so_far[0].copy_(partial[0])
+                        so_far[1].copy_(partial[1])
+                    else:
+                        merge_(*so_far, *partial)
+        return out.to(query.dtype), by_head(lse)
 
 
 def backward(
@@ -71,44 +81,63 @@ def backward(
     problem: Problem,
     spans: Tensor | None,
     seed: Tensor | None,
-    layout: BlockLayout | None,
+    layout: BlockLayout | None = None,
+    resources: Resources = NO_RESOURCES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    do, q, k, v, merged = (_working(x) for x in (grad_out, query, key, value, out))
-    groups, scale = q.shape[2] // k.shape[2], problem.softmax_scale(q.shape[3])
-    dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse = lse.contiguous()  # by row, so that batches of segments are views
-    flash = layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale)
-    delta = torch.empty(0) if flash else (do * merged).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse
-    with _tf32(problem.allow_tf32, q.device):
-        for part in parts(problem, spans, q.shape, k.shape[2]):
-            part_k, part_v = part.view(k), part.view(v)
+    with resources.workspaces() as take, _tf32(problem.allow_tf32, query.device):
+        do, q, k, v, merged = (_working(x, take) for x in (grad_out, query, key, value, out))
+        kv_heads = k.shape[2]
+        groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
+        dq, dk, dv = (_sums_of(x, q.dtype, take) for x in (query, key, value))
+        lse = lse.contiguous()  # by row, so that batches of segments are views
+        flash = layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale)
+        products = None if flash else take(q.shape, dtype=q.dtype, device=q.device)
+        delta = lse if flash else torch.mul(do, merged, out=products).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse
+        partition = partition_for(problem, spans, q.shape, kv_heads, resources.cache)
+        views = [partition.viewer(x, groups) for x in (do, q, lse, merged, delta, dq)]
+        view_do, view_q, view_lse, view_out, view_delta, view_dq = views
+        view_k, view_v, view_dk, view_dv = (partition.viewer(x) for x in (k, v, dk, dv))
+        for i, part in enumerate(partition.parts):
+            part_k, part_v = view_k(i), view_v(i)
             for g in range(groups):
-                part_do, part_q, part_lse = (part.view(x, g, groups) for x in (do, q, lse))
-                if flash:
-                    part_out = part.view(merged, g, groups)
-                    grads = dense.flash_backward(
-                        part_do, part_q, part_k, part_v, part_out, part_lse, scale, problem.is_causal
-                    )
-                else:
-                    keep = _keep(part, problem, seed, k.shape[2], g, groups, q.dtype)
-                    part_delta = part.view(delta, g, groups)
-                    inputs = (part_do, part_q, part_k, part_v, part_delta, part_lse, scale, problem.is_causal, keep)
-                    if layout is not None:
-                        grads = tiles.backward(*inputs, _tiling(part, problem, layout, part_q, k.shape[2], g, groups))
+                inputs = view_do(i, g), view_q(i, g), part_k, part_v
+                with resources.workspaces() as take_for_part:
+                    if flash:
+                        grads = dense.flash_backward(*inputs, view_out(i, g), view_lse(i, g), scale, problem.is_causal)
                     else:
-                        grads = dense.chunked_backward(*inputs)
-                for total, grad in zip((part.view(dq, g, groups), part.view(dk), part.view(dv)), grads):
-                    total += grad
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+                        keep = _keep(part, problem, seed, kv_heads, g, groups, q.dtype)
+                        rows = *inputs, view_delta(i, g), view_lse(i, g)
+                        if layout is None:
+                            grads = dense.chunked_backward(*rows, scale, problem.is_causal, keep, take_for_part)
+                        else:
+                            tiling = _tiling(part, problem, layout, inputs[1], kv_heads, g, groups)
+                            grads = tiles.backward(*rows, scale, problem.is_causal, keep, take_for_part, tiling)
+                    for total, grad in zip((view_dq(i, g), view_dk(i), view_dv(i)), grads):
+                        total += grad
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
-def _working(x: Tensor) -> Tensor:
+def by_head(lse: Tensor) -> Tensor:
+    """`(B, N, H)`, laid out in memory as `(B, H, N)`: as fused kernels write and read it."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _sums_of(x: Tensor, dtype: torch.dtype, take: Take) -> Tensor:
+    """Zeros like `x` to add into: a workspace if they are of another dtype than the result, else the result itself."""
+    if x.dtype == dtype:
+        return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    return take(x.shape, dtype=dtype, device=x.device).zero_()
+
+
+def _working(x: Tensor, take: Take) -> Tensor:
     """In the precision of the computation, with rows that can be cut into segments by views."""
-    x = x if x.dtype == torch.float64 else x.float()
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     batches_follow = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return x if x.stride(-1) == 1 and batches_follow else x.contiguous()
+    if x.dtype == dtype and x.stride(-1) == 1 and batches_follow:
+        return x
+    return take(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
 def _keep(

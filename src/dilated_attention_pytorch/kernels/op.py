@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
+from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels import eager
+from dilated_attention_pytorch.kernels.eager import by_head
 from dilated_attention_pytorch.kernels.ladder import choose_backend
 
 
@@ -36,27 +38,20 @@ def attend(
     backend: str,
     plain: bool,
     return_lse: bool,
+    resources: Resources,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`out`, or `(out, lse)`, of a call that `functional` has validated; `plain` says what `is_plain` does."""
+    """`out`, or `(out, lse)`, of a call that `functional` has validated; `plain` says what `is_plain` does.
+
+    The registered operator is a pure function of its arguments: where it is traced, calls share block layouts only.
+    """
     if not plain:
-        both = attend_op(query, key, value, spans, seed, *_settings(problem, backend))
+        both = attend_op(query, key, value, spans, seed, *_settings(problem, backend, resources))
     elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend)
+        return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend, resources)
     else:
-        layout = None if problem.sparse is None else layout_of(problem, query, key)
-        both = _forward(query, key, value, spans, seed, problem, backend, layout)
+        layout = None if problem.sparse is None else layout_of(problem, query, key, resources.cache)
+        both = _forward(query, key, value, spans, seed, problem, backend, resources, layout)
     return both if return_lse else both[0]
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether nothing but autograd watches a call of these tensors."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-        and tensors[0].device.type != "meta"
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 class _Attend(torch.autograd.Function):
@@ -65,11 +60,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, problem: Problem,
-        backend: str,
+        backend: str, resources: Resources,
     ) -> Any:  # fmt: skip
-        layout = None if problem.sparse is None else layout_of(problem, query, key)
-        out, lse = _forward(query, key, value, spans, seed, problem, backend, layout)
-        ctx.problem, ctx.backend, ctx.layout = problem, backend, layout
+        layout = None if problem.sparse is None else layout_of(problem, query, key, resources.cache)
+        out, lse = _forward(query, key, value, spans, seed, problem, backend, resources, layout)
+        ctx.rest = problem, backend, resources, layout  # backward must see the tiles that forward saw
         ctx.save_for_backward(query, key, value, out, lse, spans, seed)
         ctx.set_materialize_grads(False)
         return (out, lse) if return_lse else out
@@ -78,10 +73,10 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
         if torch.is_grad_enabled():
             # Under create_graph the gradient itself is recorded; the operator then refuses to be differentiated.
-            grads = _gradients(ctx, attend_backward, _settings(ctx.problem, ctx.backend), grad_out, grad_lse)
+            grads = _gradients(ctx, attend_backward, _settings(*ctx.rest[:3]), grad_out, grad_lse)
         else:
-            grads = _gradients(ctx, _backward, (ctx.problem, ctx.backend, ctx.layout), grad_out, grad_lse)
-        return (*grads, None, None, None, None, None)
+            grads = _gradients(ctx, _backward, ctx.rest, grad_out, grad_lse)
+        return (*grads, None, None, None, None, None, None)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
@@ -111,9 +106,10 @@ def attend_op(
 ) -> tuple[Tensor, Tensor]:
     problem = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
-        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed, reuse_layouts,
+        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
-    return _forward(query, key, value, spans, seed, problem, backend, layout_of(problem, query, key))
+    layout = _layout(problem, query, key, reuse_layouts)
+    return _forward(query, key, value, spans, seed, problem, backend, NO_RESOURCES, layout)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())
@@ -148,16 +144,24 @@ def attend_backward(
     """`(dq, dk, dv)`."""
     problem = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
-        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed, reuse_layouts,
+        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
-    layout = layout_of(problem, query, key)
-    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend, layout)
+    layout = _layout(problem, query, key, reuse_layouts)
+    return _backward(
+        grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend, NO_RESOURCES, layout
+    )
+
+
+def _layout(problem: Problem, query: Tensor, key: Tensor, reuse: bool) -> BlockLayout | None:
+    if problem.sparse is None:
+        return None
+    return layout_of(problem, query, key, get_global_pattern_cache() if reuse else None)
 
 
 @attend_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     B, N, H, _ = query.shape
-    lse = query.new_empty((B, H, N), dtype=lse_dtype(query.dtype)).transpose(1, 2)  # as _by_head
+    lse = query.new_empty((B, H, N), dtype=lse_dtype(query.dtype)).transpose(1, 2)  # as by_head
     return query.new_empty(query.shape), lse
 
 
@@ -200,19 +204,23 @@ def _forward(
     seed: Tensor | None,
     problem: Problem,
     backend: str,
+    resources: Resources,
     layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor]:
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], _block_size(layout))
+    block_size = None if layout is None else layout.block_size
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
     with _no_autocast(query.device.type):
         if backend == "reference":
             out, lse = reference_forward(query, key, value, problem, spans, seed, layout)
-            return out.to(query.dtype), _by_head(lse.to(lse_dtype(query.dtype)))
+            return out.to(query.dtype), by_head(lse.to(lse_dtype(query.dtype)))
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            return engine.forward(query, key, value, problem, spans, seed, layout)
-        out, lse = eager.forward(query, key, value, problem, spans, seed, layout)
-        return out, _by_head(lse)
+            cache, pool = resources
+            if pool is None:
+                return engine.forward(query, key, value, problem, spans, seed, layout, cache)
+            return pool.serve(lambda take: engine.forward(query, key, value, problem, spans, seed, layout, cache, take))
+        return resources.retrying(lambda: eager.forward(query, key, value, problem, spans, seed, layout, resources))
 
 
 def _backward(
@@ -227,9 +235,11 @@ def _backward(
     seed: Tensor | None,
     problem: Problem,
     backend: str,
+    resources: Resources,
     layout: BlockLayout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], _block_size(layout))
+    block_size = None if layout is None else layout.block_size
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
     with _no_autocast(query.device.type):
         if backend == "reference":
             grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed, layout)
@@ -237,12 +247,14 @@ def _backward(
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            return engine.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout)
-        return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout)
-
-
-def _block_size(layout: BlockLayout | None) -> int | None:
-    return None if layout is None else layout.block_size
+            cache, pool = resources
+            inputs = (grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, cache)
+            return engine.backward(*inputs) if pool is None else pool.serve(lambda take: engine.backward(*inputs, take))
+        return resources.retrying(
+            lambda: eager.backward(
+                grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, resources
+            )
+        )
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -252,16 +264,11 @@ def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _by_head(lse: Tensor) -> Tensor:
-    """`(B, N, H)`, laid out in memory as `(B, H, N)`: as fused kernels write and read it."""
-    return lse.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _settings(problem: Problem, backend: str) -> tuple[Any, ...]:
+def _settings(problem: Problem, backend: str, resources: Resources) -> tuple[Any, ...]:
     """A problem as the operators take it: in numbers and words."""
     spec, sparse = problem.spec, problem.sparse
     settings = (
@@ -272,7 +279,7 @@ def _settings(problem: Problem, backend: str) -> tuple[Any, ...]:
         return settings
     return (
         *settings, sparse.pattern_type, sparse.sparsity_ratio, sparse.block_size, sparse.local_window_size,
-        sparse.global_tokens, sparse.seed, problem.reuse_layouts,
+        sparse.global_tokens, sparse.seed, resources.cache is not None,
     )  # fmt: skip
 
 
@@ -297,7 +304,6 @@ def _remembered_problem(
     local_window_size: int | None,
     global_tokens: int | None,
     pattern_seed: int,
-    reuse_layouts: bool,
 ) -> Problem:
     sparse = None
     if pattern_type is not None:
@@ -313,5 +319,4 @@ def _remembered_problem(
         total_heads=total_heads,
         allow_tf32=allow_tf32,
         sparse=sparse,
-        reuse_layouts=reuse_layouts,
     )

@@ -1,7 +1,8 @@
 """Attention over kept tiles with its lse on `(S, M, H, D)` views, forward and backward: `dense` for a block layout.
 
 Rows and keys are copied into whole tiles, `(S, H, T, block, D)`; a chunk gathers the kept key tiles of some query
-tiles and is one batch of matrix products. No scores exist but those of a chunk's kept tiles.
+tiles and is one batch of matrix products. No scores exist but those of a chunk's kept tiles. What is returned lies in
+workspaces from `take`: the caller adds it up before it ends the lease.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.kernels.dense import Keep
 
 # Scores, or elements of gathered keys, held at once: 16 MiB in float32, several times that with dropout.
@@ -26,12 +27,15 @@ class Tiling:
     kept: Tensor
     block_size: int
 
-    def cut(self, x: Tensor) -> Tensor:
+    def cut(self, x: Tensor, take: Take) -> Tensor:
         """Rows `(S, M, H, ...)` as whole tiles `(S, H, T, block, ...)`, filled up with zeros."""
-        x = x.transpose(1, 2)
-        missing = self.kept.shape[2] * self.block_size - x.shape[2]
-        x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
-        return x.unflatten(2, (-1, self.block_size)).contiguous()
+        S, M, H, *rest = x.shape
+        T = self.kept.shape[2]
+        tiles = take((S, H, T, self.block_size, *rest), dtype=x.dtype, device=x.device)
+        rows = tiles.flatten(2, 3)
+        rows[:, :, :M] = x.transpose(1, 2)
+        rows[:, :, M:] = 0
+        return tiles
 
     def join(self, tiles: Tensor, rows: int) -> Tensor:
         return tiles.flatten(2, 3)[:, :, :rows].transpose(1, 2)
@@ -60,11 +64,11 @@ class _Chunk:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: Keep | None, tiling: Tiling
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: Keep | None, take: Take, tiling: Tiling
 ) -> tuple[Tensor, Tensor]:
     rows = q.shape[1]
-    q, k, v = (tiling.cut(x) for x in (q, k, v))
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    q, k, v = (tiling.cut(x, take) for x in (q, k, v))
+    out, lse = (take(shape, dtype=q.dtype, device=q.device) for shape in (q.shape, q.shape[:-1]))
     for chunk in _chunks(tiling, q, rows, is_causal):
         scores = _scores(q, k, scale, chunk)
         chunk_lse = scores.logsumexp(-1)
@@ -86,12 +90,15 @@ def backward(
     scale: float,
     is_causal: bool,
     keep: Keep | None,
+    take: Take,
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Against the merged lse and delta; a row past the end has do = 0 and delta = 0, and adds nothing."""
     rows = q.shape[1]
-    do, q, k, v, delta, lse = (tiling.cut(x) for x in (do, q, k, v, delta, lse))
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    do, q, k, v, delta, lse = (tiling.cut(x, take) for x in (do, q, k, v, delta, lse))
+    dq, dk, dv = (take(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk.zero_()
+    dv.zero_()
     for chunk in _chunks(tiling, q, rows, is_causal):
         here = chunk.segments, slice(None), chunk.tiles
         weights = _scores(q, k, scale, chunk).sub_(lse[here].unsqueeze(-1)).exp_()

@@ -12,20 +12,39 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.pattern import common_period
+from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.weights import load_weights, save_weights
+from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.positions import RotaryPositions, XPosPositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 Model = TypeVar("Model", bound="_Pretrained")
 
 
-class _Pretrained(nn.Module):
-    """What every model here shares: a config, layers that can be checkpointed, saving and loading."""
+class _Pretrained(SharesResources, nn.Module):
+    """What every model here shares: a config, layers that can be checkpointed, saving and loading.
 
-    def __init__(self, config: ModelConfig | None = None, **overrides: Any) -> None:
+    `use_pattern_cache`, `enable_memory_pool` and `lightweight_pool` are no part of the config: they change what a run
+    takes, not what a model is.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig | None = None,
+        *,
+        use_pattern_cache: bool = False,
+        enable_memory_pool: bool = False,
+        lightweight_pool: bool = False,
+        **overrides: Any,
+    ) -> None:
         super().__init__()
+        self._shared = {
+            "use_pattern_cache": use_pattern_cache,
+            "enable_memory_pool": enable_memory_pool,
+            "lightweight_pool": lightweight_pool,
+        }
         if config is not None and overrides:
             raise TypeError(f"pass a config or its fields, not both: got a config and {sorted(overrides)}")
         self.config = ModelConfig(**overrides) if config is None else config
@@ -40,9 +59,11 @@ class _Pretrained(nn.Module):
         save_weights(self, self.config.to_json(), Path(folder))
 
     @classmethod
-    def from_pretrained(cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None) -> Model:
-        """The model that `save_pretrained` wrote."""
-        model = cls(ModelConfig.from_json(Path(folder) / "config.json"))
+    def from_pretrained(
+        cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None, **shared: bool
+    ) -> Model:
+        """The model that `save_pretrained` wrote; `shared` are `use_pattern_cache`, `enable_memory_pool` and so on."""
+        model = cls(ModelConfig.from_json(Path(folder) / "config.json"), **shared)
         load_weights(model, Path(folder))
         return model.to(device)
 
@@ -61,7 +82,16 @@ class _Pretrained(nn.Module):
             "gamma_init": gamma,
             "num_kv_heads": c.num_kv_heads,
             "head_layout": c.head_layout,
+            **self._shared,
         }
+
+    def _attention(self) -> DilatedAttention:
+        return next(module for module in self.modules() if isinstance(module, DilatedAttention))
+
+    def _spans(self, x: Tensor, **lengths: Tensor | None) -> Tensor | None:
+        """The spans that all layers take, from lengths that state them."""
+        cache = self._pattern_cache if is_plain(x) else None
+        return document_spans(x.shape[0], x.shape[1], **lengths, cache=cache)
 
     def _positions(self) -> RotaryPositions | None:
         if self.config.positions == "none":
@@ -126,7 +156,7 @@ class LongNetLM(_Pretrained):
                 f"tokens must be (batch, tokens) of whole numbers, got {tokens.dtype} {tuple(tokens.shape)}"
             )
         B, N = tokens.shape
-        spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
+        spans = self._spans(tokens, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
         rotation = None if self.positions is None else self.positions(B, N, spans, tokens.device)
         x = self.dropout(self.embedding(tokens) * self.config.d_model**0.5)  # (B, N, E)
         for layer in self.layers:
@@ -228,7 +258,7 @@ class LongNet(_Pretrained):
             raise ValueError(f"src and tgt must have one batch size, got {src.shape[0]} and {tgt.shape[0]}")
         memory = self.encode(src, src_key_padding_mask)
         B, N = tgt.shape[:2]
-        spans = document_spans(B, N, key_padding_mask=tgt_key_padding_mask)
+        spans = self._spans(tgt, key_padding_mask=tgt_key_padding_mask)
         rotation = None if self.positions is None else self.positions(B, N, spans, tgt.device)
         for layer in self.decoder:
             tgt = self._run(
@@ -246,7 +276,7 @@ class LongNet(_Pretrained):
         """The encoder's output, `(B, N, E)`."""
         self._check("src", src)
         B, N = src.shape[:2]
-        spans = document_spans(B, N, key_padding_mask=key_padding_mask)
+        spans = self._spans(src, key_padding_mask=key_padding_mask)
         rotation = None if self.positions is None else self.positions(B, N, spans, src.device)
         for layer in self.encoder:
             src = self._run(layer, src, spans=spans, rotation=rotation)

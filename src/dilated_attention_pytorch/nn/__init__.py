@@ -6,6 +6,7 @@ from dilated_attention_pytorch.nn.block_sparse import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
 )
+from dilated_attention_pytorch.nn.factories import create_dilated_attention, create_multihead_dilated_attention
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import RotaryPositions, Rotation, XPosPositions, rotate
 from dilated_attention_pytorch.nn.transformer import (
@@ -28,5 +29,7 @@ __all__ = [
     "Rotation",
     "SparsePatternConfig",
     "XPosPositions",
+    "create_dilated_attention",
+    "create_multihead_dilated_attention",
     "rotate",
 ]

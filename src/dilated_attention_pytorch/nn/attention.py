@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.memory_pool import WorkspacePool, get_global_memory_pool
+from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.functional import check_backend, dilated_attention, refuse_dense_mask
+
+_SWITCHES = ("use_pattern_cache", "enable_memory_pool", "lightweight_pool")
 
 
 class DilatedAttention(nn.Module):
@@ -24,14 +30,16 @@ class DilatedAttention(nn.Module):
         backend: `auto`, or the engine to run.
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
         enable_profiling: names each call in `torch.profiler` traces.
-        enable_memory_pool, lightweight_pool, use_pattern_cache: this release has neither pool nor cache; asking for one
-            is an error.
+        enable_memory_pool: borrow large workspaces from the global pool; `lightweight_pool` chooses its simpler twin.
+        use_pattern_cache: share tables of lengths and segments between calls through the global cache.
 
     >>> attention = DilatedAttention(segment_lengths=[16, 64], dilation_rates=[1, 4])
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([1, 100, 4, 8])
     """
+
+    sparse_config: SparsePatternConfig | None = None  # all tiles are kept, unless a subclass says otherwise
 
     def __init__(
         self,
@@ -51,10 +59,8 @@ class DilatedAttention(nn.Module):
         super().__init__()
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, got {attention_dropout}")
-        if enable_memory_pool or lightweight_pool:
-            raise ValueError("this release has no workspace pool: leave enable_memory_pool and lightweight_pool False")
-        if use_pattern_cache:
-            raise ValueError("a branch is a row stride and needs no cached indices: leave use_pattern_cache False")
+        if lightweight_pool and not enable_memory_pool:
+            raise ValueError("lightweight_pool chooses the kind of pool: pass enable_memory_pool=True with it")
         check_backend(backend)
         self.spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
         self.softmax_scale = softmax_scale
@@ -63,9 +69,17 @@ class DilatedAttention(nn.Module):
         self.allow_tf32 = allow_tf32
         self.enable_profiling = enable_profiling
         self.enable_memory_pool = enable_memory_pool
-        self.use_pattern_cache: bool = use_pattern_cache
-        self._memory_pool = None
-        self._pattern_cache = None
+        self.use_pattern_cache = use_pattern_cache
+        self.lightweight_pool = lightweight_pool
+        self._memory_pool = get_global_memory_pool(lightweight_pool) if enable_memory_pool else None
+        self._pattern_cache: PatternCache | None = get_global_pattern_cache() if use_pattern_cache else None
+
+    @property
+    def resources(self) -> Resources:
+        """What this module's calls share with others: for `attend`."""
+        if self._pattern_cache is None and self._memory_pool is None:
+            return NO_RESOURCES
+        return Resources(self._pattern_cache, self._memory_pool)
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -98,6 +112,7 @@ class DilatedAttention(nn.Module):
                 cu_seqlens=cu_seqlens,
                 key_padding_mask=key_padding_mask,
                 spans=spans,
+                cache=self._pattern_cache if self._pattern_cache is not None and is_plain(query) else None,
             )
         if not self.enable_profiling:
             return self.attend(query, key, value, is_causal=is_causal, spans=spans)
@@ -113,19 +128,15 @@ class DilatedAttention(nn.Module):
             self.spec.segment_lengths,
             self.spec.dilation_rates,
             is_causal=is_causal,
+            scale=self.softmax_scale,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            head_layout=self.spec.head_layout,
             spans=spans,
-            **self.call_settings(),
+            allow_tf32=self.allow_tf32,
+            sparse_config=self.sparse_config,
+            backend=self.backend,
+            resources=self.resources,
         )
-
-    def call_settings(self) -> dict[str, Any]:
-        """What the module says about every call of the function."""
-        return {
-            "scale": self.softmax_scale,
-            "dropout_p": self.attention_dropout if self.training else 0.0,
-            "head_layout": self.spec.head_layout,
-            "allow_tf32": self.allow_tf32,
-            "backend": self.backend,
-        }
 
     def extra_repr(self) -> str:
         shown = [f"segment_lengths={list(self.segment_lengths)}", f"dilation_rates={list(self.dilation_rates)}"]
@@ -137,6 +148,7 @@ class DilatedAttention(nn.Module):
             shown.append(f"head_layout={self.spec.head_layout!r}")
         if self.backend != "auto":
             shown.append(f"backend={self.backend!r}")
+        shown += [f"{name}=True" for name in _SWITCHES if getattr(self, name)]
         return ", ".join(shown)
 
 
@@ -153,3 +165,26 @@ class ImprovedDilatedAttention(DilatedAttention):
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, allow_tf32=use_tf32, **settings)
         self.use_tf32 = use_tf32
+
+
+class SharesResources:
+    """Shows the cache and the pool of the attention within, which `_attention` gives, as the module's own."""
+
+    def _attention(self) -> DilatedAttention:
+        raise NotImplementedError
+
+    @property
+    def use_pattern_cache(self) -> bool:
+        return self._attention().use_pattern_cache
+
+    @property
+    def enable_memory_pool(self) -> bool:
+        return self._attention().enable_memory_pool
+
+    @property
+    def _pattern_cache(self) -> PatternCache | None:
+        return self._attention()._pattern_cache
+
+    @property
+    def _memory_pool(self) -> WorkspacePool | None:
+        return self._attention()._memory_pool

@@ -23,7 +23,7 @@ class BlockSparseRingDilatedAttention(DilatedAttention):
         dropout: probability of dropping an attention weight while training.
         ring_size: must be the number of ranks, which is 1: it does not attend across devices yet.
         group: the process group whose ranks share a sequence; the default group if there is one.
-        use_pattern_cache: remember layouts; False builds them anew in every call.
+        use_pattern_cache: share layouts between calls through the global cache; False builds them anew in every call.
         settings: passed on to `DilatedAttention` (`softmax_scale`, `head_layout`, `backend`, ...).
 
     >>> import torch
@@ -46,11 +46,16 @@ class BlockSparseRingDilatedAttention(DilatedAttention):
         use_pattern_cache: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, **settings)
+        super().__init__(
+            segment_lengths,
+            dilation_rates,
+            attention_dropout=dropout,
+            use_pattern_cache=use_pattern_cache,
+            **settings,
+        )
         sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
         check_sparse_config(sparse_config, self.spec)
         self.sparse_config = sparse_config
-        self.use_pattern_cache = use_pattern_cache
         self.group = group
         ranks = _ranks(group)
         if ring_size is not None and ring_size != ranks:
@@ -64,12 +69,6 @@ class BlockSparseRingDilatedAttention(DilatedAttention):
                 "ranks: where each rank has whole sequences, as in data parallelism, pass a group of one rank"
             )
         return super().attend(query, key, value, is_causal=is_causal, spans=spans)
-
-    def call_settings(self) -> dict[str, Any]:
-        return super().call_settings() | {
-            "sparse_config": self.sparse_config,
-            "use_pattern_cache": self.use_pattern_cache,
-        }
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sparse_config={self.sparse_config}"

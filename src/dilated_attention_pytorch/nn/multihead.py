@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.positions import Rotation, rotate
 
 
-class MultiheadDilatedAttention(nn.Module):
+class MultiheadDilatedAttention(SharesResources, nn.Module):
     """Drop-in for `nn.MultiheadAttention(batch_first=True)` with dilated attention.
 
     Follows MAGNETO: an extra LayerNorm before the output projection, and value and output projections initialised with
@@ -27,7 +27,7 @@ class MultiheadDilatedAttention(nn.Module):
         layer_norm: whether the output projection is preceded by a LayerNorm (with `layer_norm_eps`).
         gamma_init: gain of the initial value and output projections.
         num_kv_heads: fewer key/value heads than query heads (grouped-query attention).
-        settings: passed on to `DilatedAttention` (`head_layout`, `softmax_scale`, `backend`, ...).
+        settings: passed on to `DilatedAttention` (`head_layout`, `use_pattern_cache`, `enable_memory_pool`, `backend`, ...).
 
     >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
     >>> x = torch.randn(2, 100, 32)
@@ -90,6 +90,9 @@ class MultiheadDilatedAttention(nn.Module):
         self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
     ) -> DilatedAttention:
         return DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **settings)
+
+    def _attention(self) -> DilatedAttention:
+        return self.attention
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:

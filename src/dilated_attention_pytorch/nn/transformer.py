@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import Rotation
 
@@ -45,7 +46,7 @@ class FeedForward(nn.Module):
         return self.linear2(self.norm(x))
 
 
-class DilatedTransformerEncoderLayer(nn.Module):
+class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     """`nn.TransformerEncoderLayer(norm_first=True, batch_first=True)` with dilated self-attention.
 
     With `is_causal=True` it is a decoder-only layer. `settings` go to `MultiheadDilatedAttention`.
@@ -82,6 +83,9 @@ class DilatedTransformerEncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
         self.feed_forward = FeedForward(d_model, dim_feedforward, dropout, activation, **magneto)
         self.dropout = nn.Dropout(dropout)
+
+    def _attention(self) -> DilatedAttention:
+        return self.self_attn.attention
 
     def forward(
         self,

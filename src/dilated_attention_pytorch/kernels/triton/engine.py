@@ -9,12 +9,17 @@ that they can be captured into a CUDA graph.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
+from dilated_attention_pytorch.core.block_layout import BlockLayout
+from dilated_attention_pytorch.core.cache_entries import spans_key
+from dilated_attention_pytorch.core.memory_pool import Take
+from dilated_attention_pytorch.core.pattern_cache import PatternCache
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
@@ -31,16 +36,21 @@ def forward(
     problem: Problem,
     spans: Tensor | None,
     seed: Tensor | None,
-    layout: BlockLayout | None,
+    layout: BlockLayout | None = None,
+    cache: PatternCache | None = None,
+    take: Take | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`(out, lse)`. `take`, where there is a pool, gives what does not leave the call."""
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):  # Triton launches on the current one
-            return forward(query, key, value, problem, spans, seed, layout)
+            return forward(query, key, value, problem, spans, seed, layout, cache, take)
     dtype = query.dtype
     query, scale, _ = _positive_scale(query, problem)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
     plan = plan_for(problem, spans, seed, query, key, value)
     new = torch.empty if plan.every_row_written else torch.zeros
+    if take is not None and plan.sum_dtype != dtype:
+        new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
     out = new(query.shape, dtype=plan.sum_dtype, device=query.device)
     lse = torch.empty((plan.B, plan.H, plan.N), dtype=torch.float32, device=query.device)
     if not plan.every_row_written:
@@ -52,8 +62,10 @@ def forward(
         launch = branch.launches.get("forward")
         if launch is None:
             launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E, layout)
-        key_lists, _ = _lists(branch, layout)
-        launch(query, key, value, out, lse, *_tables(branch, spans, query, seed), *key_lists)
+        # Without dropout the seed is not read.
+        tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
+        lists = () if layout is None else layout.branches[branch.index].key_lists
+        launch(query, key, value, out, lse, *tables, *lists)
     return out if out.dtype == dtype else out.to(dtype), lse.transpose(1, 2)
 
 
@@ -68,11 +80,13 @@ def backward(
     problem: Problem,
     spans: Tensor | None,
     seed: Tensor | None,
-    layout: BlockLayout | None,
+    layout: BlockLayout | None = None,
+    cache: PatternCache | None = None,
+    take: Take | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
-            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout)
+            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, cache, take)
     dtype = query.dtype
     query, scale, sign = _positive_scale(query, problem)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
@@ -81,16 +95,18 @@ def backward(
     out = out.contiguous()
     plan = plan_for(problem, spans, seed, query, key, value, grad_out, grad_lse)
     new = torch.empty if plan.every_row_written else torch.zeros
+    if take is not None and plan.sum_dtype != dtype:
+        new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
     dq = new(query.shape, dtype=plan.sum_dtype, device=query.device)
     dk = new(key.shape, dtype=plan.sum_dtype, device=query.device)
     dv = new(key.shape, dtype=plan.sum_dtype, device=query.device)
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse) if take is None else take(lse.shape, dtype=lse.dtype, device=lse.device)
     launch = plan.launches.get("delta")
     if launch is None:
         launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
     workspace = delta
     if plan.workspace_size:
-        workspace = torch.empty(plan.workspace_size, dtype=torch.float32, device=query.device)
+        workspace = (take or torch.empty)((plan.workspace_size,), dtype=torch.float32, device=query.device)
     launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
     for branch in plan.branches:
         if branch.hopper is not None:
@@ -100,13 +116,19 @@ def backward(
             branch.launches["dkdv"] = _dkdv_launch(branch, scale, layout)
             branch.launches["dq"] = _dq_launch(branch, scale, layout)
         inputs = (query, key, value, grad_out, lse, delta)
-        tables = _tables(branch, spans, query, seed)
-        key_lists, query_lists = _lists(branch, layout)
-        branch.launches["dkdv"](*inputs, dk, dv, *tables, *query_lists)
-        branch.launches["dq"](*inputs, dq, *tables, *key_lists)
+        tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
+        kept = None if layout is None else layout.branches[branch.index]
+        branch.launches["dkdv"](*inputs, dk, dv, *tables, *(() if kept is None else kept.query_lists))
+        branch.launches["dq"](*inputs, dq, *tables, *(() if kept is None else kept.key_lists))
     if sign != 1:
         dq = dq * sign
     return (dq, dk, dv) if dq.dtype == dtype else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
+
+
+def _borrowed_sums(take: Take, cleared: bool, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What branches add into where the result has another dtype, and so does not share its memory."""
+    sums = take(shape, dtype=dtype, device=device)
+    return sums.zero_() if cleared else sums
 
 
 def _forward_launch(branch: PlannedBranch, qk_scale: float, layout: BlockLayout | None) -> Launch:
@@ -114,7 +136,7 @@ def _forward_launch(branch: PlannedBranch, qk_scale: float, layout: BlockLayout 
     tiles = branch.tiles("forward")
     count = triton.cdiv(branch.rows, tiles.own)
     first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, qk_scale, layout))
+    numbers = (*_no_lists(layout), *plan.strides, *_numbers(branch, first, heads, count, qk_scale, layout))
     settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
     return Launch(forward_kernel, count * heads * branch.slots, numbers, settings)
 
@@ -132,7 +154,7 @@ def _dkdv_launch(branch: PlannedBranch, scale: float, layout: BlockLayout | None
     tiles = branch.tiles("dkdv")
     count = triton.cdiv(branch.rows, tiles.own)
     first, heads = branch.heads.start, len(branch.heads)
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale, layout))
+    numbers = (*_no_lists(layout), *plan.strides, *_numbers(branch, first, heads, count, scale, layout))
     settings = {"BLOCK_M": tiles.walk, "BLOCK_N": tiles.own, **branch.settings(tiles)}
     return Launch(dkdv_kernel, count * heads * branch.slots, numbers, settings)
 
@@ -142,7 +164,7 @@ def _dq_launch(branch: PlannedBranch, scale: float, layout: BlockLayout | None) 
     tiles = branch.tiles("dq")
     count = triton.cdiv(branch.rows, tiles.own)
     first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale, layout))
+    numbers = (*_no_lists(layout), *plan.strides, *_numbers(branch, first, heads, count, scale, layout))
     settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
     return Launch(dq_kernel, count * heads * branch.slots, numbers, settings)
 
@@ -159,23 +181,24 @@ def _numbers(
     )  # fmt: skip
 
 
-def _tables(branch: PlannedBranch, spans: Tensor | None, query: Tensor, seed: Tensor | None) -> tuple[Tensor, ...]:
-    """What every plain kernel reads besides tensors of rows; without dropout the seed is not read."""
-    return _table(branch, spans), branch.offsets, query if seed is None else seed
+def _no_lists(layout: BlockLayout | None) -> tuple[None, ...]:
+    """What the kernels take in place of a list of tiles where there is none; a launch is then spared its pointers."""
+    return (None, None, None) if layout is None else ()
 
 
-def _lists(branch: PlannedBranch, layout: BlockLayout | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The branch's lists of key tiles and of query tiles; without a layout nothing is read."""
-    if layout is None:
-        return (branch.offsets,) * 3, (branch.offsets,) * 3
-    kept: BranchLayout = layout.branches[branch.index]
-    return (kept.grids, kept.key_first, kept.keys), (kept.grids, kept.query_first, kept.queries)
-
-
-def _table(branch: PlannedBranch, spans: Tensor | None) -> Tensor:
+def _table(branch: PlannedBranch, spans: Tensor | None, cache: PatternCache | None) -> Tensor:
     """`(slots, 3)`: batch row, start and length of every segment when documents have lengths."""
     if spans is None:
         return branch.offsets  # not read
+    lengths = None if cache is None else spans_key(spans)
+    if cache is None or lengths is None:
+        return _new_table(branch, spans)
+    plan = branch.plan
+    kind = (plan.device, plan.B, plan.N, branch.w, lengths)
+    return cache.remember("segment table", kind, lambda: _new_table(branch, spans))
+
+
+def _new_table(branch: PlannedBranch, spans: Tensor) -> Tensor:
     launch = branch.launches.get("table")
     if launch is None:
         plan = branch.plan

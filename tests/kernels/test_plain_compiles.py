@@ -1,4 +1,4 @@
-"""The kernels compile for compute capability 9.0 with lists of tiles, which takes no GPU.
+"""The plain kernels compile for compute capability 9.0, with lists of tiles and without, which takes no GPU.
 
 In processes of their own: Triton's interpreter, which tests without a GPU run in, is chosen when a kernel is defined.
 """
@@ -16,14 +16,14 @@ import dilated_attention_pytorch
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-SCRIPT = Path(__file__).parent / "compile_block_sparse_kernels.py"
+SCRIPT = Path(__file__).parent / "compile_plain_kernels.py"
 
 
 @pytest.mark.parametrize(
     ("head_dim", "mask", "pattern", "block_size"),
-    [(64, "causal", "content_adaptive", 128), (128, "whole", "random", 256)],
+    [(64, "causal", "content_adaptive", 128), (128, "whole", "random", 256), (64, "causal", "dense", 0)],
 )
-def test_kernels_with_lists_of_tiles_compile(head_dim, mask, pattern, block_size) -> None:
+def test_plain_kernels_compile(head_dim, mask, pattern, block_size) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     source = str(Path(dilated_attention_pytorch.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])

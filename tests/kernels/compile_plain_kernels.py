@@ -1,4 +1,4 @@
-"""Compile for compute capability 9.0 what block-sparse launches would run: head dim, mask, pattern, block size."""
+"""Compile the plain kernels for compute capability 9.0 as launched for a head dim, mask, pattern and block size."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class CompilesInstead:
         from triton.compiler import ASTSource
 
         place = {name: (i,) for i, name in enumerate(self.arg_names)}
+        constants |= {name: None for name, x in zip(self.arg_names, arguments) if x is None}
         types = {name: type_of(x) for name, x in zip(self.arg_names, arguments)}
         special = {one.name for one in self.kernel.params if not one.do_not_specialize}
         aligned = {
@@ -55,10 +56,12 @@ def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
 
     for name in ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"):
         setattr(engine, name, CompilesInstead(getattr(engine, name)))
-    config = SparsePatternConfig(pattern, sparsity_ratio=0.25, block_size=int(block_size))
+    config = None
+    if pattern != "dense":
+        config = SparsePatternConfig(pattern, sparsity_ratio=0.25, block_size=int(block_size))
     problem = Problem(spec=DilatedSpec.of([1024], [1]), is_causal=mask == "causal", sparse=config)
     q, k, v, do = (torch.zeros(1, 1024, heads, int(head_dim), dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
-    layout = layout_of(problem, q, k)
+    layout = None if config is None else layout_of(problem, q, k)
     out, lse = engine.forward(q, k, v, problem, None, None, layout)
     engine.backward(do, None, q, k, v, out, lse, problem, None, None, layout)
 

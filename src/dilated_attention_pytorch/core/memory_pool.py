@@ -1,0 +1,429 @@
+"""Workspaces that calls borrow and give back: large buffers, reused instead of allocated anew.
+
+A buffer belongs to one borrower from `checkout` to `give_back`, and no result of a call may share its memory. `lease`
+is the way to borrow within a call: what was taken goes back when the block ends, also when it ends in an error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+LEAST_THRESHOLD = 1 << 20
+_THRESHOLD_SHARE = 1 << 14  # of the device's memory: 5 MiB on a GPU of 80 GiB
+_STEPS = 16  # of bucket sizes between powers of two: at most a sixteenth of a buffer is not asked for
+
+Place = tuple[torch.device, bool]  # and whether it is pinned host memory
+
+
+class WorkspacePool:
+    """Buffers by device and bucketed size.
+
+    Args:
+        limit_bytes: what the pool may hold, idle and borrowed buffers together; None for no limit.
+        threshold_bytes: smaller workspaces are left to PyTorch's allocator. None adapts it to the device's memory: a
+            share of it, and at least 1 MiB.
+        lightweight: keeps every buffer until it is released and leaves a returned handle as it is. Otherwise a handle
+            is emptied when it is given back, so that using it afterwards fails instead of writing into another's
+            buffer, and buffers that nobody took for 64 checkouts are freed.
+
+    On CUDA, buffers come from a `torch.cuda.MemPool` of the pool's own, and whoever takes one is ordered behind the
+    stream that used it last.
+
+    >>> pool = WorkspacePool(threshold_bytes=1 << 20)
+    >>> for _ in range(3):
+    ...     with pool.lease() as take:
+    ...         total = take((512, 1024), dtype=torch.float32, device="cpu").zero_()
+    >>> stats = pool.get_stats()
+    >>> stats["allocation_count"], round(stats["reuse_rate"], 2), stats["live_buffers"]
+    (1, 0.67, 0)
+    """
+
+    def __init__(
+        self, *, limit_bytes: int | None = None, threshold_bytes: int | None = None, lightweight: bool = False
+    ) -> None:
+        if threshold_bytes is not None and threshold_bytes < 1:
+            raise ValueError(f"threshold_bytes must be at least 1, or None to adapt it, got {threshold_bytes}")
+        least = LEAST_THRESHOLD if threshold_bytes is None else threshold_bytes
+        if limit_bytes is not None and limit_bytes < least:
+            raise ValueError(
+                f"a pool of at most {limit_bytes} bytes holds no buffer, the smallest has {least}: raise limit_bytes, "
+                "or leave the pool off"
+            )
+        self.limit_bytes = limit_bytes
+        self.threshold_bytes = threshold_bytes
+        self.lightweight = lightweight
+        self._lock = threading.RLock()
+        self._shelves: dict[Place, _Shelf] = {}
+        self._counts = _Counts()
+
+    def __reduce__(self) -> Any:
+        # A copy of a module shares the global pools; a pool of its own is made again, empty.
+        for lightweight, pool in _global.items():
+            if self is pool:
+                return get_global_memory_pool, (lightweight,)
+        return _made_again, (self.limit_bytes, self.threshold_bytes, self.lightweight)
+
+    def threshold(self, device: torch.device | str) -> int:
+        """Bytes from which a workspace on this device is pooled."""
+        if self.threshold_bytes is not None:
+            return self.threshold_bytes
+        return max(LEAST_THRESHOLD, _memory_of(torch.device(device)) // _THRESHOLD_SHARE)
+
+    @contextmanager
+    def lease(self) -> Iterator[Take]:
+        """`take(shape, dtype=, device=)` for the length of the block: uninitialised, from the pool where it serves.
+
+        It does not where a workspace is below the threshold or beyond the limit, and while a CUDA graph is captured,
+        whose memory must be its own; then PyTorch's allocator gives it.
+        """
+        taken: list[Tensor] = []
+
+        def take(
+            shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
+        ) -> Tensor:
+            device = torch.device(device)
+            size = _size(shape, dtype)
+            if size < self.threshold(device) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+            buffer = self._checkout(shape, dtype, device, pin_memory)
+            if buffer is None:
+                return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+            taken.append(buffer)
+            return buffer
+
+        try:
+            yield take
+        finally:
+            for buffer in taken:
+                self.give_back(buffer)
+
+    def checkout(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, *, pinned: bool = False
+    ) -> Tensor:
+        """A buffer of any size, uninitialised, that is the caller's until `give_back`."""
+        size = _bucket(_size(shape, dtype))
+        if self.limit_bytes is not None and size > self.limit_bytes:
+            raise ValueError(f"a buffer of {size} bytes is beyond the pool's limit of {self.limit_bytes}: raise it")
+        buffer = self._checkout(shape, dtype, torch.device(device), pinned)
+        if buffer is None:
+            raise RuntimeError(
+                f"the pool's limit of {self.limit_bytes} bytes leaves no room for {size} beside the buffers that are "
+                "borrowed: give some back, or raise limit_bytes"
+            )
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """End a loan. What is not borrowed from this pool, or no longer, is refused."""
+        loan = getattr(buffer, "_loan", None)
+        if loan is None or loan.pool is not self:
+            raise ValueError(
+                f"a tensor of shape {tuple(buffer.shape)} was not borrowed from this pool: give back the tensor that "
+                "checkout returned, not a view or a copy"
+            )
+        with self._lock:
+            if not loan.live:
+                raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
+            loan.live = False
+        if not self.lightweight:
+            buffer.set_()  # type: ignore[call-overload]
+        shelf = loan.shelf
+        shelf.note_use(loan.block)
+        with self._lock:
+            self._counts.live -= loan.block.nbytes
+            self._counts.buffers -= 1
+            shelf.idle.setdefault(loan.block.nbytes, []).append(loan.block)
+            stale = [] if self.lightweight else shelf.stale()
+            self._counts.held -= sum(block.nbytes for block in stale)
+        shelf.free(stale)
+
+    def release_idle(self, device: torch.device | str | None = None) -> int:
+        """Free the buffers that nobody has borrowed, on all devices or on one; returns their bytes."""
+        wanted = None if device is None else torch.device(device)
+        released = 0
+        for (place, _), shelf in list(self._shelves.items()):
+            if wanted is not None and (place.type, place.index or 0) != (wanted.type, wanted.index or 0):
+                continue
+            with self._lock:
+                blocks = shelf.take_idle()
+                self._counts.held -= sum(block.nbytes for block in blocks)
+                self._counts.cleanups += bool(blocks)
+            released += sum(block.nbytes for block in blocks)
+            shelf.free(blocks)
+        return released
+
+    def retrying(self, run: Callable[[], Result]) -> Result:
+        """`run()`; if memory runs out, once more after freeing what the pool holds idle."""
+        try:
+            return run()
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or not self._make_room():
+                raise
+        return run()  # outside the handler, so that the error's traceback keeps no tensor alive
+
+    def serve(self, work: Callable[[Take], Result]) -> Result:
+        """`work(take)` for the length of a lease; if memory runs out, once more after freeing what is idle."""
+
+        def leased() -> Result:
+            with self.lease() as take:
+                return work(take)
+
+        return self.retrying(leased)
+
+    def get_stats(self) -> dict[str, Any]:
+        """`total_allocated, peak_allocated` (bytes held now and at most), `allocation_count, reuse_rate` and more."""
+        with self._lock:
+            counts = replace(self._counts)
+        asked = counts.allocations + counts.reuses
+        return {
+            "total_allocated": counts.held,
+            "peak_allocated": counts.peak,
+            "allocation_count": counts.allocations,
+            "reuse_count": counts.reuses,
+            "reuse_rate": counts.reuses / asked if asked else 0.0,
+            "live_buffers": counts.buffers,
+            "live_bytes": counts.live,
+            "cleanups": counts.cleanups,
+            "limit_bytes": self.limit_bytes,
+        }
+
+    def reset(self) -> None:
+        """Free what is idle and start the statistics anew; buffers that are borrowed stay their owners'."""
+        self.release_idle()
+        with self._lock:
+            now = self._counts
+            self._counts = _Counts(held=now.held, peak=now.held, live=now.live, buffers=now.buffers)
+
+    def _checkout(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pinned: bool) -> Tensor | None:
+        """A buffer, or None where the limit leaves no room."""
+        if pinned and (device.type != "cpu" or not torch.cuda.is_available()):
+            raise ValueError(f"pinned is for host memory that a CUDA GPU copies from or to, got device {device}")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        size = _bucket(_size(shape, dtype))
+        dropped: list[_Block] = []
+        with self._lock:
+            shelf = self._shelves.get((device, pinned))
+            if shelf is None:
+                shelf = self._shelves[device, pinned] = _Shelf(device, pinned)
+            block = shelf.take(size)
+            if block is None:
+                dropped = self._drop_for(shelf, size)
+            room = block is not None or self.limit_bytes is None or self._counts.held + size <= self.limit_bytes
+            if room:
+                self._counts.lend(size, block is None)
+        shelf.free(dropped)
+        if not room:
+            return None
+        if block is not None:
+            shelf.wait_until_free(block)
+        else:
+            try:
+                block = self.retrying(lambda: shelf.allocate(size))
+            except BaseException:
+                with self._lock:
+                    self._counts.lend(size, True, -1)
+                raise
+        buffer = block.memory[: _size(shape, dtype)].view(dtype).view(*shape)
+        buffer._loan = _Loan(self, shelf, block)  # type: ignore[attr-defined]
+        return buffer
+
+    def _drop_for(self, shelf: _Shelf, size: int) -> list[_Block]:
+        """The idle blocks that must go for `size` more bytes, those of the same device first."""
+        dropped: list[_Block] = []
+        for other in (shelf, *self._shelves.values()) if self.limit_bytes is not None else ():
+            while self._counts.held + size > (self.limit_bytes or 0) and (block := other.pop_oldest()) is not None:
+                dropped.append(block)
+                self._counts.held -= block.nbytes
+        return dropped
+
+    def _make_room(self) -> bool:
+        released = self.release_idle() > 0
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return released
+
+
+class Take(Protocol):
+    """What `lease` gives: it is called as `torch.empty` is, which takes its place where there is no pool."""
+
+    def __call__(
+        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
+    ) -> Tensor: ...
+
+
+@dataclass
+class _Counts:
+    """What the statistics are made of; sizes in bytes."""
+
+    held: int = 0
+    peak: int = 0
+    live: int = 0
+    buffers: int = 0
+    allocations: int = 0
+    reuses: int = 0
+    cleanups: int = 0
+
+    def lend(self, size: int, new: bool, times: int = 1) -> None:
+        self.live += size * times
+        self.buffers += times
+        if new:
+            self.allocations += times
+            self.held += size * times
+            self.peak = max(self.peak, self.held)
+        else:
+            self.reuses += times
+
+
+class _Loan:
+    """Whose a handed-out buffer is."""
+
+    __slots__ = ("block", "live", "pool", "shelf")
+
+    def __init__(self, pool: WorkspacePool, shelf: _Shelf, block: _Block) -> None:
+        self.pool, self.shelf, self.block, self.live = pool, shelf, block, True
+
+
+class _Block:
+    """Bytes, when they were taken last, and on a GPU by which stream and until when."""
+
+    __slots__ = ("memory", "nbytes", "stream", "until", "used_at")
+
+    def __init__(self, memory: Tensor, used_at: int) -> None:
+        self.memory = memory
+        self.nbytes = memory.numel()
+        self.used_at = used_at
+        self.stream: Any = None
+        self.until: Any = None
+
+
+_STALE_AFTER = 64  # checkouts
+
+
+class _Shelf:
+    """The idle blocks of one device, and how its memory is got, ordered and freed."""
+
+    def __init__(self, device: torch.device, pinned: bool) -> None:
+        self.device = device
+        self.pinned = pinned
+        self.clock = 0
+        self.idle: dict[int, list[_Block]] = {}
+        # A pool of the allocator's own, so that buffers that come and stay do not split blocks that others share.
+        self._cuda_pool = torch.cuda.MemPool() if device.type == "cuda" else None
+
+    def take(self, size: int) -> _Block | None:
+        self.clock += 1
+        bucket = self.idle.get(size)
+        if not bucket:
+            return None
+        block = bucket.pop()
+        block.used_at = self.clock
+        return block
+
+    def allocate(self, size: int) -> _Block:
+        ours = torch.cuda.use_mem_pool(self._cuda_pool, self.device) if self._cuda_pool is not None else nullcontext()
+        with ours, torch.inference_mode(False):  # what inference made, training could not write to
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        return _Block(memory, self.clock)
+
+    def note_use(self, block: _Block) -> None:
+        """Note up to where the stream of the borrower uses the block."""
+        if self.device.type == "cuda":
+            block.stream = torch.cuda.current_stream(self.device)
+            block.until = block.stream.record_event()
+        elif self.pinned:
+            # Copies on whichever stream may still read it: the next borrower, a host, waits for all of them.
+            block.until = torch.cuda.current_stream().record_event()
+
+    def wait_until_free(self, block: _Block) -> None:
+        if block.until is None:
+            return
+        if self.pinned:
+            block.until.synchronize()
+        elif torch.cuda.current_stream(self.device) != block.stream:
+            torch.cuda.current_stream(self.device).wait_event(block.until)
+
+    def free(self, blocks: list[_Block]) -> None:
+        for block in blocks:
+            if block.stream is not None:
+                block.memory.record_stream(block.stream)
+        blocks.clear()
+
+    def take_idle(self) -> list[_Block]:
+        blocks = [block for bucket in self.idle.values() for block in bucket]
+        self.idle.clear()
+        return blocks
+
+    def pop_oldest(self) -> _Block | None:
+        buckets = [bucket for bucket in self.idle.values() if bucket]
+        return min(buckets, key=lambda bucket: bucket[0].used_at).pop(0) if buckets else None
+
+    def stale(self) -> list[_Block]:
+        """What has lain idle for long, taken off the shelf."""
+        old: list[_Block] = []
+        for bucket in self.idle.values():
+            while bucket and self.clock - bucket[0].used_at > _STALE_AFTER:
+                old.append(bucket.pop(0))
+        return old
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    elements = 1
+    for n in shape:
+        elements *= n
+    return elements * dtype.itemsize
+
+
+def _bucket(size: int) -> int:
+    """The size rounded up to one of 16 between powers of two, in multiples of 512.
+
+    >>> _bucket(1), _bucket(1 << 20), _bucket((1 << 20) + 1)
+    (512, 1048576, 1114112)
+    """
+    step = max(512, (1 << max(size - 1, 1).bit_length()) // (2 * _STEPS))
+    return -(-size // step) * step or step
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # a system that does not tell
+        return 0
+
+
+_global: dict[bool, WorkspacePool] = {}
+_global_lock = threading.Lock()
+
+
+def get_global_memory_pool(lightweight: bool = False) -> WorkspacePool:
+    """The pool that modules with `enable_memory_pool=True` share; there is one more for `lightweight_pool=True`."""
+    with _global_lock:
+        if lightweight not in _global:
+            _global[lightweight] = WorkspacePool(lightweight=lightweight)
+        return _global[lightweight]
+
+
+def reset_global_memory_pool() -> None:
+    """Free what the global pools hold idle, and start their statistics anew; modules go on using them."""
+    for pool in list(_global.values()):
+        pool.reset()
+
+
+def _made_again(limit_bytes: int | None, threshold_bytes: int | None, lightweight: bool) -> WorkspacePool:
+    return WorkspacePool(limit_bytes=limit_bytes, threshold_bytes=threshold_bytes, lightweight=lightweight)
