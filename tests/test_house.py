@@ -85,7 +85,10 @@ MULTIHEAD = {
     "improved_multihead_dilated_attention.ImprovedMultiheadDilatedAttention": {"use_tf32": False},
 }
 MODELS = {"long_net.LongNetLM": {}, "long_net.LongNet": {"num_decoder_layers": 1}}
-OFF = {"enable_memory_pool": False, "lightweight_pool": False, "use_pattern_cache": False}
+SHARED = {
+    "off": {"enable_memory_pool": False, "lightweight_pool": False, "use_pattern_cache": False},
+    "on": {"enable_memory_pool": True, "lightweight_pool": True, "use_pattern_cache": True},
+}
 
 
 def published(path: str):
@@ -96,47 +99,54 @@ def published(path: str):
     return found
 
 
-def build(path: str):
+def build(path: str, shared: str):
     """The module of a documented path with its documented keywords, and a call of it."""
     if path in ATTENTION:
-        module = published(path)([4, 8], [1, 2], **ATTENTION[path], **OFF)
+        module = published(path)([4, 8], [1, 2], **ATTENTION[path], **SHARED[shared])
         x = torch.randn(2, 10, 4, 4)
         return module, lambda m: m(x, x, x, is_causal=True)
     if path in MULTIHEAD:
-        module = published(path)(16, 4, segment_lengths=[4, 8], dilation_rates=[1, 2], **MULTIHEAD[path], **OFF)
+        module = published(path)(
+            16, 4, segment_lengths=[4, 8], dilation_rates=[1, 2], **MULTIHEAD[path], **SHARED[shared]
+        )
         x = torch.randn(2, 10, 16)
         return module, lambda m: m(x, x, x, is_causal=True)[0]
     sizes = {"d_model": 16, "num_heads": 4, "num_layers": 1, "segment_lengths": [4, 8], "dilation_rates": [1, 2]}
-    module = published(path)(**sizes, **MODELS[path])
+    module = published(path)(**sizes, **MODELS[path], **SHARED[shared])
     tokens, x = torch.randint(256, (2, 10)), torch.randn(2, 10, 16)
     return module, (lambda m: m(tokens)) if path.endswith("LM") else (lambda m: m(x, x))
 
 
+@pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("path", [*ATTENTION, *MULTIHEAD, *MODELS])
-def test_a_published_name_constructs_runs_copies_and_pickles(path) -> None:
-    module, call = build(path)
+def test_a_published_name_constructs_runs_copies_and_pickles(path, shared) -> None:
+    module, call = build(path, shared)
     module.eval()
     expected = call(module)
     for _ in range(2):  # before and after a backward
         assert type(module).__name__ in repr(module)
         for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             torch.testing.assert_close(call(twin), expected)
+            assert twin._pattern_cache is module._pattern_cache  # the global one, or none
+            assert twin._memory_pool is module._memory_pool
         if any(p.requires_grad for p in module.parameters()):
             call(module).sum().backward()
 
 
-@pytest.mark.parametrize("keyword", ["enable_memory_pool", "lightweight_pool", "use_pattern_cache"])
-@pytest.mark.parametrize("path", [*ATTENTION, *MULTIHEAD])
-def test_what_this_release_cannot_do_is_refused(path, keyword) -> None:
-    sizes = (16, 4) if path in MULTIHEAD else ()
-    with pytest.raises(ValueError, match=f"leave .*{keyword}.* False"):
-        published(path)(*sizes, [4], [1], **{keyword: True})
-
-
-def test_modules_show_that_pool_and_cache_are_off() -> None:
-    module = dilated_attention_pytorch.DilatedAttention([4], [1])
+@pytest.mark.parametrize("path", [*ATTENTION, *MULTIHEAD, *MODELS])
+def test_modules_show_whether_pool_and_cache_are_on(path) -> None:
+    module, _ = build(path, "off")
     shown = (module.use_pattern_cache, module.enable_memory_pool, module._pattern_cache, module._memory_pool)
     assert shown == (False, False, None, None)
+    module, _ = build(path, "on")
+    assert (module.use_pattern_cache, module.enable_memory_pool) == (True, True)
+    assert module._pattern_cache is dilated_attention_pytorch.get_global_pattern_cache()
+    assert module._memory_pool is dilated_attention_pytorch.get_global_memory_pool(lightweight=True)
+
+
+def test_the_kind_of_a_pool_that_is_off_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass enable_memory_pool=True with it"):
+        dilated_attention_pytorch.DilatedAttention([4], [1], lightweight_pool=True)
 
 
 def test_every_root_name_exists() -> None:

@@ -77,10 +77,23 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(command=_bench)
     bench.add_argument(
         "suite",
-        choices=["attention", "short", "scaling", "blocksparse", "all", "memory", "tune", "page", "report"],
+        choices=[
+            "attention",
+            "short",
+            "scaling",
+            "blocksparse",
+            "all",
+            "memory",
+            "cache",
+            "pool",
+            "tune",
+            "page",
+            "report",
+        ],
         help="attention, short, scaling, blocksparse: time and memory against baselines; all: these, then page and "
-        "report; memory: the eager backend's peak memory on the CPU; tune: the kernels' tiles on this GPU, for "
-        "DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with charts, from results",
+        "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
+        "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
+        "charts, from results",
     )
     bench.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: suites append, page and report read them")
     bench.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run, as the table names them")
@@ -155,12 +168,11 @@ def _newest_run() -> Path:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    import torch
-
     from dilated_attention_pytorch.bench.contenders import choose_contenders
     from dilated_attention_pytorch.bench.memory import print_memory
     from dilated_attention_pytorch.bench.report import handwritten, write_page, write_report
     from dilated_attention_pytorch.bench.runner import run_suites
+    from dilated_attention_pytorch.bench.shared import run_shared
     from dilated_attention_pytorch.bench.suites import SUITES, choose_cases
 
     suite, out = arguments.suite, arguments.out
@@ -172,16 +184,15 @@ def _bench(arguments: argparse.Namespace) -> None:
 
         tune(out or Path("tiles.jsonl"))
         return
+    if suite in ("cache", "pool"):
+        run_shared(suite, _bench_device(arguments.device), arguments.tokens, out)
+        return
     if out is None and suite in ("all", "page", "report"):
         raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")
     if suite in ("all", "page"):
         handwritten(arguments.page)  # refuse before minutes of measuring
     if suite not in ("page", "report"):
-        if arguments.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                "--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu"
-            )
-        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = _bench_device(arguments.device)
         suites = list(SUITES) if suite == "all" else [suite]
         cases = choose_cases(suites, device, words=arguments.cases, tokens=arguments.tokens)
         run_suites(cases, choose_contenders(arguments.only, arguments.torchscale), device, out)
@@ -228,6 +239,14 @@ def _show(arguments: argparse.Namespace) -> None:
     if arguments.out is not None:
         write_density(arguments.out, density(view, 128, 128).tolist(), view.title, summary(view))
         print(arguments.out)
+
+
+def _bench_device(stated: str | None) -> str:
+    import torch
+
+    if stated == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
+    return stated or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 if __name__ == "__main__":

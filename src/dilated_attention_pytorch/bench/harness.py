@@ -136,6 +136,43 @@ def measure(run: Callable[[], object], device: str, seconds: float = 0.25) -> Ti
     return Timing(statistics.median(times), times[calls // 5], times[calls * 4 // 5], peak)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Milliseconds of two calls that took turns, and the median of their quotients."""
+
+    off: float
+    on: float
+    ratio: float  # on / off
+
+
+def compare(
+    off: Callable[[], object], on: Callable[[], object], device: str, seconds: float = 2.0, least: int = 7
+) -> Comparison:
+    """Time two calls by turns, so that what else the machine does falls on both alike."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def once(run: Callable[[], object]) -> float:
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        return (time.perf_counter() - began) * 1e3
+
+    for run in (off, on, off, on):
+        once(run)
+    pairs = max(least, min(2000, round(seconds * 1e3 / max(once(off) + once(on), 1e-3))))
+    times = []
+    for i in range(pairs):  # each goes first as often as the other
+        first, second = (off, on) if i % 2 else (on, off)
+        one, other = once(first), once(second)
+        times.append((one, other) if i % 2 else (other, one))
+    return Comparison(
+        statistics.median(a for a, _ in times),
+        statistics.median(b for _, b in times),
+        statistics.median(b / a for a, b in times),
+    )
+
+
 def machine(device: str) -> dict[str, Any]:
     """What the figures were measured on."""
     found: dict[str, Any] = {}

@@ -40,14 +40,14 @@ def peak_bytes(tokens: int) -> int:
 
     from dilated_attention_pytorch.functional import dilated_attention
 
-    before = _peak_resident()
+    before = peak_resident()
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
     out = dilated_attention(q, k, v, SEGMENTS, RATES, is_causal=True, backend="eager")
     out.backward(torch.ones_like(out))
-    return _peak_resident() - before
+    return peak_resident() - before
 
 
-def _peak_resident() -> int:
+def peak_resident() -> int:
     # Where it exists: getrusage counts from the size of the process that started this one.
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else []:

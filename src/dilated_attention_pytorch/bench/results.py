@@ -38,6 +38,8 @@ def read_rows(results: Path) -> list[Row]:
         if "machine" in line:
             run, machine = {}, describe(line["machine"])
             continue
+        if "contender" not in line:  # of the suites `cache` and `pool`, which are tables of their own
+            continue
         key = line["suite"], _case(line)
         if key not in run:
             rows[key] = run[key] = Row(*key, machine, {})

@@ -27,7 +27,7 @@ def run_suites(
     """
     found = machine(device)
     print(describe(found))
-    _append(out, {"machine": found})
+    append_line(out, {"machine": found})
     for suite, chosen in cases.items():
         rows: list[Row] = []
         reasons: dict[str, None] = {}
@@ -40,7 +40,7 @@ def run_suites(
             for name, setup in contenders.items():
                 line = {"suite": suite, "contender": name, **asdict(case), **_attempt(setup, case)}
                 row.lines[name] = line
-                _append(out, line)
+                append_line(out, line)
                 _clear(device, out)
                 print(f"{cell(line):>{_CELL}} ", end="", flush=True)
             print(*(f"{ratio_cell(value(row, rows)):>{_RATIO}}" for _, value in RATIOS.values()), flush=True)
@@ -84,7 +84,7 @@ def _clear(device: str, out: Path | None) -> None:
     torch.cuda.empty_cache()
 
 
-def _append(path: Path | None, line: dict[str, Any]) -> None:
+def append_line(path: Path | None, line: dict[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

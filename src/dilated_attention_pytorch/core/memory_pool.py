@@ -233,7 +233,7 @@ class WorkspacePool:
                 with self._lock:
                     self._counts.lend(size, True, -1)
                 raise
-        buffer = block.memory[: _size(shape, dtype)].view(dtype).view(*shape)
+        buffer = block.memory[: _size(shape, dtype)].view(dtype).view(tuple(shape))
         buffer._loan = _Loan(self, shelf, block)  # type: ignore[attr-defined]
         return buffer
 

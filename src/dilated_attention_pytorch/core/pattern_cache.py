@@ -32,11 +32,11 @@ KINDS: Mapping[str, bool] = MappingProxyType(
         "block layout": True,
         "ring schedule": True,
         "decode table": True,
-        "padding mask": False,  # comparing one takes as long as reading it
+        "padding mask": False,  # to compare one takes about as long as to read it, and its key is as large
         "offset table": False,  # a few divisions
     }
 )
-"""What the library makes, and whether looking it up is cheaper than making it: `bench cache` measures both."""
+"""What the library makes, and whether looking it up costs less than half of making it: `bench cache` measures both."""
 
 
 _ACCESSES_OF_A_COLD_PATTERN = 3  # one more makes it hot

@@ -24,7 +24,7 @@ def create_dilated_attention(
     sequence_length: int | None = None,
     **settings: Any,
 ) -> DilatedAttention:
-    """A `DilatedAttention`, or the class that `attention_type` names, with cache and pool where the length asks for them.
+    """A `DilatedAttention`, or the class that `attention_type` names, with cache and pool where length pays.
 
     `sequence_length` is what the module will usually see; by default the longest segment. `use_pattern_cache`,
     `enable_memory_pool` and other settings that are stated are taken as stated.

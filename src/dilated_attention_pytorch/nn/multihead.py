@@ -27,7 +27,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         layer_norm: whether the output projection is preceded by a LayerNorm (with `layer_norm_eps`).
         gamma_init: gain of the initial value and output projections.
         num_kv_heads: fewer key/value heads than query heads (grouped-query attention).
-        settings: passed on to `DilatedAttention` (`head_layout`, `use_pattern_cache`, `enable_memory_pool`, `backend`, ...).
+        settings: passed on to `DilatedAttention` (`head_layout`, `use_pattern_cache`, `backend`, ...).
 
     >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
     >>> x = torch.randn(2, 100, 32)

@@ -1,0 +1,315 @@
+"""The suites `cache` and `pool`: what is shared between calls, on against off, each case by turns in one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.bench.harness import compare, machine, measure
+from dilated_attention_pytorch.bench.memory import peak_resident
+from dilated_attention_pytorch.bench.results import describe
+from dilated_attention_pytorch.bench.runner import append_line
+from dilated_attention_pytorch.core.memory_pool import WorkspacePool, reset_global_memory_pool
+from dilated_attention_pytorch.core.pattern_cache import KINDS, PatternCache, reset_global_pattern_cache
+from dilated_attention_pytorch.core.resources import Resources
+from dilated_attention_pytorch.core.spans import checked_spans, document_spans
+from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.kernels.parts import layout_for
+from dilated_attention_pytorch.models import LongNetLM
+from dilated_attention_pytorch.nn import (
+    DilatedAttention,
+    DilatedTransformerEncoderLayer,
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+)
+
+SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
+HEADS, HEAD_DIM, LAYERS = 4, 64, 2
+CACHE_LENGTHS = (1024, 4096, 32_768)
+POOL_LENGTHS = (32_768,)
+TOKENS_A_DOCUMENT = 128
+SLOWER, LARGER = 1.02, 1.05  # what on may cost over off: noise
+WORTH = 0.5  # of a rebuild: a hit that costs more is not worth the memory of its entry
+
+
+def run_shared(suite: str, device: str, lengths: Sequence[int] = (), out: Path | None = None) -> None:
+    """Print the tables of a suite, and append a JSON line for each of their rows to `out`."""
+    found = machine(device)
+    print(describe(found))
+    append_line(out, {"machine": found})
+    rows: list[dict[str, Any]] = []
+    if suite == "cache":
+        print(f"\n{'microseconds':<40}{'rebuild':>10}{'hit':>10}{'8 threads:':>12}{'rebuild':>10}{'hit':>10}  cached")
+        for row in _kinds(device):
+            rows.append({"suite": suite, **row})
+            times = (row[name] for name in ("rebuild", "hit", "rebuild_8", "hit_8"))
+            rebuild, hit, rebuild_8, hit_8 = (f"{value:>10.2f}" for value in times)
+            print(f"{row['kind']:<40}{rebuild}{hit}{'':>12}{rebuild_8}{hit_8}  {'yes' if row['cached'] else 'no'}")
+        steps = _cache_steps(device, lengths or CACHE_LENGTHS)
+    else:
+        steps = _pool_steps(device, lengths or POOL_LENGTHS)
+    print(f"\n{'milliseconds':<64}{'off':>10}{'on':>10}{'on/off':>8}{'MiB off':>10}{'MiB on':>10}{'on/off':>8}")
+    for step in steps:
+        rows.append({"suite": suite, **asdict(step), "memory_ratio": step.memory_ratio})
+        memory = ""
+        if step.peak_off is not None and step.peak_on is not None:
+            memory = f"{step.peak_off / 2**20:>10.1f}{step.peak_on / 2**20:>10.1f}{step.memory_ratio:>8.3f}"
+        print(f"{step.case:<64}{step.off:>10.3f}{step.on:>10.3f}{step.ratio:>8.3f}{memory}", flush=True)
+    for row in rows:
+        append_line(out, row)
+    print(*_verdicts(rows), sep="\n")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call with something on and off: milliseconds, and peak bytes where they were measured."""
+
+    case: str
+    off: float
+    on: float
+    ratio: float
+    peak_off: int | None = None
+    peak_on: int | None = None
+
+    @property
+    def memory_ratio(self) -> float | None:
+        return self.peak_on / self.peak_off if self.peak_on is not None and self.peak_off else None
+
+
+def _verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield ""
+    for row in (row for row in rows if "kind" in row):
+        if row["cached"] and (row["hit"] >= row["rebuild"] or row["hit_8"] >= row["rebuild_8"]):
+            yield f"NOT MET: {row['kind']} is cached, and a hit costs as much as a rebuild"
+        if not row["cached"] and row["hit"] < WORTH * row["rebuild"]:
+            yield f"NOT MET: {row['kind']} is not cached, and a hit costs less than {WORTH} of a rebuild"
+    steps = [row for row in rows if "ratio" in row]
+    for name, limit, what in (("ratio", SLOWER, "time"), ("memory_ratio", LARGER, "peak memory")):
+        values = [(row[name], row["case"]) for row in steps if row[name] is not None]
+        if values:
+            worst, case = max(values)
+            met = "met" if worst <= limit else "NOT MET"
+            yield f"{met}: {what} with it on at most {limit} of off; worst {worst:.3f} ({case})"
+
+
+def _kinds(device: str) -> Iterator[dict[str, Any]]:
+    """What the library remembers, and what it does not: making it, against finding it."""
+    tokens = 4096
+    lengths, mask = _packed(tokens).to(device), (torch.arange(tokens) >= tokens - 7)[None].to(device)
+    spans = document_spans(1, tokens, cu_seqlens=lengths)
+    assert spans is not None
+    problem = Problem(spec=DilatedSpec.of(**SPEC))
+    like = torch.empty(1, tokens, HEADS, HEAD_DIM, device=device)
+    cache = PatternCache()
+
+    def parts(of: Tensor | None, cache: PatternCache | None) -> None:
+        layout_for(problem, of, like.shape, HEADS, cache).viewer(like)
+
+    def found(key: Callable[[], Any]) -> Callable[[], object]:
+        """Looking up what the policy leaves out."""
+        return lambda: cache.remember("parts", key(), lambda: 0)
+
+    cases: list[tuple[str, str, Callable[[], object], Callable[[], object]]] = [
+        (
+            "lengths",
+            f"lengths, {len(lengths) - 1} documents",
+            lambda: document_spans(1, tokens, cu_seqlens=lengths),
+            lambda: document_spans(1, tokens, cu_seqlens=lengths, cache=cache),
+        ),
+        ("parts", "parts, whole", lambda: parts(None, None), lambda: parts(None, cache)),
+        ("parts", f"parts, {len(lengths) - 1} documents", lambda: parts(spans, None), lambda: parts(spans, cache)),
+        *_segment_table(device, problem, spans, like, cache),
+        (
+            "padding mask",
+            f"padding mask, {tokens} tokens",
+            lambda: checked_spans(mask, "key_padding_mask", tokens),
+            found(lambda: tuple(mask.flatten().tolist())),
+        ),
+        (
+            "offset table",
+            "offset table",
+            lambda: problem.spec.offsets(HEADS),
+            found(lambda: (problem.spec, HEADS, problem.head_offset, problem.total_heads)),
+        ),
+    ]
+    for kind, title, rebuild, hit in cases:
+        yield {
+            "kind": title,
+            "cached": KINDS[kind],
+            "rebuild": measure(rebuild, device).median * 1e3,
+            "hit": measure(hit, device).median * 1e3,
+            "rebuild_8": _in_threads(rebuild),
+            "hit_8": _in_threads(hit),
+        }
+
+
+def _segment_table(device: str, problem: Problem, spans: Tensor, like: Tensor, cache: PatternCache) -> list[Any]:
+    if device != "cuda":
+        return []  # a kernel of the Triton engine's
+    from dilated_attention_pytorch.kernels.triton.engine import _table
+    from dilated_attention_pytorch.kernels.triton.plan import plan_for
+
+    branch = plan_for(problem, spans, None, like, like, like).branches[0]
+    return [
+        ("segment table", "segment table", lambda: _table(branch, spans, None), lambda: _table(branch, spans, cache))
+    ]
+
+
+def _in_threads(run: Callable[[], object], threads: int = 8, seconds: float = 0.25) -> float:
+    """Microseconds of the process for each of the calls that several threads make at once."""
+    began = time.perf_counter()
+    run()
+    calls = max(3, min(2000, round(seconds / threads / max(time.perf_counter() - began, 1e-7))))
+    start = threading.Barrier(threads + 1)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(calls):
+            run()
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    start.wait()
+    began = time.perf_counter()
+    for worker in workers:
+        worker.join()
+    return (time.perf_counter() - began) / (threads * calls) * 1e6
+
+
+def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
+    for tokens in lengths:
+        for packed in (False, True):
+            stated = {"cu_seqlens": _packed(tokens).to(device)} if packed else {}
+            q, k, v = _inputs(device, tokens, "float32" if device == "cpu" else "bfloat16")
+            off, on = (
+                partial(DilatedAttention(**SPEC, use_pattern_cache=used), q, k, v, is_causal=True, **stated)
+                for used in (False, True)
+            )
+            title = f"N={tokens:,} {'packed' if packed else 'whole'} DilatedAttention forward"
+            reset_global_pattern_cache()
+            yield Step(title, **asdict(compare(off, on, device)))
+    tokens = lengths[0]
+    for name in ("MultiheadDilatedAttention", "LongNetLM"):
+        steps = [_training_step(name, device, tokens, "float32", use_pattern_cache=used) for used in (False, True)]
+        off, on = (partial(step, _packed(tokens).to(device)) for step in steps)
+        found = compare(off, on, device)
+        yield Step(f"N={tokens:,} packed {name} forward+backward", **asdict(found))
+
+
+MODULES: dict[str, Callable[..., Any]] = {
+    "DilatedAttention": DilatedAttention,
+    "ImprovedDilatedAttention": ImprovedDilatedAttention,
+    "MultiheadDilatedAttention": MultiheadDilatedAttention,
+    "ImprovedMultiheadDilatedAttention": ImprovedMultiheadDilatedAttention,
+    "DilatedTransformerEncoderLayer": DilatedTransformerEncoderLayer,
+    "LongNetLM": LongNetLM,
+}
+
+
+def _training_step(name: str, device: str, tokens: int, dtype: str, **shared: bool) -> Callable[..., object]:
+    """Forward and backward of a module on random inputs; takes the lengths of packed documents, if any."""
+    E = HEADS * HEAD_DIM
+    if name in ("DilatedAttention", "ImprovedDilatedAttention"):
+        attention = MODULES[name](**SPEC, **shared)
+        q, k, v = _inputs(device, tokens, dtype)
+        for x in (q, k, v):
+            x.requires_grad_()
+
+        def attend(lengths: Tensor | None = None) -> object:
+            out = attention(q, k, v, is_causal=True, cu_seqlens=lengths)
+            return torch.autograd.grad(out, (q, k, v), out.detach())
+
+        return attend
+    if name == "LongNetLM":
+        sizes: dict[str, Any] = {"d_model": E, "num_heads": HEADS, "num_layers": LAYERS, "num_decoder_layers": 0}
+        module = MODULES[name](**sizes, **SPEC, **shared).to(device, getattr(torch, dtype))
+        x = torch.randint(256, (1, tokens), device=device)
+    else:
+        module = MODULES[name](E, HEADS, **SPEC, **shared).to(device, getattr(torch, dtype))
+        x = torch.randn(1, tokens, E, device=device, dtype=getattr(torch, dtype))
+    parameters = list(module.parameters())
+
+    def step(lengths: Tensor | None = None) -> object:
+        packed = {} if lengths is None else {"cu_seqlens": lengths}
+        if name == "LongNetLM":
+            out = module.hidden(x, **packed)
+        elif name == "DilatedTransformerEncoderLayer":
+            out = module(x, is_causal=True)
+        else:
+            out = module(x, x, x, is_causal=True, **packed)[0]
+        return torch.autograd.grad(out, parameters, out.detach(), allow_unused=True)
+
+    return step
+
+
+def _pool_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
+    for tokens in lengths:
+        for name in MODULES:
+            for dtype in ("bfloat16", "float32"):
+                arguments = (name, device, tokens, dtype)
+                off, on = (_training_step(*arguments, enable_memory_pool=used) for used in (False, True))
+                reset_global_memory_pool()
+                found = compare(off, on, device)
+                peaks = (_peak_in_new_process(*arguments, used) for used in (False, True))
+                yield Step(f"N={tokens:,} {name} {dtype} forward+backward", **asdict(found), **_named(*peaks))
+        found = compare(_staging(device, tokens, False), _staging(device, tokens, True), device)
+        yield Step(f"N={tokens:,} keys and values through host buffers, 4 times", **asdict(found))
+
+
+def _staging(device: str, tokens: int, pooled: bool) -> Callable[[], object]:
+    """What offloading and communication do: copy tensors into buffers of the host and out again, over and over."""
+    resources = Resources(pool=WorkspacePool() if pooled else None)
+    x = torch.randn(tokens, HEADS * HEAD_DIM, device=device)
+
+    def run() -> None:
+        for _ in range(4):
+            with resources.workspaces() as take:
+                buffers = [take(x.shape, x.dtype, "cpu", pinned=device == "cuda") for _ in range(2)]
+                for buffer in buffers:
+                    buffer.copy_(x, non_blocking=True)
+                    x.copy_(buffer, non_blocking=True)
+
+    return run
+
+
+def _named(off: int, on: int) -> dict[str, Any]:
+    return {"peak_off": off, "peak_on": on}
+
+
+def _peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as workers:
+        return workers.apply(step_peak_bytes, (name, device, tokens, dtype, pooled))
+
+
+def step_peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+    """What memory grows by at most over three training steps, inputs included."""
+    before = peak_resident()
+    step = _training_step(name, device, tokens, dtype, enable_memory_pool=pooled)
+    for _ in range(3):
+        step()
+    return torch.cuda.max_memory_allocated() if device == "cuda" else peak_resident() - before
+
+
+def _inputs(device: str, tokens: int, dtype: str) -> list[Tensor]:
+    shape = (1, tokens, HEADS, HEAD_DIM)
+    return [torch.randn(shape, device=device).to(getattr(torch, dtype)) for _ in range(3)]
+
+
+def _packed(tokens: int) -> Tensor:
+    """Cumulative lengths of documents of about 128 tokens, no two alike."""
+    documents = tokens // TOKENS_A_DOCUMENT
+    ends = torch.arange(1, documents + 1) * TOKENS_A_DOCUMENT
+    ends[:-1] += (torch.arange(documents - 1) * 37) % 101 - 50
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends])

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.core import (
+    DilatedPatternCache,
+    OptimizedPatternCache,
+    PatternCache,
+    SimpleGPUCache,
+    document_spans,
+    get_global_pattern_cache,
+    reset_global_pattern_cache,
+)
+from dilated_attention_pytorch.core import pattern_cache as pattern_caching
+from dilated_attention_pytorch.core.cache_entries import SameTensor, spans_key
+
+
+def rows(n: int = 4) -> torch.Tensor:
+    return torch.arange(n)
+
+
+@pytest.fixture(params=[PatternCache, OptimizedPatternCache])
+def cache(request):
+    """A cache with four places."""
+    return request.param(max_cpu_patterns=4) if request.param is OptimizedPatternCache else request.param(4)
+
+
+def test_what_a_caller_writes_reaches_no_entry(cache) -> None:
+    mine = {"rows": rows(), "pair": (rows(2), [rows(3)])}
+    cache.put("a", mine)
+    mine["rows"].fill_(9)
+    mine["pair"][1].append(rows())
+    for _ in range(6):  # beyond promotion
+        got = cache.get("a")
+        assert torch.equal(got["rows"], rows())
+        assert len(got["pair"][1]) == 1
+        got["rows"].fill_(7)
+        got["pair"][1].clear()
+
+
+def test_the_least_recently_used_goes_first(cache) -> None:
+    for key in "abcd":
+        cache.put(key, rows())
+    cache.get("a")
+    cache.put("e", rows())
+    assert [key for key in "abcde" if key in cache] == ["a", "c", "d", "e"]
+    assert cache.get_stats()["evictions"] == 1
+
+
+def test_putting_a_key_again_replaces_it_and_evicts_nobody(cache) -> None:
+    for key in "abcd":
+        cache.put(key, rows())
+    cache.put("d", rows(7))
+    assert len(cache) == len(cache._cache) == 4
+    assert torch.equal(cache.get("d"), rows(7))
+    assert cache.get_stats()["evictions"] == 0
+
+
+def test_a_pinned_pattern_is_never_evicted(cache) -> None:
+    cache.put("kept", rows())
+    cache.pin("kept")
+    for i in range(20):
+        cache.put(i, rows())
+    assert "kept" in cache
+    assert len(cache) == 4
+    cache.unpin("kept")
+    for i in range(20):
+        cache.put(i, rows())
+    assert "kept" not in cache
+
+
+def test_pins_leave_one_place_free(cache) -> None:
+    for key in "abcd":
+        cache.put(key, rows())
+    for key in "abc":
+        cache.pin(key)
+    with pytest.raises(ValueError, match="one place must stay free"):
+        cache.pin("d")
+    with pytest.raises(KeyError, match="put it first"):
+        cache.pin("unknown")
+
+
+def test_statistics_count_what_happened(cache) -> None:
+    assert cache.get_stats()["hit_rate"] == 0.0
+    cache.put("a", rows())
+    found = [cache.get(key) is not None for key in ("a", "b", "a", "a")]
+    assert found == [True, False, True, True]
+    stats = cache.get_stats()
+    assert (stats["hits"], stats["misses"], stats["hit_rate"], stats["size"], stats["max_size"]) == (3, 1, 0.75, 1, 4)
+    cache.clear()
+    assert (cache.get_stats()["hits"], len(cache)) == (0, 0)
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.5, True])
+def test_a_size_that_holds_nothing_is_refused(size) -> None:
+    with pytest.raises(ValueError, match=r"max_size must be a whole number of at least 1.*leave caching off"):
+        PatternCache(size)
+    with pytest.raises(ValueError, match="max_gpu_patterns must be"):
+        OptimizedPatternCache(max_gpu_patterns=size)
+    with pytest.raises(ValueError, match="max_cpu_patterns must be"):
+        OptimizedPatternCache(max_cpu_patterns=size)
+
+
+def test_a_memory_limit_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="gpu_memory_limit_mb must be above 0, got 0"):
+        OptimizedPatternCache(gpu_memory_limit_mb=0)
+
+
+def test_an_error_while_making_leaves_the_cache_as_it_was(cache) -> None:
+    with pytest.raises(ZeroDivisionError):
+        cache.remember("parts", "key", lambda: 1 / 0)
+    assert len(cache) == 0
+    assert cache.remember("parts", "key", lambda: "made") == "made"
+    assert cache.remember("parts", "key", lambda: 1 / 0) == "made"
+
+
+def test_two_who_make_the_same_get_the_same(cache) -> None:
+    first = cache.remember("parts", "key", lambda: cache.remember("parts", "key", object))
+    assert first is cache.remember("parts", "key", lambda: None)
+
+
+def test_what_is_cheaper_to_make_is_made_every_time() -> None:
+    cache = PatternCache()
+    made = [cache.remember("offset table", "key", object) for _ in range(2)]
+    assert made[0] is not made[1]
+    assert len(cache) == 0
+    with pytest.raises(ValueError, match="no kind of entry 'moods'"):
+        cache.remember("moods", "key", object)
+
+
+def test_a_copy_of_a_cache_has_its_settings_and_the_global_one_stays_itself() -> None:
+    own = OptimizedPatternCache(max_gpu_patterns=3, gpu_memory_limit_mb=7.0, enable_async=False)
+    own.put("a", rows())
+    for twin in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        assert (twin.max_gpu_patterns, twin.gpu_memory_limit_mb, twin.enable_async, len(twin)) == (3, 7.0, False, 0)
+    shared = get_global_pattern_cache()
+    assert copy.deepcopy(shared) is shared
+    assert pickle.loads(pickle.dumps(shared)) is shared
+
+
+def test_keys_are_the_documented_ones() -> None:
+    assert DilatedPatternCache.dilated_key(64, (16, 32), (1, 2)) == "dilated_s64_seg[16, 32]_dil[1, 2]"
+    assert DilatedPatternCache.sparse_key(64, "dilated_sparse", 0.25, 16) == "sparse_s64_tdilated_sparse_r0.250_b16"
+    cache = DilatedPatternCache()
+    cache.put_sparse(64, "dilated_sparse", 0.25, 16, rows())
+    assert list(cache._cache) == ["sparse_s64_tdilated_sparse_r0.250_b16"]
+    assert torch.equal(cache.get_sparse(64, "dilated_sparse", 0.25, 16), rows())
+
+
+def test_the_environment_sets_the_global_cache_when_it_is_reset(monkeypatch) -> None:
+    monkeypatch.setenv("PATTERN_CACHE_MAX_SIZE", "2")
+    monkeypatch.setenv("PATTERN_CACHE_ENABLE_PROFILING", "1")
+    try:
+        cache = get_global_pattern_cache()
+        reset_global_pattern_cache()
+        assert get_global_pattern_cache() is cache
+        for key in range(3):
+            cache.remember("parts", key, object)
+        cache.remember("parts", 2, object)
+        stats = cache.get_stats()
+        assert (stats["size"], stats["max_size"], stats["evictions"]) == (2, 2, 1)
+        assert (stats["profile"]["parts"]["hits"], stats["profile"]["parts"]["misses"]) == (1, 3)
+        monkeypatch.setenv("PATTERN_CACHE_MAX_SIZE", "0")
+        with pytest.raises(ValueError, match="PATTERN_CACHE_MAX_SIZE must be a whole number of at least 1, got '0'"):
+            reset_global_pattern_cache()
+    finally:
+        monkeypatch.undo()
+        reset_global_pattern_cache()
+    assert get_global_pattern_cache().max_size == 1000
+
+
+def test_more_than_three_accesses_make_a_pattern_hot() -> None:
+    cache = OptimizedPatternCache()
+    cache.put("a", rows())
+    hot = []
+    for _ in range(6):
+        cache.get("a")
+        hot.append(cache.get_stats()["gpu_patterns"])
+    assert hot == [0, 0, 0, 1, 1, 1]
+    stats = cache.get_stats()
+    assert (stats["gpu_hits"], stats["cpu_hits"], stats["hits"]) == (2, 4, 6)
+    assert stats["gpu_memory_used_mb"] * 2**20 == rows().numel() * 8
+
+
+def test_the_hot_tier_keeps_its_limits_and_its_pins() -> None:
+    megabyte = torch.zeros(2**18)
+    cache = OptimizedPatternCache(max_gpu_patterns=3, gpu_memory_limit_mb=2.5, enable_prefetch=False)
+    cache.put("pinned", megabyte, store_on_gpu=True, pin=True)
+    for key in "abcdef":
+        cache.put(key, megabyte, store_on_gpu=True)
+        stats = cache.get_stats()
+        assert stats["gpu_patterns"] <= 2
+        assert stats["gpu_memory_used_mb"] <= 2.5
+    assert {key for key, _ in cache._hot} == {"pinned", "f"}
+    cache.put("too large", torch.zeros(2**20), store_on_gpu=True)
+    assert {key for key, _ in cache._hot} == {"pinned", "f"}
+    assert cache.get("too large").shape == (2**20,)
+
+
+def test_a_pattern_put_anew_is_not_served_from_the_hot_tier_as_it_was() -> None:
+    cache = OptimizedPatternCache()
+    cache.put("a", rows(), store_on_gpu=True)
+    cache.put("a", rows(9))
+    assert torch.equal(cache.get("a"), rows(9))
+    assert cache.get_stats()["gpu_memory_used_mb"] == 0
+
+
+def test_a_batch_is_fetched_in_the_order_asked_for() -> None:
+    cache = OptimizedPatternCache(enable_prefetch=False)
+    for n in (2, 3, 4):
+        cache.put(n, rows(n))
+    for _ in range(5):
+        got = cache.get_batch([4, "unknown", 2])
+        assert [None if x is None else len(x) for x in got] == [4, None, 2]
+    stats = cache.get_stats()
+    assert (stats["hits"], stats["misses"], stats["gpu_hits"]) == (10, 5, 2)
+    assert cache.get_batch([]) == []
+
+
+def test_the_pattern_that_followed_last_time_is_fetched_ahead() -> None:
+    cache = OptimizedPatternCache()
+    for key in "abc":
+        cache.put(key, rows())
+    for key in "ab":
+        cache.get(key)
+    assert cache.get_stats()["gpu_patterns"] == 0
+    cache.get("a")  # after which b came
+    assert {key for key, _ in cache._hot} == {"b"}
+    assert cache.get_stats()["prefetches"] == 1
+    without = OptimizedPatternCache(enable_prefetch=False)
+    for key in "ababa":
+        without.put(key, rows()) if key not in without else without.get(key)
+    assert without.get_stats()["prefetches"] == 0
+
+
+def test_the_simple_cache_has_everything_from_the_start() -> None:
+    key = "dilated_s8_seg[4, 8]_dil[1, 3]"
+    cache = SimpleGPUCache([key])
+    assert [one.tolist() for one in cache.gpu_patterns[key]] == [list(range(8)), [0, 3, 6]]
+    cache.get(key)[0].fill_(9)
+    assert cache.get(key)[0].tolist() == list(range(8))
+    assert cache.get("unknown") is None
+    given = SimpleGPUCache({"mine": rows()})
+    assert torch.equal(given.gpu_patterns["mine"], rows())
+    with pytest.raises(ValueError, match="names no dilated pattern: pass the pattern itself"):
+        SimpleGPUCache(["sparse_s8_tlocal_r0.100_b4"])
+
+
+def test_lengths_are_found_by_content_and_an_in_place_change_is_seen() -> None:
+    cache = PatternCache()
+    lengths = torch.tensor([0, 3, 7])
+    first = document_spans(1, 9, cu_seqlens=lengths, cache=cache)
+    assert document_spans(1, 9, cu_seqlens=torch.tensor([0, 3, 7]), cache=cache) is first
+    lengths.numpy()[1] = 5  # which PyTorch does not count
+    assert document_spans(1, 9, cu_seqlens=lengths, cache=cache).tolist() == [[0, 5], [5, 7]]
+    with pytest.raises(ValueError, match="cu_seqlens must start at 0"):
+        document_spans(1, 6, cu_seqlens=lengths, cache=cache)
+    assert document_spans(2, 9, seqlens=torch.tensor([3, 7]), cache=cache).tolist() == [[0, 3], [0, 7]]
+
+
+def test_what_inference_remembers_serves_training() -> None:
+    cache = PatternCache()
+    with torch.inference_mode():
+        document_spans(1, 9, cu_seqlens=torch.tensor([0, 3, 7]), cache=cache)
+    assert not document_spans(1, 9, cu_seqlens=torch.tensor([0, 3, 7]), cache=cache).is_inference()
+
+
+def test_a_tensor_as_key_equals_itself_until_it_changes_or_dies() -> None:
+    x, other = rows(), rows()
+    key = SameTensor(x)
+    assert key == SameTensor(x)
+    assert hash(key) == hash(SameTensor(x))
+    assert key != SameTensor(other)
+    x[0] = 5
+    assert key != SameTensor(x)
+    dead = SameTensor(rows())
+    assert dead != SameTensor(rows())
+
+
+def test_no_spans_are_a_key_and_spans_on_a_cpu_are_found_by_content() -> None:
+    assert spans_key(None) == ()
+    assert spans_key(torch.tensor([[0, 3], [3, 7]])) == spans_key(torch.tensor([[0, 3], [3, 7]])) == (0, 3, 3, 7)
+
+
+def test_threads_never_see_more_than_the_bound_or_another_pattern() -> None:
+    caches = [PatternCache(16), OptimizedPatternCache(4, 16, gpu_memory_limit_mb=0.001)]
+    wrong: list[object] = []
+
+    def work(cache, seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            for key in torch.randint(40, (300,), generator=generator).tolist():
+                got = cache.get(key)
+                if got is None:
+                    cache.put(key, torch.full((8,), key))
+                elif not (got == key).all():
+                    wrong.append((key, got))
+                if len(cache) > 16:
+                    wrong.append(len(cache))
+        except Exception as error:  # a thread's own would be lost
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(cache, seed)) for cache in caches for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    for cache in caches:
+        stats = cache.get_stats()
+        assert stats["hits"] + stats["misses"] == 8 * 300
+        assert stats["size"] <= 16
+    assert caches[1]._hot_bytes == sum(entry.bytes for entry in caches[1]._hot.values())
+
+
+@pytest.mark.gpu
+def test_a_copy_on_a_side_stream_is_ordered_with_its_reader() -> None:
+    cache = OptimizedPatternCache(gpu_memory_limit_mb=4096.0)
+    large = torch.arange(1 << 26)
+    cache.put("large", large)
+    for _ in range(6):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            got = cache.get("large", "cuda")
+            assert got.is_cuda
+            same = (got == torch.arange(1 << 26, device="cuda")).all()
+        stream.synchronize()
+        assert same
+    assert cache.get_stats()["gpu_hits"] == 2
+
+
+@pytest.mark.gpu
+def test_what_one_stream_makes_another_may_read() -> None:
+    cache = PatternCache()
+    maker, reader = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def make():
+        torch.cuda._sleep(100_000_000)
+        return torch.full((1 << 20,), 3, device="cuda")
+
+    with torch.cuda.stream(maker):
+        cache.remember("segment table", "key", make)
+    with torch.cuda.stream(reader):
+        total = cache.remember("segment table", "key", make).sum()
+        cache.clear()  # frees the maker's memory while the reader may still read
+    with torch.cuda.stream(maker):
+        torch.zeros(1 << 20, dtype=torch.int64, device="cuda")
+    reader.synchronize()
+    assert total == 3 << 20
+
+
+@pytest.mark.gpu
+def test_spans_on_a_gpu_are_found_by_the_tensor_and_never_during_capture() -> None:
+    spans = torch.tensor([[0, 3], [3, 7]], device="cuda")
+    key = spans_key(spans)
+    assert key == spans_key(spans)
+    assert key != spans_key(spans.clone())
+    spans.add_(1)
+    assert key != spans_key(spans)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert spans_key(spans) is None
+
+
+def test_a_stored_pattern_lies_on_the_cpu(cache) -> None:
+    cache.put("a", rows())
+    assert cache._cache["a"].value.device.type == "cpu"
+    assert pattern_caching.hot_device().type in ("cpu", "cuda")

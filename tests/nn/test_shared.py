@@ -1,0 +1,274 @@
+"""Cache and pool change what a call takes, never what it gives."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import dilated_attention_pytorch as package
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    DilatedTransformerEncoderLayer,
+    ImprovedDilatedAttention,
+    LongNetLM,
+    MultiheadDilatedAttention,
+    PatternCache,
+    WorkspacePool,
+    create_dilated_attention,
+    create_multihead_dilated_attention,
+)
+from dilated_attention_pytorch.core import Resources
+from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
+from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.kernels import eager
+from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
+
+SPEC = {"segment_lengths": [8, 16, 48], "dilation_rates": [1, 2, 3]}
+LENGTHS = {
+    "whole": {},
+    "packed": {"cu_seqlens": torch.tensor([0, 19, 19, 48])},
+    "right-padded": {"seqlens": torch.tensor([21])},
+    "masked": {"key_padding_mask": (torch.arange(53) < 7)[None]},
+}
+
+
+def shared() -> Resources:
+    return Resources(PatternCache(), WorkspacePool(threshold_bytes=1))
+
+
+def tensors(dtype=torch.float32, tokens=53, heads=(4, 2, 2), dim=16):
+    return [torch.randn(1, tokens, h, dim, dtype=dtype, requires_grad=True) for h in heads]
+
+
+def run(inputs, resources, **settings):
+    torch.manual_seed(0)
+    out, lse = dilated_attention(*inputs, **SPEC, is_causal=True, return_lse=True, resources=resources, **settings)
+    loss = out.float().square().sum() + lse[lse != -torch.inf].sum()
+    return [x.detach() for x in (out, lse, *torch.autograd.grad(loss, inputs))]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_eager_gives_the_same_bits_with_cache_and_pool(lengths, dropout_p, dtype) -> None:
+    settings = {**LENGTHS[lengths], "dropout_p": dropout_p, "backend": "eager"}
+    resources = shared()
+    for _ in range(3):
+        inputs = tensors(dtype)
+        for one, other in zip(run(inputs, Resources(), **settings), run(inputs, resources, **settings)):
+            assert torch.equal(one, other)
+    assert resources.cache.get_stats()["hit_rate"] > 0.5
+    stats = resources.pool.get_stats()
+    assert stats["live_buffers"] == 0
+    assert stats["reuse_rate"] > 0.5 or (dtype != torch.bfloat16 and not dropout_p)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+@pytest.mark.parametrize("lengths", ["whole", "packed", "right-padded"])
+def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengths) -> None:
+    pytest.importorskip("triton", reason="the kernels need Triton")
+    spec = {"segment_lengths": [16, 16, 32], "dilation_rates": [1, 1, 1]}  # three a row: summed in float32
+    q, k, v = (x.detach().requires_grad_() for x in tensors(torch.float16, tokens=32, heads=(2, 1, 1)))
+    stated = {
+        "whole": {},
+        "packed": {"cu_seqlens": torch.tensor([0, 13, 32])},
+        "right-padded": {"seqlens": torch.tensor([21])},
+    }
+    resources, results = shared(), []
+    for used in (Resources(), resources, resources):
+        out = dilated_attention(q, k, v, **spec, backend="triton", resources=used, **stated[lengths])
+        results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+    for found in results[1:]:
+        for one, other in zip(results[0], found):
+            assert torch.equal(one, other)
+    assert resources.pool.get_stats()["reuse_rate"] > 0.4
+    if lengths != "whole":
+        kinds = [key[0] for key in resources.cache._cache]
+        assert kinds.count("segment table") == 2  # one a segment length; layers and directions share it
+        assert kinds.count("lengths") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ["whole", "packed"])
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_a_gpu_gives_the_same_bits_with_cache_and_pool(lengths, backend) -> None:
+    resources, results = shared(), []
+    inputs = [torch.randn(1, 3001, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+    stated = {} if lengths == "whole" else {"cu_seqlens": torch.tensor([0, 500, 1777, 3001], device="cuda")}
+    for used in (Resources(), resources, resources):
+        out = dilated_attention(
+            *inputs, [256, 512, 1024], [1, 1, 1], is_causal=True, backend=backend, resources=used, **stated
+        )
+        results.append([out, *torch.autograd.grad(out.float().sum(), inputs)])
+    for found in results[1:]:
+        for one, other in zip(results[0], found):
+            assert torch.equal(one, other)
+    assert resources.pool.get_stats()["reuse_count"] > 0
+
+
+def test_no_result_shares_memory_with_the_pool() -> None:
+    resources = Resources(pool=WorkspacePool(threshold_bytes=1, lightweight=True))
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for dropout_p in (0.0, 0.3):
+            inputs = tensors(dtype)
+            first = run(inputs, resources, dropout_p=dropout_p)
+            kept = [x.clone() for x in first]
+            for _ in range(3):
+                run(tensors(dtype), resources, dropout_p=dropout_p)
+            with resources.pool.lease() as take:
+                for n in (1, 4, 16, 53, 106, 3392, 6784):
+                    take((n,), torch.float64, "cpu").fill_(torch.nan)
+                for one, other in zip(first, kept):
+                    assert torch.equal(one, other)
+            blocks = [b for shelf in resources.pool._shelves.values() for bucket in shelf.idle.values() for b in bucket]
+            places = {block.memory.untyped_storage().data_ptr() for block in blocks}
+            assert places.isdisjoint(x.untyped_storage().data_ptr() for x in first)
+
+
+def test_lengths_that_change_in_place_are_seen() -> None:
+    resources = Resources(PatternCache())
+    q, k, v = (x.detach() for x in tensors(torch.float64))
+    spans = torch.tensor([[0, 19], [19, 53]])
+    before = dilated_attention(q, k, v, **SPEC, spans=spans, resources=resources)
+    spans.numpy()[:] = [[0, 30], [30, 53]]  # behind PyTorch's back
+    after = dilated_attention(q, k, v, **SPEC, spans=spans, resources=resources)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, dilated_attention(q, k, v, **SPEC, spans=spans))
+
+
+def test_a_crash_in_the_middle_of_a_call_leaves_cache_and_pool_usable(monkeypatch) -> None:
+    resources, inputs = shared(), tensors(torch.bfloat16)
+    expected = run(inputs, Resources())
+
+    def crash(*args):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(eager, "merge_", crash)
+        with pytest.raises(ZeroDivisionError):
+            run(inputs, resources)
+    assert resources.pool.get_stats()["live_buffers"] == 0
+    for one, other in zip(run(inputs, resources), expected):
+        assert torch.equal(one, other)
+
+
+def test_memory_that_runs_out_within_a_call_is_released_and_the_call_repeated(monkeypatch) -> None:
+    resources, inputs = shared(), tensors(torch.bfloat16)
+    expected = run(inputs, resources)
+    merge, runs = eager.merge_, []
+
+    def hungry(*args):
+        runs.append(resources.pool.get_stats()["total_allocated"])
+        if len(runs) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        merge(*args)
+
+    monkeypatch.setattr(eager, "merge_", hungry)
+    for one, other in zip(run(inputs, resources), expected):
+        assert torch.equal(one, other)
+    assert resources.pool.get_stats()["cleanups"] == 1
+
+
+def test_threads_with_different_lengths_get_their_own_results() -> None:
+    resources, q = shared(), torch.randn(1, 53, 4, 16, dtype=torch.bfloat16)
+    wrong = []
+
+    def work(cut: int) -> None:
+        lengths = torch.tensor([0, cut, 53])
+        expected = dilated_attention(q, q, q, **SPEC, cu_seqlens=lengths)
+        for _ in range(10):
+            if not torch.equal(dilated_attention(q, q, q, **SPEC, cu_seqlens=lengths, resources=resources), expected):
+                wrong.append(cut)
+
+    threads = [threading.Thread(target=work, args=(cut,)) for cut in range(5, 45, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert resources.pool.get_stats()["live_buffers"] == 0
+
+
+def test_a_compiled_call_consults_neither() -> None:
+    cache, pool = package.get_global_pattern_cache(), package.get_global_memory_pool()
+    module = DilatedAttention(**SPEC, use_pattern_cache=True, enable_memory_pool=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    q, k, v = (x.detach() for x in tensors())
+    lengths = torch.tensor([0, 19, 53])
+    expected = module(q, k, v, cu_seqlens=lengths)
+    cache.clear()
+    before = cache.get_stats(), pool.get_stats()
+    torch.testing.assert_close(compiled(q, k, v, cu_seqlens=lengths), expected)
+    assert (cache.get_stats(), pool.get_stats()) == before
+
+
+def test_layers_of_a_model_share_one_layout() -> None:
+    package.reset_global_pattern_cache()
+    sizes = {"d_model": 16, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 0}
+    model = LongNetLM(**sizes, **SPEC, use_pattern_cache=True).eval()
+    tokens = torch.randint(256, (1, 53))
+    with torch.no_grad():
+        out = model(tokens, cu_seqlens=torch.tensor([0, 19, 53]))
+    stats = model._pattern_cache.get_stats()
+    assert (stats["misses"], stats["hits"]) == (2, 2)  # lengths and layout; then two more layers
+    assert len(model._pattern_cache._cache) == 2
+    for module in model.modules():
+        if isinstance(module, DilatedAttention):
+            module._pattern_cache = None
+    with torch.no_grad():
+        assert torch.equal(model(tokens, cu_seqlens=torch.tensor([0, 19, 53])), out)
+
+
+def test_a_saved_model_is_loaded_with_either(tmp_path) -> None:
+    pytest.importorskip("safetensors", reason="saving needs safetensors")
+    model = LongNetLM(d_model=16, num_heads=4, num_layers=1, num_decoder_layers=0, **SPEC, use_pattern_cache=True)
+    model.save_pretrained(tmp_path)
+    assert not LongNetLM.from_pretrained(tmp_path).use_pattern_cache
+    loaded = LongNetLM.from_pretrained(tmp_path, use_pattern_cache=True, enable_memory_pool=True)
+    assert (loaded.use_pattern_cache, loaded.enable_memory_pool) == (True, True)
+
+
+def test_modules_pass_the_keywords_on_and_show_them() -> None:
+    keywords = {"use_pattern_cache": True, "enable_memory_pool": True}
+    for module in (
+        MultiheadDilatedAttention(16, 4, **SPEC, **keywords),
+        DilatedTransformerEncoderLayer(16, 4, **SPEC, **keywords),
+    ):
+        assert (module.use_pattern_cache, module.enable_memory_pool) == (True, True)
+        assert "use_pattern_cache=True, enable_memory_pool=True" in repr(module)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chosen"),
+    [
+        (CACHE_FROM_TOKENS - 1, (False, False)),
+        (CACHE_FROM_TOKENS, (True, False)),
+        (POOL_FROM_TOKENS - 1, (True, False)),
+        (POOL_FROM_TOKENS, (True, True)),
+    ],
+)
+def test_factories_choose_by_sequence_length(tokens, chosen) -> None:
+    for made in (
+        create_dilated_attention(**SPEC, sequence_length=tokens),
+        create_multihead_dilated_attention(16, 4, **SPEC, sequence_length=tokens),
+        create_dilated_attention([tokens], [1]),
+    ):
+        assert (made.use_pattern_cache, made.enable_memory_pool) == chosen
+
+
+def test_factories_take_what_is_stated_as_stated() -> None:
+    made = create_dilated_attention(
+        **SPEC, sequence_length=POOL_FROM_TOKENS, use_pattern_cache=False, enable_memory_pool=False
+    )
+    assert (made.use_pattern_cache, made.enable_memory_pool) == (False, False)
+    assert create_dilated_attention(**SPEC, lightweight_pool=True)._memory_pool.lightweight
+    assert create_dilated_attention(**SPEC, softmax_scale=0.3).softmax_scale == 0.3
+    assert isinstance(create_dilated_attention(**SPEC, attention_type="improved"), ImprovedDilatedAttention)
+    for name, (_, multihead) in ATTENTION_TYPES.items():
+        assert type(create_multihead_dilated_attention(16, 4, **SPEC, attention_type=name)) is multihead
+    with pytest.raises(ValueError, match="attention_type must be auto, standard or improved, got 'magic'"):
+        create_dilated_attention(**SPEC, attention_type="magic")
+    with pytest.raises(ValueError, match="sequence_length must be at least 1, got 0"):
+        create_dilated_attention(**SPEC, sequence_length=0)

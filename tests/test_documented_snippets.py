@@ -1,0 +1,109 @@
+"""What the published guides show about caches and pools runs as written, at small sizes."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.core import (
+    OptimizedPatternCache,
+    SimpleGPUCache,
+    get_global_memory_pool,
+    get_global_pattern_cache,
+    reset_global_memory_pool,
+    reset_global_pattern_cache,
+)
+
+
+def attend(model) -> torch.Tensor:
+    q, k, v = torch.randn(3, 1, 32, 4, 8)
+    return model(q, k, v, is_causal=True)
+
+
+def test_global_cache_management(capsys) -> None:
+    cache = get_global_pattern_cache()
+    stats = cache.get_stats()
+    print(f"Cache hits: {stats['hits']}, misses: {stats['misses']}")
+    print(f"Hit rate: {stats['hit_rate']:.1%}")
+    reset_global_pattern_cache()
+    assert get_global_pattern_cache().get_stats()["hits"] == 0
+
+
+def test_memory_pool_basic_and_advanced_usage() -> None:
+    model = DilatedAttention(segment_lengths=[8, 16, 32], dilation_rates=[1, 2, 4], enable_memory_pool=True)
+    assert attend(model).shape == (1, 32, 4, 8)
+    model = ImprovedDilatedAttention(
+        segment_lengths=[8, 16, 32], dilation_rates=[1, 2, 4], enable_memory_pool=True, enable_profiling=True
+    )
+    assert attend(model).shape == (1, 32, 4, 8)
+
+
+def test_memory_pool_management() -> None:
+    pool = get_global_memory_pool()
+    stats = pool.get_stats()
+    print(f"Total allocated: {stats['total_allocated'] / 1024 / 1024:.1f} MB")
+    print(f"Peak allocated: {stats['peak_allocated'] / 1024 / 1024:.1f} MB")
+    print(f"Allocation count: {stats['allocation_count']}")
+    reset_global_memory_pool()
+    assert get_global_memory_pool().get_stats()["total_allocated"] == 0
+
+
+def test_adding_support_to_a_module_of_ones_own() -> None:
+    class MyAttention(nn.Module):
+        def __init__(self, use_pattern_cache=False, enable_memory_pool=False):
+            super().__init__()
+            self.use_pattern_cache = use_pattern_cache
+            self._pattern_cache = get_global_pattern_cache() if use_pattern_cache else None
+            self.enable_memory_pool = enable_memory_pool
+            self._memory_pool = get_global_memory_pool() if enable_memory_pool else None
+
+    mine = MyAttention(use_pattern_cache=True, enable_memory_pool=True)
+    theirs = DilatedAttention([8], [1], use_pattern_cache=True, enable_memory_pool=True)
+    assert mine._pattern_cache is theirs._pattern_cache
+    assert mine._memory_pool is theirs._memory_pool
+
+
+def test_profiling_and_debugging(capsys) -> None:
+    model = DilatedAttention(
+        segment_lengths=[8, 16],
+        dilation_rates=[1, 2],
+        use_pattern_cache=True,
+        enable_memory_pool=True,
+        enable_profiling=True,
+    )
+    for _ in range(3):
+        attend(model)
+    cache_stats = model._pattern_cache.get_stats()
+    pool_stats = model._memory_pool.get_stats()
+    print(f"Cache efficiency: {cache_stats['hit_rate']:.1%}")
+    print(f"Memory reuse rate: {pool_stats.get('reuse_rate', 0):.1%}")
+    assert cache_stats["hits"] >= 2
+    logging.getLogger("dilated_attention_pytorch").setLevel(logging.DEBUG)
+    print(f"Pattern cache enabled: {model.use_pattern_cache}")
+    print(f"Memory pool enabled: {model.enable_memory_pool}")
+    print(f"Cache size: {len(model._pattern_cache._cache)}")
+    assert "Cache size: 0" not in capsys.readouterr().out
+
+
+def test_the_two_tier_cache_and_pregenerated_patterns() -> None:
+    cache = OptimizedPatternCache(
+        max_gpu_patterns=50,
+        max_cpu_patterns=500,
+        gpu_memory_limit_mb=100.0,
+        enable_async=True,
+        enable_prefetch=True,
+    )
+    for seg_len, dil_rate in zip([8, 16], [1, 2]):
+        for offset in range(min(dil_rate, 4)):
+            cache_key = f"dilated_{seg_len}_{dil_rate}_{offset}"
+            pattern = torch.arange(offset, seg_len, dil_rate)
+            cache.put(cache_key, pattern, store_on_gpu=True)
+    assert cache.get_stats()["gpu_patterns"] == 3
+
+
+def test_the_simplified_gpu_cache() -> None:
+    patterns_to_cache = ["dilated_s16_seg[8, 16]_dil[1, 2]"]
+    assert list(SimpleGPUCache(patterns_to_cache).gpu_patterns) == patterns_to_cache
