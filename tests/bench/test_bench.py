@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from dilated_attention_pytorch.bench import contenders
+from dilated_attention_pytorch.bench import contenders, shared
 from dilated_attention_pytorch.bench.contenders import choose_contenders
-from dilated_attention_pytorch.bench.harness import Case, measure
+from dilated_attention_pytorch.bench.harness import Case, compare, measure
 from dilated_attention_pytorch.bench.results import read_rows
 from dilated_attention_pytorch.bench.suites import SUITES, choose_cases
 from dilated_attention_pytorch.cli import main
@@ -194,3 +194,58 @@ def test_results_of_a_release_without_block_patterns_are_still_read(tmp_path) ->
     results = tmp_path / "results.jsonl"
     results.write_text(json.dumps({"machine": {}}) + "\n" + json.dumps(line | known) + "\n")
     assert [row.case for row in read_rows(results)] == [SMALL]
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The suites of what calls share, at sizes and times that a test can afford."""
+    monkeypatch.setattr(shared, "HEADS", 2)
+    monkeypatch.setattr(shared, "HEAD_DIM", 16)
+    monkeypatch.setattr(shared, "compare", lambda off, on, device: compare(off, on, device, seconds=0.01, least=2))
+    monkeypatch.setattr(shared, "_in_threads", lambda run: (run(), 1.0)[1])
+    monkeypatch.setattr(shared, "peak_in_new_process", lambda *arguments: 100 + arguments[-1])
+
+
+def test_the_cache_suite_measures_every_kind_and_the_whole_step(tmp_path, capsys, tiny) -> None:
+    results = tmp_path / "results.jsonl"
+    assert main(["bench", "cache", "--device", "cpu", "--tokens", "512", "--out", str(results)]) == 0
+    _, *lines = read(results)
+    kinds = {line["kind"]: line["cached"] for line in lines if "kind" in line}
+    assert kinds["lengths, 32 documents"] is True
+    assert kinds["offset table"] is False
+    steps = [line for line in lines if "case" in line]
+    assert {"N=512 whole DilatedAttention forward", "N=512 packed DilatedAttention forward"} <= {
+        line["case"] for line in steps
+    }
+    assert all(line["off"] > 0 and line["on"] > 0 and line["ratio"] > 0 for line in steps)
+    assert "time with it on at most 1.02 of off" in capsys.readouterr().out
+
+
+def test_the_pool_suite_measures_every_module(tmp_path, capsys, tiny) -> None:
+    results = tmp_path / "results.jsonl"
+    assert main(["bench", "pool", "--device", "cpu", "--tokens", "256", "--out", str(results)]) == 0
+    _, *lines = read(results)
+    cases = {line["case"] for line in lines}
+    for name in shared.MODULES:
+        assert f"N=256 {name} float32 forward+backward" in cases
+    assert "N=256 DilatedAttention bfloat16 forward+backward" in cases
+    assert all(line["memory_ratio"] == 1.01 for line in lines if line["peak_on"] is not None)
+    assert "peak memory with it on at most 1.05 of off; worst 1.010" in capsys.readouterr().out
+
+
+def test_a_page_leaves_out_what_is_no_contender(tmp_path, small_suites) -> None:
+    results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
+    assert main(["bench", "short", "--device", "cpu", "--only", "ours", "--out", str(results)]) == 0
+    with results.open("a") as stream:
+        stream.write(json.dumps({"suite": "cache", "case": "a step", "ratio": 1.0}) + "\n")
+    assert main(["bench", "page", "--out", str(results), "--page", str(page)]) == 0
+    assert "a step" not in page.read_text()
+
+
+def test_a_peak_is_what_a_step_needs_at_least() -> None:
+    floor = 3 * 2048 * 4 * 64 * 4
+    assert shared.peak_in_new_process("DilatedAttention", "cpu", 2048, "float32", True) > floor
+
+
+def test_several_threads_share_the_time() -> None:
+    assert shared._in_threads(lambda: sum(range(1000)), seconds=0.01) > 0

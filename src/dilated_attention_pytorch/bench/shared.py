@@ -36,7 +36,7 @@ from dilated_attention_pytorch.nn import (
 SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
 HEADS, HEAD_DIM, LAYERS = 4, 64, 2
 CACHE_LENGTHS = (1024, 4096, 32_768)
-POOL_LENGTHS = (32_768,)
+POOL_LENGTHS = (16_384,)
 TOKENS_A_DOCUMENT = 128
 SLOWER, LARGER = 1.02, 1.05  # what on may cost over off: noise
 WORTH = 0.5  # of a rebuild: a hit that costs more is not worth the memory of its entry
@@ -207,6 +207,7 @@ def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
         yield Step(f"N={tokens:,} packed {name} forward+backward", **asdict(found))
 
 
+ATTENTION = ("DilatedAttention", "ImprovedDilatedAttention")
 MODULES: dict[str, Callable[..., Any]] = {
     "DilatedAttention": DilatedAttention,
     "ImprovedDilatedAttention": ImprovedDilatedAttention,
@@ -220,7 +221,7 @@ MODULES: dict[str, Callable[..., Any]] = {
 def _training_step(name: str, device: str, tokens: int, dtype: str, **shared: bool) -> Callable[..., object]:
     """Forward and backward of a module on random inputs; takes the lengths of packed documents, if any."""
     E = HEADS * HEAD_DIM
-    if name in ("DilatedAttention", "ImprovedDilatedAttention"):
+    if name in ATTENTION:
         attention = MODULES[name](**SPEC, **shared)
         q, k, v = _inputs(device, tokens, dtype)
         for x in (q, k, v):
@@ -257,11 +258,13 @@ def _pool_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
     for tokens in lengths:
         for name in MODULES:
             for dtype in ("bfloat16", "float32"):
+                if dtype == "bfloat16" and device == "cpu" and name not in ATTENTION:
+                    continue  # many CPUs emulate bfloat16 products, and the projections would take all the time
                 arguments = (name, device, tokens, dtype)
                 off, on = (_training_step(*arguments, enable_memory_pool=used) for used in (False, True))
                 reset_global_memory_pool()
                 found = compare(off, on, device)
-                peaks = (_peak_in_new_process(*arguments, used) for used in (False, True))
+                peaks = (peak_in_new_process(*arguments, used) for used in (False, True))
                 yield Step(f"N={tokens:,} {name} {dtype} forward+backward", **asdict(found), **_named(*peaks))
         found = compare(_staging(device, tokens, False), _staging(device, tokens, True), device)
         yield Step(f"N={tokens:,} keys and values through host buffers, 4 times", **asdict(found))
@@ -287,10 +290,14 @@ def _named(off: int, on: int) -> dict[str, Any]:
     return {"peak_off": off, "peak_on": on}
 
 
-def _peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+def peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+    """The least of three: what else a process happens to touch only adds."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as workers:
-        return workers.apply(step_peak_bytes, (name, device, tokens, dtype, pooled))
+    peaks = []
+    for _ in range(3):
+        with context.Pool(1) as workers:
+            peaks.append(workers.apply(step_peak_bytes, (name, device, tokens, dtype, pooled)))
+    return min(peaks)
 
 
 def step_peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
