@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -131,17 +131,17 @@ class WorkspacePool:
                 "checkout returned, not a view or a copy"
             )
         with self._lock:
-            if not loan.live:
-                raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
-            loan.live = False
+            block, loan.block = loan.block, None
+        if block is None:
+            raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
         if not self.lightweight:
             buffer.set_()  # type: ignore[call-overload]
         shelf = loan.shelf
-        shelf.note_use(loan.block)
+        shelf.note_use(block)
         with self._lock:
-            self._counts.live -= loan.block.nbytes
+            self._counts.live -= block.nbytes
             self._counts.buffers -= 1
-            shelf.idle.setdefault(loan.block.nbytes, []).append(loan.block)
+            shelf.idle.setdefault(block.nbytes, []).append(block)
             stale = [] if self.lightweight else shelf.stale()
             self._counts.held -= sum(block.nbytes for block in stale)
         shelf.free(stale)
@@ -166,9 +166,13 @@ class WorkspacePool:
         try:
             return run()
         except RuntimeError as error:
-            if not is_out_of_memory(error) or not self._make_room():
+            if not is_out_of_memory(error) or self._counts.held == self._counts.live:
                 raise
-        return run()  # outside the handler, so that the error's traceback keeps no tensor alive
+        # Outside the handler: the error is gone, and with it the tensors that its traceback kept alive.
+        self.release_idle()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return run()
 
     def serve(self, work: Callable[[Take], Result]) -> Result:
         """`work(take)` for the length of a lease; if memory runs out, once more after freeing what is idle."""
@@ -246,12 +250,6 @@ class WorkspacePool:
                 self._counts.held -= block.nbytes
         return dropped
 
-    def _make_room(self) -> bool:
-        released = self.release_idle() > 0
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        return released
-
 
 class Take(Protocol):
     """What `lease` gives: it is called as `torch.empty` is, which takes its place where there is no pool."""
@@ -285,12 +283,13 @@ class _Counts:
 
 
 class _Loan:
-    """Whose a handed-out buffer is."""
+    """Whose a handed-out buffer is; without a block once it was given back."""
 
-    __slots__ = ("block", "live", "pool", "shelf")
+    __slots__ = ("block", "pool", "shelf")
 
     def __init__(self, pool: WorkspacePool, shelf: _Shelf, block: _Block) -> None:
-        self.pool, self.shelf, self.block, self.live = pool, shelf, block, True
+        self.pool, self.shelf = pool, shelf
+        self.block: _Block | None = block
 
 
 class _Block:
@@ -317,8 +316,9 @@ class _Shelf:
         self.pinned = pinned
         self.clock = 0
         self.idle: dict[int, list[_Block]] = {}
-        # A pool of the allocator's own, so that buffers that come and stay do not split blocks that others share.
-        self._cuda_pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        self._lock = threading.Lock()
+        self._blocks = 0  # allocated and not freed
+        self._cuda_pool: Any = None
 
     def take(self, size: int) -> _Block | None:
         self.clock += 1
@@ -330,19 +330,29 @@ class _Shelf:
         return block
 
     def allocate(self, size: int) -> _Block:
-        ours = torch.cuda.use_mem_pool(self._cuda_pool, self.device) if self._cuda_pool is not None else nullcontext()
-        with ours, torch.inference_mode(False):  # what inference made, training could not write to
+        with self._own_memory(), torch.inference_mode(False):  # what inference made, training could not write to
             memory = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        with self._lock:
+            self._blocks += 1
         return _Block(memory, self.clock)
+
+    def _own_memory(self) -> AbstractContextManager[Any]:
+        """On CUDA an allocator's pool of our own, so that buffers that stay do not split blocks that others share."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        with self._lock:
+            if self._cuda_pool is None:
+                self._cuda_pool = torch.cuda.MemPool()
+            return torch.cuda.use_mem_pool(self._cuda_pool, self.device)
 
     def note_use(self, block: _Block) -> None:
         """Note up to where the stream of the borrower uses the block."""
         if self.device.type == "cuda":
             block.stream = torch.cuda.current_stream(self.device)
-            block.until = block.stream.record_event()
+            block.until = block.stream.record_event(block.until)
         elif self.pinned:
-            # Copies on whichever stream may still read it: the next borrower, a host, waits for all of them.
-            block.until = torch.cuda.current_stream().record_event()
+            # Copies may still read it: the next borrower, which is the host, waits for them.
+            block.until = torch.cuda.current_stream().record_event(block.until)
 
     def wait_until_free(self, block: _Block) -> None:
         if block.until is None:
@@ -353,10 +363,16 @@ class _Shelf:
             torch.cuda.current_stream(self.device).wait_event(block.until)
 
     def free(self, blocks: list[_Block]) -> None:
+        count = len(blocks)
         for block in blocks:
             if block.stream is not None:
                 block.memory.record_stream(block.stream)
         blocks.clear()
+        with self._lock:
+            self._blocks -= count
+            # PyTorch gives a pool's memory to nobody else while the pool exists.
+            dropped, self._cuda_pool = (None, self._cuda_pool) if self._blocks else (self._cuda_pool, None)
+        del dropped
 
     def take_idle(self) -> list[_Block]:
         blocks = [block for bucket in self.idle.values() for block in bucket]
