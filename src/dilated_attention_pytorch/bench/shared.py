@@ -59,9 +59,8 @@ def run_shared(suite: str, device: str, lengths: Sequence[int] = (), out: Path |
         steps = _cache_steps(device, lengths or CACHE_LENGTHS)
     else:
         steps = _pool_steps(device, lengths or POOL_LENGTHS[device])
-    print(
-        f"\n{'milliseconds; on a CPU, of its processors':<64}{'off':>10}{'on':>10}{'on/off':>8}{'MiB off':>10}{'MiB on':>10}{'on/off':>8}"
-    )
+    heads = (f"{name:>{width}}" for name, width in zip(("off", "on", "on/off") * 2, (10, 10, 8) * 2))
+    print(f"\n{'milliseconds (of processors, on a CPU), then peak MiB':<64}{''.join(heads)}")
     for step in steps:
         rows.append({"suite": suite, **asdict(step), "memory_ratio": step.memory_ratio})
         memory = ""
