@@ -75,14 +75,18 @@ print(*[name for name in ("triton", "transformers", "matplotlib") if name in sys
     assert done.stdout.split() == []
 
 
+TILED = "block_sparse_ring_dilated_attention"
+TILES = dilated_attention_pytorch.SparsePatternConfig("global_local", sparsity_ratio=0.5, block_size=2)
 ATTENTION = {
     "dilated_attention.DilatedAttention": {"softmax_scale": 0.2, "attention_dropout": 0.1, "enable_profiling": True},
     "improved_dilated_attention.ImprovedDilatedAttention": {"dropout": 0.1, "use_tf32": True},
+    f"{TILED}.BlockSparseRingDilatedAttention": {"sparse_config": TILES, "dropout": 0.1, "ring_size": 1},
 }
 MULTIHEAD = {
     "multihead_dilated_attention.MultiheadDilatedAttention": {"gamma_init": 2.0, "layer_norm": True},
     "dilated_attention.MultiheadDilatedAttention": {"dropout": 0.1, "layer_norm": False, "bias": False},
     "improved_multihead_dilated_attention.ImprovedMultiheadDilatedAttention": {"use_tf32": False},
+    f"{TILED}.BlockSparseRingMultiheadDilatedAttention": {"sparse_config": TILES},
 }
 MODELS = {"long_net.LongNetLM": {}, "long_net.LongNet": {"num_decoder_layers": 1}}
 SHARED = {

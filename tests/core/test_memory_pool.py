@@ -86,7 +86,7 @@ def test_the_limit_is_kept_by_dropping_what_is_idle() -> None:
     with pytest.raises(ValueError, match="beyond the pool's limit of 4194304"):
         pool.checkout((5 * MIB,), torch.uint8, "cpu")
     with pool.lease() as take:  # a call is served all the same
-        assert take((2 * MIB,), torch.uint8, "cpu").shape == (2 * MIB,)
+        assert take((2 * MIB,), dtype=torch.uint8, device="cpu").shape == (2 * MIB,)
         assert pool.get_stats()["live_buffers"] == 1
     pool.give_back(held)
     assert pool.get_stats()["live_bytes"] == 0
@@ -95,8 +95,8 @@ def test_the_limit_is_kept_by_dropping_what_is_idle() -> None:
 def test_a_lease_ends_with_its_block_also_when_that_fails(pool) -> None:
     def crash() -> None:
         with pool.lease() as take:
-            take((512,), F32, "cpu")
-            take((2048,), F32, "cpu")
+            take((512,), dtype=F32, device="cpu")
+            take((2048,), dtype=F32, device="cpu")
             raise ZeroDivisionError
 
     for _ in range(3):
@@ -108,8 +108,8 @@ def test_a_lease_ends_with_its_block_also_when_that_fails(pool) -> None:
 
 def test_what_is_small_is_left_to_the_allocator(pool) -> None:
     with pool.lease() as take:
-        assert take((255,), F32, "cpu").shape == (255,)
-        assert take((), F32, "cpu").shape == ()
+        assert take((255,), dtype=F32, device="cpu").shape == (255,)
+        assert take((), dtype=F32, device="cpu").shape == ()
     assert pool.get_stats()["allocation_count"] == 0
 
 
@@ -186,9 +186,9 @@ def test_an_allocation_that_fails_leaves_the_counts_as_they_were(pool, monkeypat
 
 def test_what_inference_borrowed_training_may_write_to(pool) -> None:
     with torch.inference_mode(), pool.lease() as take:
-        take((512,), F32, "cpu").zero_()
+        take((512,), dtype=F32, device="cpu").zero_()
     with pool.lease() as take:
-        take((512,), F32, "cpu").add_(torch.ones(512))
+        take((512,), dtype=F32, device="cpu").add_(torch.ones(512))
     assert pool.get_stats()["reuse_count"] == 1
 
 
@@ -293,11 +293,11 @@ def test_a_buffer_that_changes_streams_is_ordered() -> None:
     pool = WorkspacePool(threshold_bytes=1024)
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(one), pool.lease() as take:
-        buffer = take((1 << 20,), torch.int64, "cuda").zero_()
+        buffer = take((1 << 20,), dtype=torch.int64, device="cuda").zero_()
         torch.cuda._sleep(100_000_000)
         total = buffer.sum()
     with torch.cuda.stream(other), pool.lease() as take:
-        take((1 << 20,), torch.int64, "cuda").fill_(1)
+        take((1 << 20,), dtype=torch.int64, device="cuda").fill_(1)
     torch.cuda.synchronize()
     assert total == 0
     assert pool.get_stats()["allocation_count"] == 1
@@ -309,7 +309,7 @@ def test_a_captured_graph_has_memory_of_its_own() -> None:
     pool = WorkspacePool(threshold_bytes=1024)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pool.lease() as take:
-        take((1 << 20,), F32, "cuda").zero_()
+        take((1 << 20,), dtype=F32, device="cuda").zero_()
     assert pool.get_stats()["allocation_count"] == 0
 
 
@@ -318,7 +318,7 @@ def test_pinned_buffers_wait_for_copies_from_them() -> None:
     pool = WorkspacePool(threshold_bytes=1024)
     for value in range(5):
         with pool.lease() as take:
-            buffer = take((1 << 22,), F32, "cpu", pinned=True).fill_(value)
+            buffer = take((1 << 22,), dtype=F32, device="cpu", pin_memory=True).fill_(value)
             assert buffer.is_pinned()
             got = buffer.to("cuda", non_blocking=True)
         assert (got == value).all()

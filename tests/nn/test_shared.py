@@ -15,6 +15,7 @@ from dilated_attention_pytorch import (
     LongNetLM,
     MultiheadDilatedAttention,
     PatternCache,
+    SparsePatternConfig,
     WorkspacePool,
     create_dilated_attention,
     create_multihead_dilated_attention,
@@ -26,6 +27,7 @@ from dilated_attention_pytorch.kernels import eager
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 
 SPEC = {"segment_lengths": [8, 16, 48], "dilation_rates": [1, 2, 3]}
+TILES = SparsePatternConfig("random", sparsity_ratio=0.5, block_size=4)
 LENGTHS = {
     "whole": {},
     "packed": {"cu_seqlens": torch.tensor([0, 19, 19, 48])},
@@ -119,7 +121,7 @@ def test_no_result_shares_memory_with_the_pool() -> None:
                 run(tensors(dtype), resources, dropout_p=dropout_p)
             with resources.pool.lease() as take:
                 for n in (1, 4, 16, 53, 106, 3392, 6784):
-                    take((n,), torch.float64, "cpu").fill_(torch.nan)
+                    take((n,), dtype=torch.float64, device="cpu").fill_(torch.nan)
                 for one, other in zip(first, kept):
                     assert torch.equal(one, other)
             blocks = [b for shelf in resources.pool._shelves.values() for bucket in shelf.idle.values() for b in bucket]
@@ -267,8 +269,12 @@ def test_factories_take_what_is_stated_as_stated() -> None:
     assert create_dilated_attention(**SPEC, softmax_scale=0.3).softmax_scale == 0.3
     assert isinstance(create_dilated_attention(**SPEC, attention_type="improved"), ImprovedDilatedAttention)
     for name, (_, multihead) in ATTENTION_TYPES.items():
-        assert type(create_multihead_dilated_attention(16, 4, **SPEC, attention_type=name)) is multihead
-    with pytest.raises(ValueError, match="attention_type must be auto, standard or improved, got 'magic'"):
+        tiles = {"sparse_config": TILES} if name == "block_sparse" else {}
+        assert type(create_multihead_dilated_attention(16, 4, **SPEC, attention_type=name, **tiles)) is multihead
+    assert create_dilated_attention(**SPEC, attention_type="block_sparse", sparse_config=TILES).use_pattern_cache
+    with pytest.raises(
+        ValueError, match="attention_type must be one of auto, standard, improved, block_sparse, got 'magic'"
+    ):
         create_dilated_attention(**SPEC, attention_type="magic")
     with pytest.raises(ValueError, match="sequence_length must be at least 1, got 0"):
         create_dilated_attention(**SPEC, sequence_length=0)

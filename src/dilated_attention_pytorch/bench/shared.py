@@ -19,14 +19,18 @@ from dilated_attention_pytorch.bench.harness import compare, machine, measure
 from dilated_attention_pytorch.bench.memory import peak_resident
 from dilated_attention_pytorch.bench.results import describe
 from dilated_attention_pytorch.bench.runner import append_line
+from dilated_attention_pytorch.core.block_layout import layout_of
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.memory_pool import WorkspacePool, reset_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import KINDS, PatternCache, reset_global_pattern_cache
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
-from dilated_attention_pytorch.kernels.parts import layout_for
+from dilated_attention_pytorch.kernels.parts import partition_for
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     DilatedTransformerEncoderLayer,
     ImprovedDilatedAttention,
@@ -35,6 +39,7 @@ from dilated_attention_pytorch.nn import (
 )
 
 SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
+SPARSE = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.25, block_size=32)
 HEADS, HEAD_DIM, LAYERS = 4, 64, 2
 CACHE_LENGTHS = (1024, 4096, 32_768)
 POOL_LENGTHS = {"cpu": (8192,), "cuda": (8192, 131_072)}
@@ -110,12 +115,12 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
     lengths, mask = _packed(tokens).to(device), (torch.arange(tokens) >= tokens - 7)[None].to(device)
     spans = document_spans(1, tokens, cu_seqlens=lengths)
     assert spans is not None
-    problem = Problem(spec=DilatedSpec.of(**SPEC))
+    problem, sparse = (Problem(spec=DilatedSpec.of(**SPEC), sparse=pattern) for pattern in (None, SPARSE))
     like = torch.empty(1, tokens, HEADS, HEAD_DIM, device=device)
     cache = PatternCache()
 
     def parts(of: Tensor | None, cache: PatternCache | None) -> None:
-        layout_for(problem, of, like.shape, HEADS, cache).viewer(like)
+        partition_for(problem, of, like.shape, HEADS, cache).viewer(like)
 
     def found(key: Callable[[], Any]) -> Callable[[], object]:
         """Looking up what the policy leaves out."""
@@ -130,6 +135,12 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
         ),
         ("parts", "parts, whole", lambda: parts(None, None), lambda: parts(None, cache)),
         ("parts", f"parts, {len(lengths) - 1} documents", lambda: parts(spans, None), lambda: parts(spans, cache)),
+        (
+            "block layout",
+            f"block layout, {SPARSE.pattern_type}",
+            lambda: layout_of(sparse, like, like),
+            lambda: layout_of(sparse, like, like, cache),
+        ),
         *_segment_table(device, problem, spans, like, cache),
         (
             "padding mask",
@@ -191,14 +202,15 @@ def _in_threads(run: Callable[[], object], threads: int = 8, seconds: float = 0.
 
 def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
     for tokens in lengths:
-        for packed in (False, True):
-            stated = {"cu_seqlens": _packed(tokens).to(device)} if packed else {}
+        for kind in ("whole", "packed", "block-sparse"):
+            name = "BlockSparseRingDilatedAttention" if kind == "block-sparse" else "DilatedAttention"
+            stated = {"cu_seqlens": _packed(tokens).to(device)} if kind == "packed" else {}
             q, k, v = _inputs(device, tokens, "float32" if device == "cpu" else "bfloat16")
             off, on = (
-                partial(DilatedAttention(**SPEC, use_pattern_cache=used), q, k, v, is_causal=True, **stated)
+                partial(MODULES[name](**SPEC, use_pattern_cache=used), q, k, v, is_causal=True, **stated)
                 for used in (False, True)
             )
-            title = f"N={tokens:,} {'packed' if packed else 'whole'} DilatedAttention forward"
+            title = f"N={tokens:,} {kind} {name} forward"
             reset_global_pattern_cache()
             yield Step(title, **asdict(compare(off, on, device)))
     tokens = lengths[0]
@@ -209,12 +221,14 @@ def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
         yield Step(f"N={tokens:,} packed {name} forward+backward", **asdict(found))
 
 
-ATTENTION = ("DilatedAttention", "ImprovedDilatedAttention")
+ATTENTION = ("DilatedAttention", "ImprovedDilatedAttention", "BlockSparseRingDilatedAttention")
 MODULES: dict[str, Callable[..., Any]] = {
     "DilatedAttention": DilatedAttention,
     "ImprovedDilatedAttention": ImprovedDilatedAttention,
+    "BlockSparseRingDilatedAttention": partial(BlockSparseRingDilatedAttention, sparse_config=SPARSE),
     "MultiheadDilatedAttention": MultiheadDilatedAttention,
     "ImprovedMultiheadDilatedAttention": ImprovedMultiheadDilatedAttention,
+    "BlockSparseRingMultiheadDilatedAttention": partial(BlockSparseRingMultiheadDilatedAttention, sparse_config=SPARSE),
     "DilatedTransformerEncoderLayer": DilatedTransformerEncoderLayer,
     "LongNetLM": LongNetLM,
 }
@@ -281,7 +295,7 @@ def _staging(device: str, tokens: int, pooled: bool) -> Callable[[], object]:
     def run() -> None:
         for _ in range(4):
             with resources.workspaces() as take:
-                buffers = [take(x.shape, x.dtype, "cpu", pinned=device == "cuda") for _ in range(2)]
+                buffers = [take(x.shape, dtype=x.dtype, device="cpu", pin_memory=device == "cuda") for _ in range(2)]
                 for buffer in buffers:
                     buffer.copy_(x, non_blocking=True)
                     x.copy_(buffer, non_blocking=True)

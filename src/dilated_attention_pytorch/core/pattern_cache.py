@@ -30,8 +30,6 @@ KINDS: Mapping[str, bool] = MappingProxyType(
         "parts": True,
         "segment table": True,
         "block layout": True,
-        "ring schedule": True,
-        "decode table": True,
         "padding mask": False,  # to compare one takes about as long as to read it, and its key is as large
         "offset table": False,  # a few divisions
     }
@@ -177,13 +175,12 @@ class PatternCache:
             if earlier is not None and keep_earlier:
                 return earlier
             if earlier is not None:
-                dropped.append(earlier)
-            self._cache[key] = entry
-            self._cache.move_to_end(key)
-            while len(self._cache) > self.max_size:
-                oldest = next(one for one in self._cache if one not in self._pinned and one != key)
+                dropped.append(self._cache.pop(key))
+            while len(self._cache) >= self.max_size:  # before, so that nobody ever sees more
+                oldest = next(one for one in self._cache if one not in self._pinned)
                 dropped.append(self._cache.pop(oldest))
                 self._evictions += 1
+            self._cache[key] = entry
         return entry
 
     def _note(self, kind: str, hit: bool, seconds: float) -> None:
@@ -475,8 +472,8 @@ def get_global_pattern_cache() -> DilatedPatternCache:
 def reset_global_pattern_cache() -> None:
     """Forget what the global cache holds and its statistics; modules go on using it."""
     cache, settings = get_global_pattern_cache(), _environment()
-    cache.clear()
-    with cache._lock:
+    with cache._lock:  # at once: nothing may be pinned before the size is known that leaves room for it
+        cache.clear()
         cache.max_size, cache.enable_profiling = settings["max_size"], settings["enable_profiling"]
 
 

@@ -7,11 +7,16 @@ from typing import Any
 
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.block_sparse import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+)
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 
 ATTENTION_TYPES: dict[str, tuple[type[DilatedAttention], type[MultiheadDilatedAttention]]] = {
     "standard": (DilatedAttention, MultiheadDilatedAttention),
     "improved": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
+    "block_sparse": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
 }
 """The classes by type: attention, and multihead around it. `auto` is `standard`, which changes no precision."""
 
@@ -33,7 +38,7 @@ def create_dilated_attention(
     >>> attention.use_pattern_cache, attention.enable_memory_pool
     (True, True)
     """
-    chosen = _chosen(segment_lengths, sequence_length, settings)
+    chosen = _chosen(attention_type, segment_lengths, sequence_length, settings)
     return _classes(attention_type)[0](segment_lengths, dilation_rates, **chosen)
 
 
@@ -53,20 +58,25 @@ def create_multihead_dilated_attention(
     >>> type(attention).__name__, attention.use_pattern_cache, attention.enable_memory_pool
     ('ImprovedMultiheadDilatedAttention', False, False)
     """
-    chosen = _chosen(segment_lengths, sequence_length, settings)
+    chosen = _chosen(attention_type, segment_lengths, sequence_length, settings)
     return _classes(attention_type)[1](embed_dim, num_heads, segment_lengths, dilation_rates, **chosen)
 
 
 def _classes(attention_type: str) -> tuple[type[DilatedAttention], type[MultiheadDilatedAttention]]:
     name = "standard" if attention_type == "auto" else attention_type
     if name not in ATTENTION_TYPES:
-        raise ValueError(f"attention_type must be auto, {' or '.join(ATTENTION_TYPES)}, got {attention_type!r}")
+        raise ValueError(f"attention_type must be one of auto, {', '.join(ATTENTION_TYPES)}, got {attention_type!r}")
     return ATTENTION_TYPES[name]
 
 
-def _chosen(segment_lengths: Sequence[int], sequence_length: int | None, settings: dict[str, Any]) -> dict[str, Any]:
+def _chosen(
+    attention_type: str, segment_lengths: Sequence[int], sequence_length: int | None, settings: dict[str, Any]
+) -> dict[str, Any]:
     if sequence_length is not None and sequence_length < 1:
         raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
     tokens = max(segment_lengths, default=1) if sequence_length is None else sequence_length
     pool = settings.get("lightweight_pool") or tokens >= POOL_FROM_TOKENS
-    return {"use_pattern_cache": tokens >= CACHE_FROM_TOKENS, "enable_memory_pool": pool} | settings
+    cache = (
+        tokens >= CACHE_FROM_TOKENS or attention_type == "block_sparse"
+    )  # a layout always costs more than its search
+    return {"use_pattern_cache": cache, "enable_memory_pool": pool} | settings
