@@ -124,8 +124,8 @@ def dilated_attention(
             with it.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
         backend: `auto`, or the engine to run: `triton`, `eager` or `reference`.
-        resources: a cache of tables and a pool of workspaces that calls share. None shares what always pays: the
-            layouts of `sparse_config`, through the global cache.
+        resources: a cache of tables and a pool of workspaces that calls share. None is the global cache with
+            `sparse_config`, whose layouts always cost more than to find them again, and otherwise neither.
         attn_mask: refused; a dense mask takes O(N^2) memory.
 
     Returns:
@@ -143,7 +143,7 @@ def dilated_attention(
     problem = _valid_problem(
         query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config
     )
-    if resources is None:
+    if resources is None and plain:
         resources = NO_RESOURCES if sparse_config is None else Resources(get_global_pattern_cache())
     if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
         if sparse_config is not None:
@@ -159,7 +159,7 @@ def dilated_attention(
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             spans=spans,
-            cache=resources.cache if plain else None,
+            cache=resources.cache if plain and resources is not None else None,
         )
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
     return attend(query, key, value, spans, seed, problem, backend, plain, return_lse, resources)

@@ -16,7 +16,7 @@ from dilated_attention_pytorch import (
     BlockSparseRingMultiheadDilatedAttention,
     SparsePatternConfig,
 )
-from dilated_attention_pytorch.core import PATTERN_TYPES
+from dilated_attention_pytorch.core import PATTERN_TYPES, block_layout, reset_global_pattern_cache
 from dilated_attention_pytorch.functional import dilated_attention
 
 BRANCHES = {"segment_lengths": [16, 48], "dilation_rates": [1, 3]}
@@ -117,13 +117,19 @@ def test_a_module_copies_pickles_and_shows_itself(pattern) -> None:
             torch.testing.assert_close(call(twin), expected)
 
 
-def test_without_the_cache_the_result_is_the_same() -> None:
+def test_without_the_cache_the_result_is_the_same(monkeypatch) -> None:
     x = torch.randn(1, N, 4, 4)
-    outs = [
-        BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config("random"), use_pattern_cache=cache)(x, x, x)
-        for cache in (True, False)
-    ]
-    assert torch.equal(*outs)
+    built = []
+    build = block_layout.layout_for
+    monkeypatch.setattr(block_layout, "layout_for", lambda *call: (built.append(call), build(*call))[1])
+    reset_global_pattern_cache()
+    outs = []
+    for cache, times in ((True, 1), (False, 2)):
+        module = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config("random"), use_pattern_cache=cache)
+        outs += [module(x, x, x) for _ in range(2)]
+        assert len(built) == times, "twice the same call"
+        built.clear()
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_dropout_acts_while_training_only() -> None:

@@ -9,6 +9,7 @@ import torch
 
 import dilated_attention_pytorch as package
 from dilated_attention_pytorch import (
+    BlockSparseRingDilatedAttention,
     DilatedAttention,
     DilatedTransformerEncoderLayer,
     ImprovedDilatedAttention,
@@ -33,6 +34,8 @@ LENGTHS = {
     "packed": {"cu_seqlens": torch.tensor([0, 19, 19, 48])},
     "right-padded": {"seqlens": torch.tensor([21])},
     "masked": {"key_padding_mask": (torch.arange(53) < 7)[None]},
+    "block-sparse": {"sparse_config": TILES},
+    "block-sparse by content": {"sparse_config": SparsePatternConfig("content_adaptive", 0.5, 4)},
 }
 
 
@@ -68,7 +71,7 @@ def test_eager_gives_the_same_bits_with_cache_and_pool(lengths, dropout_p, dtype
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
-@pytest.mark.parametrize("lengths", ["whole", "packed", "right-padded"])
+@pytest.mark.parametrize("lengths", ["whole", "packed", "right-padded", "block-sparse"])
 def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengths) -> None:
     pytest.importorskip("triton", reason="the kernels need Triton")
     spec = {"segment_lengths": [16, 16, 32], "dilation_rates": [1, 1, 1]}  # three a row: summed in float32
@@ -77,6 +80,7 @@ def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengt
         "whole": {},
         "packed": {"cu_seqlens": torch.tensor([0, 13, 32])},
         "right-padded": {"seqlens": torch.tensor([21])},
+        "block-sparse": {"sparse_config": SparsePatternConfig("random", sparsity_ratio=0.5, block_size=16)},
     }
     resources, results = shared(), []
     for used in (Resources(), resources, resources):
@@ -86,19 +90,25 @@ def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengt
         for one, other in zip(results[0], found):
             assert torch.equal(one, other)
     assert resources.pool.get_stats()["reuse_rate"] > 0.4
-    if lengths != "whole":
-        kinds = [key[0] for key in resources.cache._cache]
+    kinds = [key[0] for key in resources.cache._cache]
+    if "cu_seqlens" in stated[lengths] or "seqlens" in stated[lengths]:
         assert kinds.count("segment table") == 2  # one a segment length; layers and directions share it
         assert kinds.count("lengths") == 1
+    else:
+        assert kinds == (["block layout"] if lengths == "block-sparse" else [])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", ["whole", "packed"])
+@pytest.mark.parametrize("lengths", ["whole", "packed", "block-sparse"])
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 def test_a_gpu_gives_the_same_bits_with_cache_and_pool(lengths, backend) -> None:
     resources, results = shared(), []
     inputs = [torch.randn(1, 3001, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
-    stated = {} if lengths == "whole" else {"cu_seqlens": torch.tensor([0, 500, 1777, 3001], device="cuda")}
+    stated = {
+        "whole": {},
+        "packed": {"cu_seqlens": torch.tensor([0, 500, 1777, 3001], device="cuda")},
+        "block-sparse": {"sparse_config": SparsePatternConfig("random", sparsity_ratio=0.5, block_size=64)},
+    }[lengths]
     for used in (Resources(), resources, resources):
         out = dilated_attention(
             *inputs, [256, 512, 1024], [1, 1, 1], is_causal=True, backend=backend, resources=used, **stated
@@ -110,15 +120,36 @@ def test_a_gpu_gives_the_same_bits_with_cache_and_pool(lengths, backend) -> None
     assert resources.pool.get_stats()["reuse_count"] > 0
 
 
-def test_no_result_shares_memory_with_the_pool() -> None:
+@pytest.mark.gpu
+def test_a_captured_graph_keeps_its_layouts() -> None:
+    cache = PatternCache(max_size=1)
+    resources = Resources(cache)
+    q, k, v = torch.randn(3, 1, 2048, 4, 64, dtype=torch.bfloat16, device="cuda")
+    config = SparsePatternConfig("random", sparsity_ratio=0.3, block_size=64)
+
+    def attend(config):
+        return dilated_attention(q, k, v, [512, 1024], [1, 2], sparse_config=config, resources=resources)
+
+    expected = attend(config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(config)
+    for seed in range(1, 20):  # evict it, and write where it lay
+        attend(SparsePatternConfig("random", sparsity_ratio=0.3, block_size=64, seed=seed))
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"sparse_config": TILES}], ids=["dense", "block-sparse"])
+def test_no_result_shares_memory_with_the_pool(settings) -> None:
     resources = Resources(pool=WorkspacePool(threshold_bytes=1, lightweight=True))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for dropout_p in (0.0, 0.3):
             inputs = tensors(dtype)
-            first = run(inputs, resources, dropout_p=dropout_p)
+            first = run(inputs, resources, dropout_p=dropout_p, **settings)
             kept = [x.clone() for x in first]
             for _ in range(3):
-                run(tensors(dtype), resources, dropout_p=dropout_p)
+                run(tensors(dtype), resources, dropout_p=dropout_p, **settings)
             with resources.pool.lease() as take:
                 for n in (1, 4, 16, 53, 106, 3392, 6784):
                     take((n,), dtype=torch.float64, device="cpu").fill_(torch.nan)
@@ -204,6 +235,34 @@ def test_a_compiled_call_consults_neither() -> None:
     before = cache.get_stats(), pool.get_stats()
     torch.testing.assert_close(compiled(q, k, v, cu_seqlens=lengths), expected)
     assert (cache.get_stats(), pool.get_stats()) == before
+
+
+@pytest.mark.parametrize("use_pattern_cache", [True, False])
+def test_a_compiled_block_sparse_call_shares_its_layout_where_asked(use_pattern_cache) -> None:
+    package.reset_global_pattern_cache()
+    module = BlockSparseRingDilatedAttention(**SPEC, sparse_config=TILES, use_pattern_cache=use_pattern_cache)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    q, k, v = tensors()
+    for _ in range(2):
+        out = compiled(q, k, v)
+        out.sum().backward()
+    stats = package.get_global_pattern_cache().get_stats()
+    assert (stats["misses"], stats["hits"]) == ((1, 3) if use_pattern_cache else (0, 0))
+    torch.testing.assert_close(out, module(q, k, v))
+
+
+def test_the_function_shares_layouts_unless_told_otherwise() -> None:
+    package.reset_global_pattern_cache()
+    q, k, v = (x.detach() for x in tensors())
+    compiled = torch.compile(dilated_attention, fullgraph=True, backend="aot_eager")
+    outs = [dilated_attention(q, k, v, **SPEC, sparse_config=TILES) for _ in range(2)]
+    outs.append(compiled(q, k, v, **SPEC, sparse_config=TILES))
+    stats = package.get_global_pattern_cache().get_stats()
+    assert {key[0] for key in package.get_global_pattern_cache()._cache} == {"block layout", "parts"}
+    outs.append(dilated_attention(q, k, v, **SPEC, sparse_config=TILES, resources=Resources()))
+    assert package.get_global_pattern_cache().get_stats() == stats
+    for out in outs:
+        torch.testing.assert_close(out, outs[0])
 
 
 def test_layers_of_a_model_share_one_layout() -> None:

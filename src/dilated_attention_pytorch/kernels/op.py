@@ -38,13 +38,14 @@ def attend(
     backend: str,
     plain: bool,
     return_lse: bool,
-    resources: Resources,
+    resources: Resources | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`out`, or `(out, lse)`, of a call that `functional` has validated; `plain` says what `is_plain` does.
 
-    The registered operator is a pure function of its arguments: where it is traced, calls share block layouts only.
+    The registered operator is a pure function of its arguments: where it is traced, calls share block layouts only, and
+    `resources` may be None, which is for what always pays.
     """
-    if not plain:
+    if not plain or resources is None:
         both = attend_op(query, key, value, spans, seed, *_settings(problem, backend, resources))
     elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend, resources)
@@ -268,7 +269,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _settings(problem: Problem, backend: str, resources: Resources) -> tuple[Any, ...]:
+def _settings(problem: Problem, backend: str, resources: Resources | None) -> tuple[Any, ...]:
     """A problem as the operators take it: in numbers and words."""
     spec, sparse = problem.spec, problem.sparse
     settings = (
@@ -279,7 +280,7 @@ def _settings(problem: Problem, backend: str, resources: Resources) -> tuple[Any
         return settings
     return (
         *settings, sparse.pattern_type, sparse.sparsity_ratio, sparse.block_size, sparse.local_window_size,
-        sparse.global_tokens, sparse.seed, resources.cache is not None,
+        sparse.global_tokens, sparse.seed, resources is None or resources.cache is not None,
     )  # fmt: skip
 
 
