@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter
@@ -54,6 +55,10 @@ def kill(folder: Path, flags: list[str]) -> None:
 
 def hang(folder: Path, flags: list[str]) -> None:
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    # Begin together: the time that a Python takes to start must not count as silence.
+    (folder / f"ready-{RANK}").touch()
+    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
+        time.sleep(0.05)
     main([*flags, "--out", str(folder / "hung"), "--timeout-seconds", "10"])
 
 

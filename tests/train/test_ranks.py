@@ -197,3 +197,24 @@ def test_a_rank_needs_a_folder_and_no_launcher(arguments, message, monkeypatch, 
         monkeypatch.setenv(name, value)
     assert main(["train", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_ranks_are_started_with_the_command_that_was_given(monkeypatch, capsys) -> None:
+    caught = []
+    monkeypatch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))
+    given = "--out here --auto-resume --steps 3 --segment-lengths 8 16 --dilation-rates 1 2 --learning-rate 0.1"
+    assert main(["train", "--ranks", "2", "--max-restarts", "3", *given.split()]) == 0
+    _, command, environment = caught.pop()
+    assert "--nproc-per-node=2 --max-restarts=3 -m dilated_attention_pytorch.cli train" in " ".join(command)
+    flags = " ".join(command[command.index("train") :])
+    for flag in ("--auto-resume", "--steps 3", "--segment-lengths 8 16", "--learning-rate 0.1", "--out here"):
+        assert flag in flags
+    assert "--ranks" not in flags
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert main(["train", "--ranks", "2"]) == 0
+    assert "--out runs/" in " ".join(caught.pop()[1])  # one folder, chosen once
+    assert main(["train", "--ranks", "0"]) == 1
+    assert "--ranks must be at least 1" in capsys.readouterr().err
+    assert main(["train", "--max-restarts", "1"]) == 1
+    assert "--max-restarts goes with --ranks" in capsys.readouterr().err
+    assert not caught

@@ -66,6 +66,8 @@ def _train(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks
         print(f"model    {parameters / 1e6:.1f}M parameters, {shape}")
         shared = "" if ranks.mesh is None else f", {ranks.data_ranks} ranks ({config.engine})"
         print(f"run      {run}{f', from step {start}' if start else ''} on {ranks.device}{shared}", flush=True)
+        if "prometheus" in config.monitors:
+            print(f"metrics  http://{config.prometheus_address}/metrics", flush=True)
 
     saved, stall = start, 0.0
     kinds = config.monitors if ranks.first else ()
