@@ -51,6 +51,7 @@ def kill(folder: Path, flags: list[str]) -> None:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         at_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert main(flags) == 0
+    assert main([*flags, "--out", str(folder / "unlike"), "--seed", str(RANK)]) == 1
 
 
 def hang(folder: Path, flags: list[str]) -> None:
@@ -64,6 +65,7 @@ def hang(folder: Path, flags: list[str]) -> None:
 
 def resume(folder: Path, flags: list[str]) -> None:
     assert main(flags) == 0
+    assert main(["train", "--out", str(folder / "odd"), "--device", "cpu", "--batch-size", "6"]) == 1
 
 
 if __name__ == "__main__":

@@ -142,6 +142,7 @@ def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(folder, flags, s
     assert f"step {STEPS}  " in output
     assert "restarts 1" in output
     assert losses(folder / "killed") == losses(folder / "fsdp")
+    assert output.count("all ranks must have the same seed: rank 0 has 0 and rank 1 has 1") == 2
 
 
 def test_four_ranks_go_on_where_two_stopped(folder, alone, shared) -> None:
@@ -149,6 +150,7 @@ def test_four_ranks_go_on_where_two_stopped(folder, alone, shared) -> None:
     output = launch(4, "resume", folder, ["train", "--resume", str(run)])
     assert ", from step 6 on cpu, 4 ranks (fsdp)" in output
     assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    assert output.count("4 ranks must divide the batch: choose another --batch-size than 6") == 4
 
 
 def test_one_process_goes_on_where_two_stopped_and_passes_over_what_is_damaged(folder, alone, shared, capsys) -> None:

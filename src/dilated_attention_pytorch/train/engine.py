@@ -131,14 +131,15 @@ class Ranks:
             raise told[1]
         return told[0]
 
-    def check_same(self, what: str, value: object) -> None:
-        """An error on every rank, at once, where a rank has another `value` than the first."""
-        found = self.gather_objects(value)
-        for rank, other in enumerate(found):
-            if other != found[0]:
-                raise ValueError(
-                    f"all ranks must have the same {what}: rank 0 has {found[0]} and rank {rank} has {other}"
-                )
+    def check_same(self, values: Mapping[str, object]) -> None:
+        """An error on every rank, at once, where a rank has another value than the first."""
+        found = self.gather_objects(dict(values))
+        for rank, others in enumerate(found):
+            for name, other in others.items():
+                if other != found[0][name]:
+                    raise ValueError(
+                        f"all ranks must have the same {name}: rank 0 has {found[0][name]} and rank {rank} has {other}"
+                    )
 
 
 def under_torchrun() -> bool:

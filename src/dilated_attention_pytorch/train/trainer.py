@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import signal
@@ -38,14 +39,14 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
 
 def _train(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks) -> dict[str, Any]:
     tqdm = _progress_bar()
-    ranks.check_same("settings", config)
+    ranks.check_same(dataclasses.asdict(config))
     found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
     if config.batch_size % ranks.data_ranks:
         raise ValueError(
             f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {config.batch_size}"
         )
     corpus = read_corpus(config.data, config.sequence_length)
-    ranks.check_same("corpus", (len(corpus.training), len(corpus.validation)))
+    ranks.check_same({"corpus, in bytes": (len(corpus.training), len(corpus.validation))})
     torch.manual_seed(config.seed)
     plain = LongNetLM(config.model).to(ranks.device)
     parameters = sum(parameter.numel() for parameter in plain.parameters())
