@@ -12,9 +12,9 @@ import torch
 
 from dilated_attention_pytorch.train import TrainConfig
 from dilated_attention_pytorch.train.monitor import (
+    Monitors,
     PrometheusMonitor,
     TensorBoardMonitor,
-    open_monitors,
     parse_address,
     peak_memory,
 )
@@ -22,8 +22,10 @@ from dilated_attention_pytorch.train.monitor import (
 FIGURES = {"loss": 2.5, "tokens_per_second": 1e6, "branch_bytes": {"w64 r1": 0, "w512 r8": 4096}}
 
 
-def open_all(kinds, run, **overrides):
-    return open_monitors(kinds, run, **{"start": 0, "prometheus_address": "127.0.0.1:0", **overrides})
+def open_all(kinds, run) -> Monitors:
+    monitors = Monitors()
+    monitors.open(kinds, run, 0, "127.0.0.1:0")
+    return monitors
 
 
 def test_the_console_and_json_lines_take_the_same_figures(tmp_path, capsys) -> None:

@@ -52,7 +52,7 @@ def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
 def finish(process: subprocess.Popen) -> str:
     """The output of a command, which leaves nobody behind."""
     try:
-        return process.communicate(timeout=120)[0]
+        return process.communicate(timeout=300)[0]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

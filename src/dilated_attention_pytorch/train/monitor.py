@@ -35,8 +35,13 @@ class Monitor(Protocol):
 class Monitors:
     """Several monitors as one."""
 
-    def __init__(self, monitors: Sequence[Monitor]) -> None:
+    def __init__(self, *monitors: Monitor) -> None:
         self._monitors = list(monitors)
+
+    def open(self, kinds: Sequence[str], run: Path, start: int, prometheus_address: str) -> None:
+        """Add those of a run in the folder `run` that begins after step `start`."""
+        for kind in kinds:
+            self._monitors.append(_open(kind, run, start, prometheus_address))
 
     def log(self, values: Values, step: int) -> None:
         for monitor in self._monitors:
@@ -51,18 +56,6 @@ class Monitors:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def open_monitors(kinds: Sequence[str], run: Path, *, start: int, prometheus_address: str) -> Monitors:
-    """The monitors of a run that begins after step `start`."""
-    opened = Monitors([])
-    try:
-        for kind in kinds:
-            opened._monitors.append(_open(kind, run, start, prometheus_address))
-    except BaseException:
-        opened.close()
-        raise
-    return opened
 
 
 def _open(kind: str, run: Path, start: int, prometheus_address: str) -> Monitor:

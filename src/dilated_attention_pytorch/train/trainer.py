@@ -22,7 +22,7 @@ from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Corpus, read_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
-from dilated_attention_pytorch.train.monitor import open_monitors, peak_memory
+from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 
 _BITS = 1.0 / math.log(2.0)
 
@@ -34,10 +34,18 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     is one. Ranks that torchrun restarts resume by themselves. SIGTERM and Ctrl-C save, then raise `Stopped`.
     """
     with join_ranks(config.device, config.timeout_seconds) as ranks:
-        return _train(config, run, "auto" if ranks.restarts else resume, ranks)
+        model, records, unigram_bits = _train(config, run, "auto" if ranks.restarts else resume, ranks)
+    if not ranks.first:
+        return _figures(records, unigram_bits)
+    if ranks.mesh is not None:  # the others are gone with their shards
+        model = LongNetLM.from_pretrained(list_checkpoints(run)[-1], device=ranks.device)
+    return _report(run, model, config, records, unigram_bits, ranks.device)
 
 
-def _train(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks) -> dict[str, Any]:
+def _train(
+    config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks
+) -> tuple[LongNetLM, list[dict[str, Any]], float]:
+    """The steps that are left; gives the model, what each step of the run recorded, and the bits to beat."""
     tqdm = _progress_bar()
     ranks.check_same(dataclasses.asdict(config))
     found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
@@ -71,12 +79,13 @@ def _train(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks
             print(f"metrics  http://{config.prometheus_address}/metrics", flush=True)
 
     saved, stall = start, 0.0
-    kinds = config.monitors if ranks.first else ()
     with (
-        open_monitors(kinds, run, start=start, prometheus_address=config.prometheus_address) as monitors,
+        Monitors() as monitors,
         _Interrupt(patient=ranks.mesh is not None) as interrupt,
         tqdm(total=config.steps, initial=start, unit="step", dynamic_ncols=True, disable=not ranks.first) as bar,
     ):
+        # On the first rank alone; where that fails, all of them raise.
+        ranks.on_first(lambda: monitors.open(config.monitors, run, start, config.prometheus_address))
         for step in range(start + 1, config.steps + 1):
             began = time.perf_counter()
             loss, norm = _step(model, optimizer, corpus, config, step, ranks)
@@ -119,11 +128,7 @@ def _train(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks
                     print(f"stopped after step {step}; continue with --resume {run}", flush=True)
                 raise Stopped(int(stop))
     checkpointer.close()
-    if not ranks.first:
-        return _figures(records, unigram_bits)
-    if ranks.mesh is not None:  # a model of its own, for the others are leaving
-        plain = LongNetLM.from_pretrained(list_checkpoints(run)[-1], device=ranks.device)
-    return _report(run, plain, config, records, unigram_bits, ranks.device)
+    return plain, records, unigram_bits
 
 
 def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]) -> bool:
