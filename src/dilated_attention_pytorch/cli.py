@@ -17,15 +17,15 @@ _MODEL_FLAGS = ("d_model", "num_heads", "num_layers", "segment_lengths", "dilati
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 for an error of the user's, 130 for Ctrl-C."""
+    """Run a command; the exit status is 0, 1 for an error of the user's, 128 and its number for a signal."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.command(arguments)
     except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
         print(f"dilated-attention: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        return getattr(stop, "status", 130)
     return 0
 
 
@@ -48,7 +48,10 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         const=None,
         metavar="FOLDER",
-        help="continue a run (default: the newest below runs/); only --steps and --device may change",
+        help="continue a run (default: the newest below runs/); only how long and where it runs may change",
+    )
+    train.add_argument(
+        "--auto-resume", action="store_true", help="continue the run in --out if there is one, else begin it"
     )
     for flag, kind, text in (
         ("--steps", int, "optimizer steps in all"),
@@ -68,6 +71,19 @@ def _parser() -> argparse.ArgumentParser:
         train.add_argument(flag, type=kind, help=text)
     train.add_argument("--segment-lengths", nargs="+", type=int, metavar="W", help="one a branch")
     train.add_argument("--dilation-rates", nargs="+", type=int, metavar="R", help="one a branch")
+    train.add_argument(
+        "--ranks", type=int, metavar="P", help="share each batch among P processes here; across machines use torchrun"
+    )
+    train.add_argument("--max-restarts", type=int, metavar="K", help="with --ranks: how often to restart after a death")
+    train.add_argument("--engine", choices=["fsdp", "ddp"], help="ranks shard the parameters, or copy them")
+    train.add_argument("--timeout-seconds", type=float, help="silence of a rank after which the others end (600)")
+    train.add_argument(
+        "--monitors",
+        nargs="+",
+        choices=["console", "jsonl", "tensorboard", "wandb", "prometheus"],
+        help="where figures go, beside the progress bar",
+    )
+    train.add_argument("--prometheus-address", metavar="HOST:PORT", help="default: 127.0.0.1:9464, this machine alone")
 
     bench = commands.add_parser(
         "bench",
@@ -138,24 +154,54 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.train import TrainConfig, train
+    from dilated_attention_pytorch.train.config import MAY_CHANGE
+    from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
 
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
-    out = given.pop("out", None)
-    if "resume" in given:
-        run = given.pop("resume") or _newest_run()
-        fixed = sorted(given.keys() - {"steps", "device"})
+    ranks, max_restarts = given.pop("ranks", None), given.pop("max_restarts", None)
+    out, auto_resume = given.pop("out", None), given.pop("auto_resume", False)
+    resuming = "resume" in given
+    run = given.pop("resume", None) if resuming else out
+    if auto_resume and (resuming or out is None):
+        raise ValueError("--auto-resume continues the run in --out FOLDER: name it, and leave --resume out")
+    if max_restarts is not None and ranks is None:
+        raise ValueError("--max-restarts goes with --ranks; torchrun has an option of that name itself")
+    if under_torchrun():
+        if ranks is not None:
+            raise ValueError("torchrun has started this rank: leave --ranks out, or torchrun")
+        if run is None:
+            raise ValueError("ranks and restarts must agree on one folder: name it with --out or --resume FOLDER")
+    elif run is None:
+        run = _newest_run() if resuming else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
+    if resuming:
+        fixed = sorted(given.keys() - set(MAY_CHANGE))
         if fixed or out is not None:
             names = ", ".join("--" + name.replace("_", "-") for name in (*fixed, *(["out"] if out else [])))
             raise ValueError(f"{names} cannot change when a run is resumed: start a new one")
         config = dataclasses.replace(TrainConfig.from_json(run / "config.json"), **given)
-        train(config, run, resume=True)
+    else:
+        model: dict[str, Any] = {name: given.pop(name) for name in _MODEL_FLAGS if name in given}
+        defaults = TrainConfig()
+        if "d_model" in model:  # the default feed-forward width follows the model's
+            model["dim_feedforward"] = 0
+        config = TrainConfig(model=dataclasses.replace(defaults.model, **model), **given)
+    if ranks is None:
+        train(config, run, resume="auto" if auto_resume else resuming)
         return
-    model: dict[str, Any] = {name: given.pop(name) for name in _MODEL_FLAGS if name in given}
-    defaults = TrainConfig()
-    if "d_model" in model:  # the default feed-forward width follows the model's
-        model["dim_feedforward"] = 0
-    config = TrainConfig(model=dataclasses.replace(defaults.model, **model), **given)
-    train(config, out or RUNS / time.strftime("%Y-%m-%d-%H%M%S"))
+    if ranks < 1 or (max_restarts or 0) < 0:
+        raise ValueError(f"--ranks must be at least 1 and --max-restarts at least 0, got {ranks} and {max_restarts}")
+    settled = {"command", "ranks", "max_restarts", "out", "resume"}
+    flags = _as_flags({name: value for name, value in vars(arguments).items() if name not in settled})
+    launch_ranks(ranks, max_restarts or 0, ["train", *flags, "--resume" if resuming else "--out", str(run)])
+
+
+def _as_flags(given: dict[str, Any]) -> list[str]:
+    flags = []
+    for name, value in given.items():
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags += map(str, value if isinstance(value, list) else [value])
+    return flags
 
 
 def _newest_run() -> Path:

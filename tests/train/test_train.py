@@ -81,16 +81,59 @@ def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> 
     assert "already holds a run: continue it with --resume" in capsys.readouterr().err
 
 
-def test_a_truncated_checkpoint_is_named_and_the_one_before_it_kept(tmp_path, text, capsys) -> None:
+def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, text, capsys) -> None:
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
-    before, newest = checkpoints.list_checkpoints(tmp_path / "run")
+    whole = [m["loss"] for m in metrics(tmp_path / "run")]
+    newest = checkpoints.list_checkpoints(tmp_path / "run")[-1]
     state = newest / "state.pt"
     state.write_bytes(state.read_bytes()[:100])
+    assert run("--resume", tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    assert f"passed over {newest}: state.pt is broken or truncated" in printed
+    assert ", from step 2 on cpu" in printed
+    assert [m["loss"] for m in metrics(tmp_path / "run")] == whole
+    names = {path.name for path in newest.parent.iterdir()}
+    assert names == {"step-00000002", "step-00000004", "damaged-step-00000004"}
+
+
+def test_checkpoints_stay_where_they_are_if_none_can_be_read(tmp_path, text, capsys) -> None:
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
+    found = checkpoints.list_checkpoints(tmp_path / "run")
+    for folder in found:
+        (folder / "model.safetensors").write_bytes(b"")
     assert run("--resume", tmp_path / "run", "--steps", 6) == 1
-    error = capsys.readouterr().err
-    assert f"{state} is broken or truncated" in error
-    assert "resume from the checkpoint before it" in error
-    assert before.is_dir()
+    assert "it has no checkpoint that can be read" in capsys.readouterr().err
+    assert checkpoints.list_checkpoints(tmp_path / "run") == found
+
+
+def test_sigterm_finishes_the_step_and_saves(tmp_path, text, capsys, monkeypatch) -> None:
+    real = trainer._step
+
+    def terminated(*arguments):
+        for _ in range(2):  # one of them may come through a parent
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(trainer, "_step", terminated)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 128 + signal.SIGTERM
+    assert "stopped after step 1; continue with --resume" in capsys.readouterr().out
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path / "run")] == ["step-00000001"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.undo()
+    assert run("--out", tmp_path / "run", "--auto-resume", "--steps", 6, "--data", text, *FLAGS) == 0
+    assert run("--out", tmp_path / "new", "--auto-resume", "--steps", 6, "--data", text, *FLAGS) == 0
+    losses = [[m["loss"] for m in metrics(tmp_path / name)] for name in ("run", "new")]
+    assert losses[0] == losses[1]
+
+
+def test_auto_resume_wants_the_same_run(tmp_path, text, capsys) -> None:
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 0
+    again = ("--data", text, "--out", tmp_path / "run", "--auto-resume", *FLAGS)
+    assert run(*again, "--steps", 2) == 0  # nothing is left to do
+    assert run(*again, "--steps", 4, "--seed", 1) == 1
+    assert "holds a run with other settings" in capsys.readouterr().err
+    assert run(*again, "--steps", 4, "--resume", tmp_path / "run") == 1
+    assert "leave --resume out" in capsys.readouterr().err
 
 
 def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, text, capsys, monkeypatch) -> None:

@@ -13,13 +13,27 @@ WEIGHTS = "model.safetensors"
 
 
 def save_weights(model: nn.Module, config: str, folder: Path) -> None:
+    save_tensors(_without_ties(model), config, folder)
+
+
+def save_tensors(tensors: dict[str, Tensor], config: str, folder: Path) -> None:
+    """Write the weights of a model that are no longer in one: each shared tensor under its first name only."""
     safetensors = _safetensors()
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", lambda path: path.write_text(config))
-    write_whole(folder / WEIGHTS, lambda path: safetensors.save_file(_without_ties(model), path))
+    write_whole(folder / WEIGHTS, lambda path: safetensors.save_file(tensors, path))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
+    found = load_tensors(folder, model)
+    dtypes = {tensor.dtype for tensor in found.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtypes.pop())  # as it was saved
+    model.load_state_dict(found, strict=False)
+
+
+def load_tensors(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The weights in `folder`, checked to fit `model` by name and shape."""
     safetensors = _safetensors()
     path = folder / WEIGHTS
     if not path.is_file():
@@ -38,10 +52,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     ]
     if problems:
         raise ValueError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:8])}")
-    dtypes = {tensor.dtype for tensor in found.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:
-        model.to(dtypes.pop())  # as it was saved
-    model.load_state_dict(found, strict=False)
+    return found
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -57,14 +68,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _without_ties(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with each shared tensor under its first name only, as safetensors stores it."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen or tensor.numel() == 0:
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor.detach().contiguous()
-    return tensors
+    tensors = model.state_dict()
+    return {name: tensors[name].detach().contiguous() for name in untied_names(model)}
+
+
+def untied_names(model: nn.Module) -> list[str]:
+    """The names in the state dict, each shared parameter under its first name only, as safetensors stores it."""
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again = all_names - {name for name, _ in model.named_parameters()}
+    return [name for name in model.state_dict() if name not in again]
 
 
 def _safetensors() -> ModuleType:

@@ -1,58 +1,202 @@
 """Checkpoints of a run: folders that appear whole or not at all, newest last.
 
-`checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and `state.pt` for resuming.
+`checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and what resuming needs. One
+process writes that as `state.pt`, before it goes on. Ranks write it as `state/`, each its own shards, while training
+goes on; any number of ranks reads it, and one process too.
+
+The state is model, optimizer (with its learning rate) and step. Batches, learning rates and random numbers are
+functions of (seed, step, data rank), so that the step is their position, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.models.weights import load_weights, write_whole
+from dilated_attention_pytorch.models.weights import load_weights, save_tensors, untied_names, write_whole
+from dilated_attention_pytorch.train.engine import Ranks
 
-_STATE = "state.pt"
-
-
-def save_checkpoint(run: Path, step: int, model: LongNetLM, optimizer: torch.optim.Optimizer, keep: int) -> Path:
-    """Write the checkpoint of `step`, then drop all but the newest `keep`."""
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    for stale in folder.parent.glob(".step-*.partial"):  # of a save that was killed
-        shutil.rmtree(stale)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        model.save_pretrained(partial)
-        state = {"step": step, "optimizer": optimizer.state_dict()}
-        write_whole(partial / _STATE, lambda path: torch.save(state, path))
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    for old in list_checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
-    return folder
+_WHOLE = "state.pt"
+_SHARDS = "state"
+_COMPLETE = f"{_SHARDS}/.metadata"  # PyTorch writes it when every rank's shards are there
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Checkpoints that were saved to the end, oldest first."""
+    return [folder for folder in _step_folders(run) if _is_complete(folder)]
+
+
+class Checkpointer:
+    """Saves a run's state and restores it; every rank calls every method, in the same order.
+
+    `plain` is the model, and `model` what the ranks made of it to train it, or the same.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        plain: LongNetLM,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        keep: int,
+    ) -> None:
+        self._run, self._plain, self._model, self._optimizer = run, plain, model, optimizer
+        self._ranks, self._keep = ranks, keep
+        self._saving: Future[None] | None = None
+        self._group: dist.ProcessGroup | None = None
+        if ranks.mesh is not None:
+            # Its own group: the saving thread's messages must not mix with the training's.
+            self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
+            # Now, for the saving thread must not touch the model: to look at its state reshards it under the training.
+            self._names = untied_names(plain)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(self, step: int) -> None:
+        """Save the state after `step`, then drop all but the newest checkpoints.
+
+        With ranks this returns when the state is copied, and `settle` says how it ended; at most one save is under way.
+        """
+        self.settle()
+        folder = self._run / "checkpoints" / f"step-{step:08d}"
+        partial = self._ranks.on_first(lambda: _open_partial(folder))
+        if self._group is None:
+            try:
+                self._plain.save_pretrained(partial)
+                state = {"step": step, "optimizer": self._optimizer.state_dict()}
+                write_whole(partial / _WHOLE, lambda path: torch.save(state, path))
+                self._publish(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        else:
+            from dilated_attention_pytorch.train.shards import start_saving
+
+            written = start_saving(self._model, self._optimizer, step, partial / _SHARDS, self._group)
+            self._saving = self._thread.submit(self._finish, written, partial, folder)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save under way is known to have failed here; other ranks may not know yet."""
+        return self._saving is not None and self._saving.done() and self._saving.exception() is not None
+
+    def settle(self) -> None:
+        """Wait for the save under way; if it failed on any rank, every rank raises."""
+        if self._saving is None:
+            return
+        error = self._saving.exception()
+        self._saving = None
+        failures = [reason for reason in self._ranks.gather_objects(error and _line(error)) if reason]
+        if failures:
+            raise OSError(f"a checkpoint could not be saved ({failures[0]}): make room, and resume from the one before")
+
+    def close(self) -> None:
+        """Wait for the save under way, and end its thread."""
+        self.settle()
+        if self._group is not None:
+            self._thread.shutdown()
+
+    def restore(self) -> int:
+        """Load the newest checkpoint that is whole, and say which were passed over; returns the step it finished."""
+        found, cut_off = self._ranks.on_first(lambda: (_step_folders(self._run), _partials(self._run)))
+        passed: list[Path] = []
+        for partial in cut_off:
+            self._say(f"passed over {partial}: its save was cut off")
+        for folder in reversed(found):
+            error, step = None, 0
+            try:
+                step = self._load(folder)
+            except Exception as caught:
+                error = caught
+            # A rank may read its shards well where another cannot.
+            failures = [reason for reason in self._ranks.gather_objects(error and _line(error)) if reason]
+            if not failures:
+                self._ranks.on_first(lambda: _set_aside(passed))
+                return step
+            self._say(f"passed over {folder}: {failures[0]}")
+            passed.append(folder)
+        raise FileNotFoundError(f"nothing to resume in {self._run}: it has no checkpoint that can be read")
+
+    def _say(self, line: str) -> None:
+        if self._ranks.first:
+            print(line, flush=True)
+
+    def _finish(self, written: Future[Any], partial: Path, folder: Path) -> None:
+        """In the background: when all ranks have written, the first one adds the weights for use and publishes."""
+        from dilated_attention_pytorch.train.shards import read_model, wait_written
+
+        try:
+            wait_written(written)
+            if self._ranks.first:
+                save_tensors(read_model(self._names, partial / _SHARDS), self._plain.config.to_json(), partial)
+                self._publish(partial, folder)
+        finally:
+            if self._ranks.first:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _publish(self, partial: Path, folder: Path) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        for old in list_checkpoints(self._run)[: -self._keep]:
+            shutil.rmtree(old)
+
+    def _load(self, folder: Path) -> int:
+        if not _is_complete(folder):
+            raise FileNotFoundError(f"it has neither {_WHOLE} nor {_COMPLETE}, so its save was cut off")
+        if not (folder / _WHOLE).is_file():
+            from dilated_attention_pytorch.train.shards import load_shards
+
+            return load_shards(self._model, self._optimizer, folder / _SHARDS, self._group)
+        try:
+            state = torch.load(folder / _WHOLE, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{_WHOLE} is broken or truncated ({error})") from error
+        if self._group is None:
+            load_weights(self._plain, folder)
+            self._optimizer.load_state_dict(state["optimizer"])
+        else:
+            from dilated_attention_pytorch.train.shards import load_whole
+
+            load_whole(self._plain, self._model, self._optimizer, folder, state["optimizer"])
+        return int(state["step"])
+
+
+def _step_folders(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
-def load_checkpoint(folder: Path, model: LongNetLM, optimizer: torch.optim.Optimizer) -> int:
-    """Restore model and optimizer; returns the step that was finished."""
-    path = folder / _STATE
-    load_weights(model, folder)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        return int(state["step"])
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} is not a checkpoint: it has no {_STATE}") from None
-    except Exception as error:
-        raise ValueError(
-            f"{path} is broken or truncated ({error}): delete {folder} and resume from the checkpoint before it"
-        ) from error
+def _partials(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob(".step-*.partial"))
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / _WHOLE).is_file() or (folder / _COMPLETE).is_file()
+
+
+def _open_partial(folder: Path) -> Path:
+    """Sweep what killed saves left, and make the folder in which `folder` is prepared."""
+    for stale in _partials(folder.parents[1]):
+        shutil.rmtree(stale)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def _set_aside(passed: list[Path]) -> None:
+    """Rename damaged checkpoints once an older one is loaded, lest they count among the newest that are kept."""
+    for folder in passed:
+        aside = folder.with_name(f"damaged-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,8 +7,14 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.train.engine import Engine
+from dilated_attention_pytorch.train.monitor import KINDS, parse_address
+
+# How long, where and how a run is carried out; the rest makes it the run it is.
+MAY_CHANGE = ("steps", "device", "engine", "timeout_seconds", "monitors", "prometheus_address")
 
 # Small enough to learn something visible on two CPU cores in two minutes.
 SMALL_MODEL = ModelConfig(
@@ -23,7 +29,11 @@ SMALL_MODEL = ModelConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """`data` are text files or folders; none means the source of the running interpreter's standard library."""
+    """`data` are text files or folders; none means the source of the running interpreter's standard library.
+
+    `batch_size` counts the sequences of all ranks together. `engine` says how ranks share the model: `fsdp` shards its
+    parameters, `ddp` copies them. A rank that is silent for `timeout_seconds`, in a step or a checkpoint, ends the run.
+    """
 
     data: tuple[str, ...] = ()
     model: ModelConfig = field(default=SMALL_MODEL)
@@ -41,10 +51,15 @@ class TrainConfig:
     sample_bytes: int = 200
     seed: int = 0
     device: str = "auto"
+    engine: Engine = "fsdp"
+    timeout_seconds: float = 600.0
+    monitors: tuple[str, ...] = ()
+    prometheus_address: str = "127.0.0.1:9464"
 
     def __post_init__(self) -> None:
         # Absolute, so that the run can be resumed from anywhere.
         object.__setattr__(self, "data", tuple(os.path.abspath(path) for path in self.data))
+        object.__setattr__(self, "monitors", tuple(self.monitors))
         for name in (
             "sequence_length",
             "batch_size",
@@ -59,11 +74,20 @@ class TrainConfig:
         for name in ("warmup_steps", "weight_decay", "sample_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("learning_rate", "clip_norm"):
+        for name in ("learning_rate", "clip_norm", "timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.engine not in get_args(Engine):
+            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
+        if unknown := set(self.monitors) - set(KINDS):
+            raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
+        parse_address(self.prometheus_address)
         if self.model.vocab_size != 256:
             raise ValueError(f"text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}")
+
+    def is_same_run(self, other: TrainConfig) -> bool:
+        """Whether both describe one run, perhaps carried out in another way."""
+        return dataclasses.replace(self, **{name: getattr(other, name) for name in MAY_CHANGE}) == other
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

@@ -2,152 +2,214 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import write_whole
-from dilated_attention_pytorch.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Corpus, read_corpus
+from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
+from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 
 _BITS = 1.0 / math.log(2.0)
 
 
-def train(config: TrainConfig, run: Path, *, resume: bool = False) -> dict[str, Any]:
+def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = False) -> dict[str, Any]:
     """Train until `config.steps`, in the folder `run`; returns the final figures.
 
-    A new run wants a folder without checkpoints; `resume` continues from the newest one.
+    A new run wants a folder without checkpoints; `resume` continues from the newest one, and `"auto"` does so if there
+    is one. Ranks that torchrun restarts resume by themselves. SIGTERM and Ctrl-C save, then raise `Stopped`.
     """
+    with join_ranks(config.device, config.timeout_seconds) as ranks:
+        model, records, unigram_bits = _train(config, run, "auto" if ranks.restarts else resume, ranks)
+    if not ranks.first:
+        return _figures(records, unigram_bits)
+    if ranks.mesh is not None:  # the others are gone with their shards
+        model = LongNetLM.from_pretrained(list_checkpoints(run)[-1], device=ranks.device)
+    return _report(run, model, config, records, unigram_bits, ranks.device)
+
+
+def _train(
+    config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks
+) -> tuple[LongNetLM, list[dict[str, Any]], float]:
+    """The steps that are left; gives the model, what each step of the run recorded, and the bits to beat."""
     tqdm = _progress_bar()
-    found = list_checkpoints(run)
-    if found and not resume:
-        raise FileExistsError(f"{run} already holds a run: continue it with --resume {run}, or choose another --out")
-    if resume and not found:
-        raise FileNotFoundError(f"nothing to resume in {run}: it has no complete checkpoint")
-    device = _device(config.device)
+    ranks.check_same(dataclasses.asdict(config))
+    found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
+    if config.batch_size % ranks.data_ranks:
+        raise ValueError(
+            f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {config.batch_size}"
+        )
     corpus = read_corpus(config.data, config.sequence_length)
+    ranks.check_same({"corpus, in bytes": (len(corpus.training), len(corpus.validation))})
     torch.manual_seed(config.seed)
-    model = LongNetLM(config.model).to(device)
+    plain = LongNetLM(config.model).to(ranks.device)
+    parameters = sum(parameter.numel() for parameter in plain.parameters())
+    model = ranks.share(plain, config.engine)
     optimizer = torch.optim.AdamW(
         _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95)
     )
-    start = load_checkpoint(found[-1], model, optimizer) if resume else 0
-    if start >= config.steps:
+    checkpointer = Checkpointer(run, plain, model, optimizer, ranks, config.keep_checkpoints)
+    start = checkpointer.restore() if found else 0
+    if start >= config.steps and resume != "auto":
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
-    run.mkdir(parents=True, exist_ok=True)
-    write_whole(run / "config.json", lambda path: path.write_text(config.to_json()))
-    records = [record for record in _read_metrics(run) if record["step"] <= start]
+    records = ranks.on_first(lambda: _prepare_run(config, run, start))
 
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     unigram_bits = corpus.unigram_bits()
-    print(f"corpus   {corpus.source}")
-    shape = f"{config.model.segment_lengths} / {config.model.dilation_rates}"
-    print(f"model    {parameters / 1e6:.1f}M parameters, {shape}")
-    print(f"run      {run}{f', from step {start}' if start else ''} on {device}")
+    if ranks.first:
+        print(f"corpus   {corpus.source}")
+        shape = f"{config.model.segment_lengths} / {config.model.dilation_rates}"
+        print(f"model    {parameters / 1e6:.1f}M parameters, {shape}")
+        shared = "" if ranks.mesh is None else f", {ranks.data_ranks} ranks ({config.engine})"
+        print(f"run      {run}{f', from step {start}' if start else ''} on {ranks.device}{shared}", flush=True)
+        if "prometheus" in config.monitors:
+            print(f"metrics  http://{config.prometheus_address}/metrics", flush=True)
 
-    saved = start
-    with _Interrupt() as interrupt, tqdm(total=config.steps, initial=start, unit="step", dynamic_ncols=True) as bar:
+    saved, stall = start, 0.0
+    with (
+        Monitors() as monitors,
+        _Interrupt(patient=ranks.mesh is not None) as interrupt,
+        tqdm(total=config.steps, initial=start, unit="step", dynamic_ncols=True, disable=not ranks.first) as bar,
+    ):
+        # On the first rank alone; where that fails, all of them raise.
+        ranks.on_first(lambda: monitors.open(config.monitors, run, start, config.prometheus_address))
         for step in range(start + 1, config.steps + 1):
             began = time.perf_counter()
-            loss, norm = _step(model, optimizer, corpus, config, step, device)
+            loss, norm = _step(model, optimizer, corpus, config, step, ranks)
             if not math.isfinite(loss + norm):
                 raise FloatingPointError(
                     f"the loss is {loss} and the gradient's norm {norm} at step {step}: lower --learning-rate; "
                     + (f"step {saved} is the last checkpoint" if saved else "there is no checkpoint yet")
                 )
             seconds = time.perf_counter() - began
-            record = {
-                "step": step,
-                "loss": loss,
-                "bits": loss * _BITS,
-                "gradient_norm": norm,
-                "tokens_per_second": config.batch_size * config.sequence_length / seconds,
-            }
+            record = {"step": step, "loss": loss, "bits": loss * _BITS, "gradient_norm": norm}
             if step % config.validate_every == 0 or step == config.steps:
-                record["validation_bits"] = validate(model, corpus, config, device)
+                record["validation_bits"] = validate(model, corpus, config, ranks)
+            # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
+            looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed)
+            seconds, memory, stop, failed = looked.amax(0).tolist()
+            record["tokens_per_second"] = config.batch_size * config.sequence_length / seconds
             records.append(record)
-            if step % config.checkpoint_every == 0 or step == config.steps or interrupt.asked:
-                _save(run, step, model, optimizer, config, records)
-                saved = step
+            if failed:
+                checkpointer.settle()
+            if step % config.checkpoint_every == 0 or step == config.steps or stop:
+                began = time.perf_counter()
+                checkpointer.save(step)
+                ranks.on_first(lambda: _write_metrics(run, records))
+                saved, stall = step, time.perf_counter() - began
+            figures = {
+                **{name: value for name, value in record.items() if name != "step"},
+                "learning_rate": _learning_rate(config, step),
+                "step_seconds": seconds,
+                "peak_memory_bytes": memory,
+                "checkpoint_stall_seconds": stall,
+                "restarts": ranks.restarts,
+            }
+            monitors.log(figures, step)
             bar.set_postfix(_shown(records), refresh=False)
             bar.update()
-            if interrupt.asked and step < config.steps:
+            if stop and step < config.steps:
+                checkpointer.close()
                 bar.close()
-                print(f"stopped after step {step}; continue with --resume {run}")
-                raise KeyboardInterrupt
-    return _report(run, model, config, records, unigram_bits, device)
+                if ranks.first:
+                    print(f"stopped after step {step}; continue with --resume {run}", flush=True)
+                raise Stopped(int(stop))
+    checkpointer.close()
+    return plain, records, unigram_bits
+
+
+def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]) -> bool:
+    found = bool(list_checkpoints(run))
+    if found and not resume:
+        raise FileExistsError(f"{run} already holds a run: continue it with --resume {run}, or choose another --out")
+    if not found and resume is True:
+        raise FileNotFoundError(f"nothing to resume in {run}: it has no complete checkpoint")
+    if found and resume == "auto" and not config.is_same_run(TrainConfig.from_json(run / "config.json")):
+        raise FileExistsError(f"{run} holds a run with other settings: choose another --out")
+    return found
+
+
+def _prepare_run(config: TrainConfig, run: Path, start: int) -> list[dict[str, Any]]:
+    run.mkdir(parents=True, exist_ok=True)
+    write_whole(run / "config.json", lambda path: path.write_text(config.to_json()))
+    return [record for record in _read_metrics(run) if record["step"] <= start]
 
 
 class _Interrupt:
-    """Turns the first Ctrl-C into a wish to stop after the step under way; the second one stops at once."""
+    """Turns SIGTERM and the first Ctrl-C into a wish to stop after the step under way; a second Ctrl-C stops at once.
 
-    asked = False
+    A `patient` one takes any number: under torchrun both the terminal and the agent pass a Ctrl-C on.
+    """
+
+    signal = 0  # the one that came, if any
+
+    def __init__(self, *, patient: bool) -> None:
+        self._patient = patient
 
     def __enter__(self) -> _Interrupt:
-        self._before = signal.getsignal(signal.SIGINT)
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._ask)
+            for number in self._before:
+                signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
-    def _ask(self, *_: object) -> None:
-        if self.asked:
+    def _ask(self, number: int, _: object) -> None:
+        if self.signal == number == signal.SIGINT and not self._patient:
             raise KeyboardInterrupt
-        self.asked = True
+        self.signal = number
 
 
-def validate(model: LongNetLM, corpus: Corpus, config: TrainConfig, device: torch.device) -> float:
+def validate(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> float:
     """Bits per byte on the validation split."""
     model.eval()
     with torch.no_grad():
         losses = [
-            _loss(model, tokens.to(device), following.to(device)).item()
+            _loss(model, ranks.part(tokens), ranks.part(following)).item()
             for tokens, following in corpus.validation_batches(
                 config.batch_size, config.sequence_length, config.validation_batches
             )
         ]
     model.train()
-    return sum(losses) / len(losses) * _BITS
+    return ranks.gather(sum(losses) / len(losses)).mean().item() * _BITS
 
 
 def _step(
-    model: LongNetLM,
-    optimizer: torch.optim.Optimizer,
-    corpus: Corpus,
-    config: TrainConfig,
-    step: int,
-    device: torch.device,
+    model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: TrainConfig, step: int, ranks: Ranks
 ) -> tuple[float, float]:
-    # Batches and dropout depend on (seed, step) alone, so that a resumed run is the run that never stopped.
-    torch.manual_seed(config.seed * 1_000_003 + step)
+    # Batches and dropout depend on (seed, step, data rank) alone, so that a resumed run is the run that never stopped.
+    torch.manual_seed(config.seed * 1_000_003 + step + (ranks.data_rank << 40))
     tokens, following = corpus.training_batch(config.batch_size, config.sequence_length, config.seed, step)
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(config, step)
-    loss = _loss(model, tokens.to(device), following.to(device))
+    loss = _loss(model, ranks.part(tokens), ranks.part(following))
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm).item()
-    value = loss.item()
+    norm = ranks.clip_gradients(model, config.clip_norm)
+    value = ranks.gather(loss.item()).mean().item()
     if math.isfinite(value + norm):  # a broken step must not reach the weights
         optimizer.step()
     return value, norm
 
 
-def _loss(model: LongNetLM, tokens: Tensor, following: Tensor) -> Tensor:
+def _loss(model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), following.flatten())
 
 
@@ -159,22 +221,14 @@ def _learning_rate(config: TrainConfig, step: int) -> float:
     return config.learning_rate * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, done))))
 
 
-def _parameter_groups(model: LongNetLM, weight_decay: float) -> list[dict[str, Any]]:
+def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; biases and norms do not."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _save(
-    run: Path,
-    step: int,
-    model: LongNetLM,
-    optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-    records: list[dict[str, Any]],
-) -> None:
-    save_checkpoint(run, step, model, optimizer, config.keep_checkpoints)
+def _write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_whole(run / "metrics.jsonl", lambda path: path.write_text(lines))
 
@@ -225,16 +279,12 @@ def _report(
     sample = bytes(generated[0].tolist()).decode("utf-8", errors="replace")
     write_whole(run / "sample.txt", lambda path: path.write_text(sample))
     print(f"sample\n{sample}")
-    return {"validation_bits": final, "unigram_bits": unigram_bits, "steps": records[-1]["step"], "sample": sample}
+    return {**_figures(records, unigram_bits), "sample": sample}
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"no device {name!r} here ({str(error).splitlines()[0]}): leave --device out") from None
+def _figures(records: list[dict[str, Any]], unigram_bits: float) -> dict[str, Any]:
+    last = records[-1]
+    return {"validation_bits": last["validation_bits"], "unigram_bits": unigram_bits, "steps": last["step"]}
 
 
 def _progress_bar() -> Any:

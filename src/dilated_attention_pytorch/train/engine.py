@@ -1,0 +1,213 @@
+"""The ranks of a run: how they are started, laid out on a mesh of named axes, and share one model.
+
+A process that torchrun did not start is a run of one rank: no process group, no wrapper, every method below is local.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from dilated_attention_pytorch.models.longnet import LongNetLM
+
+Engine = Literal["fsdp", "ddp"]
+Result = TypeVar("Result")
+
+# gloo recovers a killed rank only if torchrun does not lend its own store to the workers.
+RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+# Runs of this process so far; ranks train the same ones in the same order.
+_joined = itertools.count()
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the run, on all ranks, after a step that was saved; `status` is what the process exits with."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes of one run, and which of them this one is."""
+
+    device: torch.device
+    rank: int = 0
+    restarts: int = 0
+    timeout: timedelta = timedelta(seconds=600)
+    mesh: DeviceMesh | None = None  # None: one process, not under torchrun
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes and speaks for all."""
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a batch is this rank's."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank("data")
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts a batch goes."""
+        return 1 if self.mesh is None else self.mesh["data"].size()
+
+    def part(self, batch: Tensor) -> Tensor:
+        """This rank's sequences of a batch that all ranks drew alike: `(B, N)` to `(B / data_ranks, N)`."""
+        return batch.chunk(self.data_ranks)[self.data_rank].to(self.device)
+
+    def share(self, model: LongNetLM, engine: Engine) -> nn.Module:
+        """The model as the ranks train it: parameters sharded (`fsdp`), or copied with averaged gradients (`ddp`)."""
+        if self.mesh is None:
+            return model
+        if engine == "ddp":
+            return nn.parallel.DistributedDataParallel(model, device_mesh=self.mesh["data"])
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.layers:  # each is gathered when its turn comes
+            fully_shard(layer, mesh=self.mesh["data"])
+        fully_shard(model, mesh=self.mesh["data"])
+        return model
+
+    def clip_gradients(self, model: nn.Module, limit: float) -> float:
+        """Scale the gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
+        from torch.distributed.tensor import DTensor
+
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+        if self.mesh is None or not shards:
+            return nn.utils.clip_grad_norm_(model.parameters(), limit).item()
+        # On the local shards: DTensor would redistribute the norm, which can abort when a CPU process exits.
+        square = nn.utils.get_total_norm(shards).square()
+        dist.all_reduce(square, group=self.mesh["data"].get_group())
+        norm = square.sqrt()
+        torch._foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm.item()
+
+    def gather(self, *values: float) -> Tensor:
+        """Each rank's numbers, on every rank: `(ranks, len(values))` in float64."""
+        row = torch.tensor(values, dtype=torch.float64)
+        if self.mesh is None:
+            return row[None]
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return torch.stack(rows)
+
+    def gather_objects(self, value: Result) -> list[Result]:
+        """Each rank's small object, on every rank."""
+        if self.mesh is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    def on_first(self, act: Callable[[], Result]) -> Result:
+        """Let the first rank act; every rank gets its result, or raises its error."""
+        if self.mesh is None:
+            return act()
+        told: list[Any] = [None, None]
+        if self.first:
+            try:
+                told[0] = act()
+            except Exception as error:
+                told[1] = error
+        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+        if told[1] is not None:
+            raise told[1]
+        return told[0]
+
+    def check_same(self, values: Mapping[str, object]) -> None:
+        """An error on every rank, at once, where a rank has another value than the first."""
+        found = self.gather_objects(dict(values))
+        for rank, others in enumerate(found):
+            for name, other in others.items():
+                if other != found[0][name]:
+                    raise ValueError(
+                        f"all ranks must have the same {name}: rank 0 has {found[0][name]} and rank {rank} has {other}"
+                    )
+
+
+def under_torchrun() -> bool:
+    """Whether the environment describes a rank of a group, as torchrun sets it."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+@contextlib.contextmanager
+def join_ranks(device: str, timeout: float) -> Iterator[Ranks]:
+    """The ranks that torchrun started, or one process; a rank that is silent for `timeout` seconds ends the others."""
+    if not under_torchrun():
+        yield Ranks(device=_device(device))
+        return
+    if dist.is_initialized():
+        raise RuntimeError("training makes its own process group: call it before, or after destroying, yours")
+    chosen = _device(device)
+    if chosen.type == "cuda":
+        if ":" in device:
+            raise ValueError(f"each rank takes the GPU of its own number on its machine: say cuda, not {device}")
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(chosen)
+    # Numbers and checkpoints travel between CPUs, so gloo is there beside NCCL.
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    patience = timedelta(seconds=timeout)
+    store, rank, world = next(rendezvous("env://", timeout=patience))
+    # A prefix of its own: the store outlives a group, and gloo would connect a second run to the first one's addresses.
+    store = dist.PrefixStore(f"run-{next(_joined)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if (
+        rank == 0
+        and chosen.type == "cpu"
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    ):
+        setting = " ".join(f"{name}={value}" for name, value in RESTARTABLE.items())
+        print(f"torchrun cannot restart ranks on gloo: start it with {setting} in its environment", file=sys.stderr)
+    mesh = build_mesh(chosen.type, {"data": world})
+    try:
+        yield Ranks(device=chosen, rank=rank, restarts=restarts, timeout=patience, mesh=mesh)
+    except Exception:
+        raise  # the other ranks may be gone, and waiting for them: leaving the process ends the group
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+    """The ranks on named axes, the last axis on neighbours: `{"data": 4, "sequence": 2}` takes eight."""
+    if math.prod(axes.values()) != dist.get_world_size():
+        sizes = " x ".join(f"{name} {size}" for name, size in axes.items())
+        raise ValueError(f"the axes of a mesh must take all ranks: {sizes} does not make {dist.get_world_size()}")
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def launch_ranks(ranks: int, max_restarts: int, arguments: list[str]) -> None:
+    """Become torchrun, which runs `dilated-attention ARGUMENTS` on `ranks` processes of this machine."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *torchrun, f"--max-restarts={max_restarts}", "-m", "dilated_attention_pytorch.cli"]
+    sys.stdout.flush()
+    os.execve(sys.executable, [*command, *arguments], {**os.environ, **RESTARTABLE})
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no device {name!r} here ({str(error).splitlines()[0]}): leave --device out") from None

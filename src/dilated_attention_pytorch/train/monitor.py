@@ -1,0 +1,219 @@
+"""Where a run's figures go: `log(values, step)`, to the console, to files, or to the services that watch runs.
+
+A value is a number, or numbers by name where there is one for each of several things, as for bytes per branch:
+`{"loss": 2.1, "branch_bytes": {"w2048 r1": 0, "w16384 r12": 4096}}`. Only the first rank has monitors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from dilated_attention_pytorch.models.weights import write_whole
+
+Kind = Literal["console", "jsonl", "tensorboard", "wandb", "prometheus"]
+KINDS: tuple[str, ...] = get_args(Kind)
+Values = Mapping[str, float | Mapping[str, float]]
+
+
+class Monitor(Protocol):
+    """One place that figures go to."""
+
+    def log(self, values: Values, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Monitors:
+    """Several monitors as one."""
+
+    def __init__(self, *monitors: Monitor) -> None:
+        self._monitors = list(monitors)
+
+    def open(self, kinds: Sequence[str], run: Path, start: int, prometheus_address: str) -> None:
+        """Add those of a run in the folder `run` that begins after step `start`."""
+        for kind in kinds:
+            self._monitors.append(_open(kind, run, start, prometheus_address))
+
+    def log(self, values: Values, step: int) -> None:
+        for monitor in self._monitors:
+            monitor.log(values, step)
+
+    def close(self) -> None:
+        while self._monitors:
+            self._monitors.pop().close()
+
+    def __enter__(self) -> Monitors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open(kind: str, run: Path, start: int, prometheus_address: str) -> Monitor:
+    if kind == "console":
+        return ConsoleMonitor()
+    if kind == "jsonl":
+        return JsonLinesMonitor(run / "log.jsonl")
+    if kind == "tensorboard":
+        return TensorBoardMonitor(run / "tensorboard", start=start)
+    if kind == "wandb":
+        return WandbMonitor(run)
+    if kind == "prometheus":
+        return PrometheusMonitor(*parse_address(prometheus_address))
+    raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {kind!r}")
+
+
+class ConsoleMonitor:
+    """One line a step, for logs where a progress bar is of no use."""
+
+    def log(self, values: Values, step: int) -> None:
+        print(f"step {step}", *(f"{name} {value:.6g}" for name, value in flatten(values).items()), sep="  ", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonLinesMonitor:
+    """One JSON object a step, appended as it happens; a resumed run goes on in the same file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = path.open("a")
+
+    def log(self, values: Values, step: int) -> None:
+        self._stream.write(json.dumps({"step": step, **values}) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class TensorBoardMonitor:
+    """Event files for TensorBoard; steps after `start`, of a run that was cut off, are taken back."""
+
+    def __init__(self, folder: Path, *, start: int = 0) -> None:
+        _package("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=start + 1)
+
+    def log(self, values: Values, step: int) -> None:
+        for name, value in flatten(values).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbMonitor:
+    """A run at Weights & Biases, the same one when the run is resumed; its settings are wandb's own."""
+
+    def __init__(self, run: Path) -> None:
+        wandb = _package("wandb")
+        identity = run / "wandb-id"
+        if not identity.is_file():
+            run.mkdir(parents=True, exist_ok=True)
+            write_whole(identity, lambda path: path.write_text(uuid.uuid4().hex[:8]))
+        self._run = wandb.init(dir=str(run), name=run.name, id=identity.read_text(), resume="allow")
+
+    def log(self, values: Values, step: int) -> None:
+        self._run.log(flatten(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class PrometheusMonitor:
+    """Gauges at `http://HOST:PORT/metrics`, on this machine alone unless another host is given."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 9464) -> None:
+        self._client = _package("prometheus_client")
+        self._registry = self._client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = self._client.start_http_server(port, addr=host, registry=self._registry)
+        except OSError as error:
+            raise OSError(
+                f"cannot serve metrics at {host}:{port} ({error.strerror}): choose another address"
+            ) from error
+        self.address = f"{host}:{self._server.server_port}"
+
+    def log(self, values: Values, step: int) -> None:
+        for name, value in {"step": step, **values}.items():
+            if isinstance(value, Mapping):
+                gauge = self._gauge(name, ("name",))
+                for label, number in value.items():
+                    gauge.labels(label).set(number)
+            else:
+                self._gauge(name, ()).set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _gauge(self, name: str, labels: tuple[str, ...]) -> Any:
+        if name not in self._gauges:
+            known = "dilated_attention_" + re.sub(r"\W", "_", name)
+            self._gauges[name] = self._client.Gauge(known, name.replace("_", " "), labels, registry=self._registry)
+        return self._gauges[name]
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`HOST:PORT`, as in `127.0.0.1:9464`; an empty host is refused, for it would mean every network.
+
+    >>> parse_address("127.0.0.1:9464")
+    ('127.0.0.1', 9464)
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"an address is HOST:PORT, as in 127.0.0.1:9464, got {address!r}")
+    return host, int(port)
+
+
+def flatten(values: Values) -> dict[str, float]:
+    """Numbers by name as `name/label`.
+
+    >>> flatten({"loss": 2.0, "branch_bytes": {"w64 r2": 0.0}})
+    {'loss': 2.0, 'branch_bytes/w64 r2': 0.0}
+    """
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{name}/{label}": number for label, number in value.items()})
+        else:
+            flat[name] = value
+    return flat
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held so far: on its GPU, or of main memory where it computes on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0  # it keeps no such count without a further package
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # it is there, and broken
+            raise
+        extra = name.removesuffix("_client")
+        raise ModuleNotFoundError(
+            f"the monitor needs {name}: pip install 'dilated-attention-pytorch[{extra}]'", name=name
+        ) from error

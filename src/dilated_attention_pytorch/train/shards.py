@@ -1,0 +1,108 @@
+"""State that several ranks hold together, on disk: a thin layer on `torch.distributed.checkpoint`.
+
+Apart from `checkpoint`, because importing PyTorch's engine takes a second that a single process need not wait.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from dilated_attention_pytorch.models.weights import load_tensors
+
+
+def start_saving(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, shards: Path, group: dist.ProcessGroup
+) -> Future[Any]:
+    """Copy this rank's part of the state, and write it to `shards` in the background; `group` is for nothing else."""
+    state = {**_state(model, optimizer), "step": torch.tensor(step)}
+    written = async_save(state, checkpoint_id=shards, process_group=group)
+    assert isinstance(written, Future)
+    return written
+
+
+def wait_written(written: Future[Any]) -> None:
+    """Wait until every rank has written; an error of one rank is an error of all."""
+    try:
+        written.result()
+    except CheckpointException as error:
+        raise OSError(_first_failure(error)) from error
+
+
+def load_shards(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shards: Path, group: dist.ProcessGroup | None
+) -> int:
+    """Restore what any number of ranks wrote; returns the step that was finished."""
+    state = {**_state(model, optimizer), "step": torch.tensor(0)}
+    _read(state, shards, group)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return int(state["step"])
+
+
+def load_whole(
+    plain: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, saved: dict[str, Any]
+) -> None:
+    """Restore what one process wrote: the weights in `folder` and `saved`, its optimizer's state dict."""
+    # Tied weights are stored once, so that a name may be missing.
+    weights_options = StateDictOptions(full_state_dict=True, strict=False)
+    set_model_state_dict(model, {**load_tensors(folder, plain)}, options=weights_options)
+    # One process numbers the parameters; ranks go by name.
+    names = {parameter: name for name, parameter in plain.named_parameters()}
+    by_name: dict[str, Any] = {"state": {}, "param_groups": []}
+    for group, numbered in zip(optimizer.param_groups, saved["param_groups"]):
+        named = [names[parameter] for parameter in group["params"]]
+        by_name["param_groups"].append({**numbered, "params": named})
+        by_name["state"].update(zip(named, (saved["state"][number] for number in numbered["params"])))
+    set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
+
+
+def read_model(names: Sequence[str], shards: Path) -> dict[str, Tensor]:
+    """The whole weights of these names, from the shards of all ranks."""
+    metadata = FileSystemReader(shards).read_metadata().state_dict_metadata
+    tensors = {}
+    for name in names:
+        found = metadata[f"model.{name}"]
+        assert isinstance(found, TensorStorageMetadata)
+        tensors[name] = torch.empty(found.size, dtype=found.properties.dtype)
+    _read({"model": tensors}, shards, None)
+    return tensors
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _read(state: dict[str, Any], shards: Path, group: dist.ProcessGroup | None) -> None:
+    """Fill the tensors of `state`; without a group, by this process alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist asks
+            load(state, checkpoint_id=shards, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise ValueError(f"{shards.name}/ is broken or truncated ({_first_failure(error)})") from error
+
+
+def _first_failure(error: CheckpointException) -> str:
+    for rank, (failure, _) in error.failures.items():
+        return f"rank {rank}: {type(failure).__name__}: {failure}"
+    return str(error)

@@ -1,0 +1,73 @@
+"""What a rank of `test_ranks` does: `rank_worker.py SCENARIO FOLDER [train ...]`, started by torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemWriter
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.train import trainer
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def at_step(number: int, act) -> None:
+    """Let rank 1 act just before a step."""
+    real = trainer._step
+
+    def step_with_act(model, optimizer, corpus, config, step, ranks):
+        if step == number and RANK == 1:
+            act()
+        return real(model, optimizer, corpus, config, step, ranks)
+
+    trainer._step = step_with_act
+
+
+def share(folder: Path, flags: list[str]) -> None:
+    """Several runs in one launch, and the errors that every rank must tell."""
+    real = trainer._step
+    assert main([*flags, "--out", str(folder / "fsdp"), "--monitors", "jsonl"]) == 0
+    assert main([*flags, "--out", str(folder / "ddp"), "--engine", "ddp"]) == 0
+    assert main(["train", "--resume", str(folder / "from-one"), "--engine", "fsdp"]) == 0
+    at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+    assert main([*flags, "--out", str(folder / "stopped")]) == 128 + signal.SIGTERM
+    trainer._step = real
+    assert main(["train", "--resume", str(folder / "stopped"), "--engine", "ddp"]) == 0
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    if RANK == 1:
+        FileSystemWriter.write_data = full_disk
+    assert main([*flags, "--out", str(folder / "failed"), "--steps", "30"]) == 1
+
+
+def kill(folder: Path, flags: list[str]) -> None:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        at_step(6, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert main(flags) == 0
+    assert main([*flags, "--out", str(folder / "unlike"), "--seed", str(RANK)]) == 1
+
+
+def hang(folder: Path, flags: list[str]) -> None:
+    at_step(2, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    # Begin together: the time that a Python takes to start must not count as silence.
+    (folder / f"ready-{RANK}").touch()
+    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
+        time.sleep(0.05)
+    main([*flags, "--out", str(folder / "hung"), "--timeout-seconds", "10"])
+
+
+def resume(folder: Path, flags: list[str]) -> None:
+    assert main(flags) == 0
+    assert main(["train", "--out", str(folder / "odd"), "--device", "cpu", "--batch-size", "6"]) == 1
+
+
+if __name__ == "__main__":
+    scenario, folder, *flags = sys.argv[1:]
+    {"share": share, "kill": kill, "hang": hang, "resume": resume}[scenario](Path(folder), flags)

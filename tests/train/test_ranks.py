@@ -1,0 +1,222 @@
+"""Several ranks train what one process trains; they survive a death, and their checkpoints fit any number of ranks.
+
+The launches are few, because each costs the start of several Pythons: one checks several things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch import LongNetLM
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.train import checkpoint as checkpoints
+from dilated_attention_pytorch.train import engine
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(engine.__file__).parents[2])}
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def flags(folder) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    sizes = """
+        --d-model 16 --num-heads 2 --num-layers 2 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
+        --batch-size 4 --warmup-steps 2 --validate-every 4 --checkpoint-every 2 --sample-bytes 4 --device cpu
+    """
+    return ["train", "--data", str(text), "--steps", str(STEPS), *sizes.split()]
+
+
+def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    environment = {**os.environ, **ENVIRONMENT, **environment}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **output)
+
+
+def finish(process: subprocess.Popen) -> str:
+    """The output of a command, which leaves nobody behind."""
+    try:
+        return process.communicate(timeout=300)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def launch(ranks: int, scenario: str, folder: Path, flags: list[str], *, restarts: int = 0) -> str:
+    """Run the worker through torchrun as `launch_ranks` does; its output."""
+    with pytest.MonkeyPatch.context() as patch:
+        caught = []
+        patch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))
+        engine.launch_ranks(ranks, restarts, [scenario, str(folder), *flags])
+    python, command, environment = caught[0]
+    at = command.index("dilated_attention_pytorch.cli") - 1
+    process = start([python, *command[1:at], str(WORKER), *command[at + 2 :]], environment)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_newest(run: Path, to: Path) -> Path:
+    """A copy of a run, taken back before its last checkpoint."""
+    shutil.copytree(run, to)
+    shutil.rmtree(checkpoints.list_checkpoints(to)[-1])
+    return to
+
+
+@pytest.fixture(scope="module")
+def alone(folder, flags) -> Path:
+    """The run of one process, which the others must equal."""
+    assert main([*flags, "--out", str(folder / "alone")]) == 0
+    return folder / "alone"
+
+
+@pytest.fixture(scope="module")
+def shared(folder, flags, alone) -> str:
+    without_newest(alone, folder / "from-one")
+    return launch(2, "share", folder, flags)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp", "from-one", "stopped"])
+def test_two_ranks_have_the_losses_of_one_process(folder, alone, shared, name) -> None:
+    assert losses(folder / name) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_what_ranks_save_is_a_checkpoint_with_weights_for_use(folder, alone, shared) -> None:
+    found = checkpoints.list_checkpoints(folder / "fsdp")
+    assert [path.name for path in found] == ["step-00000006", "step-00000008"]
+    assert {path.name for path in found[-1].iterdir()} == {"config.json", "model.safetensors", "state"}
+    ours, theirs = (
+        LongNetLM.from_pretrained(checkpoints.list_checkpoints(run)[-1]) for run in (folder / "fsdp", alone)
+    )
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters()):
+        assert one.detach().numpy() == pytest.approx(other.detach().numpy(), abs=1e-4), name
+    assert {path.name for path in (folder / "fsdp").iterdir()} == {path.name for path in alone.iterdir()} | {
+        "log.jsonl"
+    }
+
+
+def test_the_first_rank_logs_for_all(folder, shared) -> None:
+    lines = [json.loads(line) for line in (folder / "fsdp" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1].keys() >= {"loss", "tokens_per_second", "step_seconds", "checkpoint_stall_seconds", "restarts"}
+    assert lines[-1]["peak_memory_bytes"] > 0
+    assert lines[-1]["checkpoint_stall_seconds"] > 0
+
+
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(shared) -> None:
+    assert shared.count("stopped after step 3; continue with --resume") == 1
+
+
+def test_a_save_that_fails_on_one_rank_is_told_by_all(folder, shared) -> None:
+    told = [line for line in shared.splitlines() if "a checkpoint could not be saved (rank 1: " in line]
+    assert len(told) == 2
+    assert all("No space left on device" in line for line in told)
+    assert list((folder / "failed" / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(folder, flags, shared) -> None:
+    out = ["--out", str(folder / "killed")]
+    output = launch(2, "kill", folder, [*flags, *out, "--monitors", "console"], restarts=1)
+    assert ", from step " in output  # 2 or 4: the last save may not have ended
+    assert f"step {STEPS}  " in output
+    assert "restarts 1" in output
+    assert losses(folder / "killed") == losses(folder / "fsdp")
+    assert output.count("all ranks must have the same seed: rank 0 has 0 and rank 1 has 1") == 2
+
+
+def test_four_ranks_go_on_where_two_stopped(folder, alone, shared) -> None:
+    run = without_newest(folder / "fsdp", folder / "four")
+    output = launch(4, "resume", folder, ["train", "--resume", str(run)])
+    assert ", from step 6 on cpu, 4 ranks (fsdp)" in output
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    assert output.count("4 ranks must divide the batch: choose another --batch-size than 6") == 4
+
+
+def test_one_process_goes_on_where_two_stopped_and_passes_over_what_is_damaged(folder, alone, shared, capsys) -> None:
+    run = folder / "one"
+    shutil.copytree(folder / "fsdp", run)
+    for name in ("step-00000007", ".step-00000009.1.partial"):
+        shutil.copytree(run / "checkpoints" / "step-00000008", run / "checkpoints" / name)
+    truncated = run / "checkpoints" / "step-00000007" / "state" / "__1_0.distcp"
+    truncated.write_bytes(truncated.read_bytes()[:1000])
+    (run / "checkpoints" / "step-00000008" / "state" / ".metadata").unlink()
+    assert main(["train", "--resume", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert ".step-00000009.1.partial: its save was cut off" in printed
+    assert "step-00000008: it has neither state.pt nor state/.metadata, so its save was cut off" in printed
+    assert "step-00000007: state/ is broken or truncated" in printed
+    assert ", from step 6 on cpu" in printed
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_a_rank_that_hangs_ends_the_others(folder, flags) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(WORKER), "hang", str(folder), *flags]
+    first, second = (start(command, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2))
+    try:
+        output = finish(first)
+        assert first.returncode == 1, output
+        assert second.poll() is None  # it was the silent one
+    finally:
+        second.kill()
+        finish(second)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "run", "--ranks", "2"], "leave --ranks out, or torchrun"),
+        ([], "ranks and restarts must agree on one folder"),
+        (["--resume"], "ranks and restarts must agree on one folder"),
+    ],
+)
+def test_a_rank_needs_a_folder_and_no_launcher(arguments, message, monkeypatch, capsys) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_are_started_with_the_command_that_was_given(monkeypatch, capsys) -> None:
+    caught = []
+    monkeypatch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))
+    given = "--out here --auto-resume --steps 3 --segment-lengths 8 16 --dilation-rates 1 2 --learning-rate 0.1"
+    assert main(["train", "--ranks", "2", "--max-restarts", "3", *given.split()]) == 0
+    _, command, environment = caught.pop()
+    assert "--nproc-per-node=2 --max-restarts=3 -m dilated_attention_pytorch.cli train" in " ".join(command)
+    flags = " ".join(command[command.index("train") :])
+    for flag in ("--auto-resume", "--steps 3", "--segment-lengths 8 16", "--learning-rate 0.1", "--out here"):
+        assert flag in flags
+    assert "--ranks" not in flags
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert main(["train", "--ranks", "2"]) == 0
+    assert "--out runs/" in " ".join(caught.pop()[1])  # one folder, chosen once
+    assert main(["train", "--ranks", "0"]) == 1
+    assert "--ranks must be at least 1" in capsys.readouterr().err
+    assert main(["train", "--max-restarts", "1"]) == 1
+    assert "--max-restarts goes with --ranks" in capsys.readouterr().err
+    assert not caught
