@@ -30,7 +30,7 @@ def forward(
     groups, scale = q.shape[2] // k.shape[2], problem.softmax_scale(q.shape[3])
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype, device=q.device)
-    with _tf32(problem.allow_tf32, q.device):
+    with tf32(problem.allow_tf32, q.device):
         for part in parts(problem, spans, q.shape, k.shape[2]):
             part_k, part_v = part.view(k), part.view(v)
             for g in range(groups):
@@ -46,7 +46,7 @@ def forward(
                     so_far[1].copy_(partial[1])
                 else:
                     merge_(*so_far, *partial)
-    return out.to(query.dtype), lse
+    return (out if problem.partial else out.to(query.dtype)), lse
 
 
 def backward(
@@ -69,7 +69,7 @@ def backward(
     delta = torch.empty(0) if flash else (do * merged).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
-    with _tf32(problem.allow_tf32, q.device):
+    with tf32(problem.allow_tf32, q.device):
         for part in parts(problem, spans, q.shape, k.shape[2]):
             part_k, part_v = part.view(k), part.view(v)
             for g in range(groups):
@@ -87,6 +87,8 @@ def backward(
                     )
                 for total, grad in zip((part.view(dq, g, groups), part.view(dk), part.view(dv)), grads):
                     total += grad
+    if problem.partial:
+        return dq, dk, dv
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
@@ -102,7 +104,7 @@ def _keep(
 ) -> dense.Keep | None:
     if seed is None:
         return None
-    positions = part.positions(seed.device)  # (S, M)
+    positions = part.positions(seed.device) + problem.first_position  # (S, M)
     rows = part.batch_rows(seed.device)[:, None, None, None]
     heads = part.query_heads(kv_heads, group, groups, seed.device)[:, None, None] + problem.head_offset
 
@@ -122,7 +124,7 @@ def _keep(
 
 
 @contextmanager
-def _tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
+def tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
     """PyTorch's own setting, or `allow` for as long as the block runs; the setting is the process's, hence the lock."""
     if allow is None or device.type != "cuda":
         yield

@@ -174,7 +174,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor | None, seed: Tensor | None, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
     backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
-    with _no_autocast(query.device.type):
+    with no_autocast(query.device.type):
         if backend == "reference":
             out, lse = reference_forward(query, key, value, problem, spans, seed)
             return out.to(query.dtype), _by_head(lse.to(lse_dtype(query.dtype)))
@@ -200,7 +200,7 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     backend = choose_backend(backend, query.device, query.dtype, query.shape[3])
-    with _no_autocast(query.device.type):
+    with no_autocast(query.device.type):
         if backend == "reference":
             grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed)
             return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
@@ -211,7 +211,11 @@ def _backward(
         return eager.backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed)
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+# For calls that another autograd function joins from several: without autograd of their own.
+forward, backward = _forward, _backward
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast has done its work in `functional`; inside, it would turn float32 sums into low-precision ones."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
@@ -230,6 +234,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def _settings(problem: Problem, backend: str) -> tuple[Any, ...]:
     """A problem as the operators take it: in numbers and words."""
     spec = problem.spec
+    assert problem.table is None, "a rank's share of a call is not an operator's"
     return (
         spec.segment_lengths, spec.dilation_rates, spec.head_layout, problem.is_causal, problem.scale,
         problem.dropout_p, problem.head_offset, problem.total_heads, problem.allow_tf32, backend,

@@ -64,14 +64,15 @@ def parts(problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: i
     spoken_for = documents(spans, B, N)
     for index, branch in enumerate(problem.spec.branches):
         w, r = branch.segment_length, branch.dilation_rate
-        for offset, heads in _heads_by_offset(table[index]):
+        for offset, heads in heads_by_offset(table[index]):
             first = all(earlier[heads.start] is None for earlier in table[:index])
             for rows, start, segments, length in _equal_segments(spoken_for, B, N, w):
                 if grid_rows(length, r, offset):
                     yield Part(index, rows, start, segments, length, r, offset, heads, first)
 
 
-def _heads_by_offset(offsets: tuple[int | None, ...]) -> list[tuple[int, slice]]:
+def heads_by_offset(offsets: tuple[int | None, ...]) -> list[tuple[int, slice]]:
+    """The offsets of a branch, each with the KV heads that have it: a slice, so that they are a view."""
     heads: dict[int, list[int]] = {}
     for head, offset in enumerate(offsets):
         if offset is not None:

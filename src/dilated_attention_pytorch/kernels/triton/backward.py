@@ -85,7 +85,7 @@ def _visit_queries(
     dropout_head,
     branch,
     key_word,
-    token,
+    position,
     rate,
     qk_scale,
     keep_scale,
@@ -118,7 +118,7 @@ def _visit_queries(
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         dropped = p
         if DROPOUT:
-            row_word = dropout_row_word(seed, b, dropout_head, branch, token + rows * rate)
+            row_word = dropout_row_word(seed, b, dropout_head, branch, position + rows * rate)
             kept = keeps(row_word[None, :], key_word[:, None], threshold)
             dropped = tl.where(kept, p * keep_scale, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
@@ -144,7 +144,7 @@ def _visit_keys(
     last_key,
     count,
     row_word,
-    token,
+    position,
     rate,
     qk_scale,
     keep_scale,
@@ -170,7 +170,7 @@ def _visit_keys(
             p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if DROPOUT:
-            kept = keeps(row_word[:, None], dropout_key_word(token + keys * rate)[None, :], threshold)
+            kept = keeps(row_word[:, None], dropout_key_word(position + keys * rate)[None, :], threshold)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -211,6 +211,7 @@ def dkdv_kernel(
     tiles,
     slots_a_row,
     head_offset,
+    first_position,
     branch,
     scale,
     keep_scale,
@@ -239,13 +240,14 @@ def dkdv_kernel(
         return
     keys = first_key + tl.arange(0, BLOCK_N)
     token = (start + offset).to(tl.int64)
+    position = first_position + token  # what dropout draws from
     kv64 = kv_head.to(tl.int64)
     kv_heads = H // GROUP
     k = load_rows(K + b * k_b + token * k_n + kv64 * k_h, keys, rate * k_n, D, BLOCK_D, count, True)
     v = load_rows(V + b * v_b + token * v_n + kv64 * v_h, keys, rate * v_n, D, BLOCK_D, count, True)
     key_word = keys.to(tl.uint32)
     if DROPOUT:
-        key_word = dropout_key_word(token + keys * rate)
+        key_word = dropout_key_word(position + keys * rate)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # Query tiles that the mask cuts through, then whole ones, then the ragged end.
@@ -268,17 +270,17 @@ def dkdv_kernel(
         dropout_head = head + head_offset
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
-            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale, threshold,
             D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
-            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale, threshold,
             D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, count,
-            count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale, threshold,
+            count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale, threshold,
             D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION,
         )  # fmt: skip
     dk *= scale
@@ -323,6 +325,7 @@ def dq_kernel(
     tiles,
     slots_a_row,
     head_offset,
+    first_position,
     branch,
     scale,
     keep_scale,
@@ -351,6 +354,7 @@ def dq_kernel(
         return
     rows = first_row + tl.arange(0, BLOCK_M)
     token = (start + offset).to(tl.int64)
+    position = first_position + token  # what dropout draws from
     head64 = head.to(tl.int64)
     q = load_rows(Q + b * q_b + token * q_n + head64 * q_h, rows, rate * q_n, D, BLOCK_D, count, True)
     do = load_rows(Do + b * do_b + token * do_n + head64 * do_h, rows, rate * do_n, D, BLOCK_D, count, True)
@@ -361,7 +365,7 @@ def dq_kernel(
     delta = tl.load(Delta + at, mask=rows < count, other=0.0)
     row_word = rows.to(tl.uint32)
     if DROPOUT:
-        row_word = dropout_row_word(seed, b, head + head_offset, branch, token + rows * rate)
+        row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if CAUSAL:
         whole = first_row // BLOCK_N * BLOCK_N
@@ -370,12 +374,12 @@ def dq_kernel(
         whole = count // BLOCK_N * BLOCK_N
         last = count
     dq = _visit_keys(
-        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, count, row_word, token, rate,
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, count, row_word, position, rate,
         scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION,
     )  # fmt: skip
     dq = _visit_keys(
-        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, count, row_word, token, rate,
-        scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION,
+        dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, count, row_word, position,
+        rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION,
     )  # fmt: skip
     dq *= scale
     into = Dq + ((b * N + token) * H + head64) * D

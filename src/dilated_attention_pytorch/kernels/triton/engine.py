@@ -48,7 +48,7 @@ def forward(
             launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E)
         # Without dropout the seed is not read.
         launch(query, key, value, out, lse, _table(branch, spans), branch.offsets, query if seed is None else seed)
-    return out if out.dtype == dtype else out.to(dtype), lse.transpose(1, 2)
+    return out if out.dtype == dtype or problem.partial else out.to(dtype), lse.transpose(1, 2)
 
 
 def backward(
@@ -97,7 +97,7 @@ def backward(
         branch.launches["dq"](*inputs, dq, *rest)
     if sign != 1:
         dq = dq * sign
-    return (dq, dk, dv) if dq.dtype == dtype else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
+    return (dq, dk, dv) if dq.dtype == dtype or problem.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
 def _forward_launch(branch: PlannedBranch, qk_scale: float) -> Launch:
@@ -143,7 +143,7 @@ def _numbers(branch: PlannedBranch, first: int, heads: int, tiles: int, scale: f
     plan = branch.plan
     return (
         plan.N, plan.H, branch.w, branch.r, heads, first, tiles, branch.slots_a_row, plan.problem.head_offset,
-        branch.index, scale, plan.keep_scale, plan.threshold,
+        plan.problem.first_position, branch.index, scale, plan.keep_scale, plan.threshold,
     )  # fmt: skip
 
 
