@@ -20,6 +20,13 @@ from dilated_attention_pytorch.nn import (
     RotaryPositions,
     XPosPositions,
 )
+from dilated_attention_pytorch.parallel import (
+    DistributedImprovedDilatedAttention,
+    RingDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    RingMultiheadDilatedAttention,
+)
 
 __all__ = [
     "Branch",
@@ -27,12 +34,17 @@ __all__ = [
     "DilatedSpec",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
+    "DistributedImprovedDilatedAttention",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "LongNet",
     "LongNetLM",
     "ModelConfig",
     "MultiheadDilatedAttention",
+    "RingDilatedAttention",
+    "RingDilatedAttentionV2",
+    "RingDilatedAttentionV3",
+    "RingMultiheadDilatedAttention",
     "RotaryPositions",
     "XPosPositions",
     "__version__",
