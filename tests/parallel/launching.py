@@ -9,17 +9,17 @@ from pathlib import Path
 
 import dilated_attention_pytorch
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SOURCE = Path(dilated_attention_pytorch.__file__).parent.parent
 
 
-def torchrun(script: str, ranks: int, *arguments: str, timeout: float = 300.0) -> str:
-    """What `script` beside this file prints when `ranks` processes run it; all must end well, and in time."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    paths = [str(SOURCE), str(HERE.parent)]
+def torchrun(module: str, ranks: int, *arguments: str, timeout: float = 300.0) -> str:
+    """What the `module` beside this file prints when `ranks` processes run it; all must end well, and in time."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     done = subprocess.run(
-        [*command, str(HERE / script), *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        [*command, f"tests.parallel.{module}", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

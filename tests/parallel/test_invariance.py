@@ -13,4 +13,4 @@ from .launching import torchrun
 def test_rows_gradients_and_bytes_on_any_number_of_ranks(ranks) -> None:
     # Fresh problems every time; a failure prints its seed.
     problems = {1: 3, 2: 12, 3: 12, 4: 10}[ranks]
-    assert "problems" in torchrun("check_invariance.py", ranks, str(random.randrange(2**32)), str(problems))
+    assert "problems" in torchrun("check_invariance", ranks, str(random.randrange(2**32)), str(problems))
