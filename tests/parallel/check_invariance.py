@@ -1,15 +1,9 @@
-"""Run by torchrun: on any number of ranks rows and gradients are those of the reference, and bytes as the formulas say.
-
-Arguments: the seed of the random problems, and how many there are.
-"""
+"""On any number of ranks rows and gradients are those of the reference, and bytes as the formulas say."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import sys
-import traceback
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,7 +12,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.comm import ranks_of
+from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import Traffic, Wire, branch_traffic
 from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths, shared_segments
 
@@ -77,8 +71,9 @@ def expected_of(draw: Draw, dtype: torch.dtype, through_lse: bool) -> tuple[tupl
     return (whole, do, dlse), results(whole, *both, do, dlse)
 
 
-def check(draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: tuple, expected, stated: bool) -> None:
-    ranks = ranks_of()
+def check(
+    ranks: Ranks, draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: tuple, expected, stated: bool
+) -> None:
     first, last = shards.bounds(ranks.rank)
     whole, do, dlse = inputs
     settings = draw.settings()
@@ -89,7 +84,12 @@ def check(draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: t
     torch.manual_seed(draw.seed % 2**32 if ranks.rank == 0 else ranks.rank)
     ranks.traffic.clear()
     out, lse = sharded_dilated_attention(
-        *mine, **settings, scheme=scheme, return_lse=True, shard_lengths=shards.lengths if stated else None
+        *mine,
+        **settings,
+        ranks=ranks,
+        scheme=scheme,
+        return_lse=True,
+        shard_lengths=shards.lengths if stated else None,
     )
     assert out.dtype == dtype
     part = None if dlse is None else dlse[:, first:last].to(lse.dtype)
@@ -97,7 +97,7 @@ def check(draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: t
     assert torch.equal(found["covered"], expected["covered"][:, first:last])
     names = ("out", "lse", "dq", "dk", "dv")
     squares = torch.stack([(found[name] - expected[name][:, first:last]).square().sum() for name in names])
-    dist.all_reduce(squares)
+    dist.all_reduce(squares, group=ranks.group)
     limits = dict.fromkeys(names, 1e-10 if dtype == torch.float64 else 2e-6)
     if dtype == torch.bfloat16:
         scale = abs(draw.scale or draw.head_dim**-0.5)
@@ -109,11 +109,10 @@ def check(draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: t
         norm = max(expected[name].norm().item(), 0.2 * largest if name.startswith("d") else 0.0)
         assert square**0.5 <= limits[name] * max(norm, 1e-30), (name, square**0.5 / max(norm, 1e-30))
     if scheme != "auto" and ranks.size > 1:
-        check_bytes(draw, shards, scheme, dtype, settings)
+        check_bytes(ranks, draw, shards, scheme, dtype, settings)
 
 
-def check_bytes(draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, settings) -> None:
-    ranks = ranks_of()
+def check_bytes(ranks: Ranks, draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, settings) -> None:
     if {"seqlens", "cu_seqlens", "key_padding_mask"} & set(settings):
         return  # the segments of documents are the same functions' affair
     groups = draw.heads // draw.kv_heads
@@ -130,19 +129,15 @@ def check_bytes(draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, set
             assert counted == formula, (stage, index, counted, formula)
 
 
-def able(draw: Draw, lengths: tuple[int, ...], scheme: str) -> bool:
-    """Whether the ranks of every segment divide the heads; with documents that is hard to say here, so it is tried."""
-    if scheme != "all_to_all":
-        return True
-    return all(draw.kv_heads % n == 0 for n in range(2, len(lengths) + 1))
+def able(draw: Draw, ranks: int, scheme: str) -> bool:
+    """Whether the ranks that any segment may lie on divide the heads."""
+    return scheme != "all_to_all" or all(draw.kv_heads % n == 0 for n in range(2, ranks + 1))
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    seed, count = int(sys.argv[1]), int(sys.argv[2])
+def check_invariance(seed: int, count: int, group: dist.ProcessGroup | None = None) -> None:
+    """Corners and `count` random problems, on the ranks of a group."""
     chance = random.Random(seed)
-    ranks = ranks_of()
+    ranks = ranks_of(group)
     wide = {"heads": 12, "kv_heads": 12}
     cases = [dataclasses.replace(BASE, **change) for change in CORNERS.values()]
     cases += [
@@ -153,7 +148,6 @@ def main() -> None:
         dataclasses.replace(BASE, **wide, lengths="left-padded", tokens=60),
     ]
     cases += [random_draw(chance) for _ in range(count)]
-    done = 0
     for number, case in enumerate(cases):
         draw = dataclasses.replace(case, seed=chance.randrange(2**32))
         shards = Shards(cut(draw.tokens, ranks.size, chance))
@@ -164,20 +158,9 @@ def main() -> None:
             dtype = torch.float64
             inputs, expected = expected_of(draw, dtype, through_lse)
         for scheme in ("gather", "ring", "all_to_all", "auto") if ranks.size > 1 else ("auto",):
-            if not able(draw, shards.lengths, scheme):
-                continue
-            try:
-                check(draw, shards, scheme, dtype, inputs, expected, stated)
-                done += 1
-            except BaseException:
-                print(f"rank {ranks.rank}: {draw} {shards} {scheme=} {dtype=} {through_lse=} {seed=}", flush=True)
-                traceback.print_exc()
-                sys.stderr.flush()
-                sys.exit(1)
-    if ranks.rank == 0:
-        print(f"{done} problems")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+            if able(draw, ranks.size, scheme):
+                try:
+                    check(ranks, draw, shards, scheme, dtype, inputs, expected, stated)
+                except BaseException:
+                    print(f"rank {ranks.rank}: {draw} {shards} {scheme=} {dtype=} {through_lse=} {seed=}", flush=True)
+                    raise
