@@ -7,6 +7,7 @@ The ranks must divide the key/value heads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.parallel.blocks import (
     Block,
     Exchange,
@@ -63,7 +66,7 @@ class AllToAll(Exchange):
 
     def end_forward(self, begun: _Moving, x: Tensors) -> None:
         begun.posted.wait()
-        D, groups, causal = self.rows.wire.head_dim, self.rows.wire.groups, self.rows.problem.is_causal
+        D, groups = self.rows.wire.head_dim, self.rows.wire.groups
         results = []
         for swap, (packed,) in zip(self.swaps, begun.buffers):
             parts = {r: b.unpack(packed[r], ((D,),) * 3, (groups, 1, 1)) for r, b in swap.here.items()}
@@ -71,26 +74,24 @@ class AllToAll(Exchange):
             lses = {r: x.lse.new_empty(b.size(((),), (groups,))) for r, b in swap.here.items()}
             for offset, piece, holders in _pieces(swap):
                 q, k, v = (torch.cat([parts[r][offset][i] for r in holders], 1) for i in range(3))
-                grids = [swap.here[r][offset].grid for r in holders]
-                for g in range(groups):
-                    keep = self.rows.keep(x.seed, piece, grids, g, x.lse.dtype)
-                    partial = block_forward(_of_group(q, g, groups), k, v, self.scale, causal, keep)
-                    for whole, buffers, end in zip(partial, (outs, lses), ((D,), ())):
-                        _write(whole, swap, holders, offset, buffers, end, g, groups)
+                for whole, buffers, end in zip(self._attend(x, piece, q, k, v), (outs, lses), ((D,), ())):
+                    _write([whole], swap, holders, offset, buffers, (end,), (groups,))
             results.append((outs, lses))
         back = self._send_back(results, "forward")
         for swap, (outs, lses) in zip(self.swaps, back):
             for rank, block in swap.away.items():
                 out = block.unpack(outs[rank], ((D,),), (groups,))
                 lse = block.unpack(lses[rank], ((),), (groups,))
-                self._merge(block, out, lse, x, groups)
+                for offset, piece in block.items():
+                    so_far = [piece.view(y, self.rows.first, groups=groups) for y in (x.out, x.lse)]
+                    merge_(so_far[0], so_far[1], out[offset][0].to(x.out.dtype), lse[offset][0])
 
     def begin_backward(self, x: Tensors) -> _Moving:
         return self._send_rows([(x.q, x.k, x.v, x.do), (x.lse, x.delta)], "backward")
 
     def end_backward(self, begun: _Moving, x: Tensors) -> None:
         begun.posted.wait()
-        D, groups, causal = self.rows.wire.head_dim, self.rows.wire.groups, self.rows.problem.is_causal
+        D, groups = self.rows.wire.head_dim, self.rows.wire.groups
         kinds = ((D,),) * 3, (groups, 1, 1)
         results = []
         for swap, (packed, sums) in zip(self.swaps, begun.buffers):
@@ -100,23 +101,8 @@ class AllToAll(Exchange):
             for offset, piece, holders in _pieces(swap):
                 q, k, v, do = (torch.cat([parts[r][offset][i] for r in holders], 1) for i in range(4))
                 lse, delta = (torch.cat([stats[r][offset][i] for r in holders], 1) for i in range(2))
-                grids = [swap.here[r][offset].grid for r in holders]
-                dq = x.dq.new_empty(q.shape)
-                dk, dv = (torch.zeros(y.shape, dtype=x.dq.dtype, device=y.device) for y in (k, v))
-                for g in range(groups):
-                    keep = self.rows.keep(x.seed, piece, grids, g, x.lse.dtype)
-                    mine = (_of_group(y, g, groups) for y in (do, q, lse, delta))
-                    part_do, part_q, part_lse, part_delta = mine
-                    found = block_backward(part_do, part_q, k, v, None, part_delta, part_lse, self.scale, causal, keep)
-                    _of_group(dq, g, groups).copy_(found[0])
-                    dk += found[1]
-                    dv += found[2]
-                lengths = [len(grid) for grid in grids]
-                split = [y.split(lengths, 1) for y in (dq, dk, dv)]
-                for at, rank in enumerate(holders):
-                    views = swap.here[rank].unpack(grads[rank], *kinds)[offset]
-                    for view, y in zip(views, split):
-                        view.copy_(y[at])
+                found = self._gradients(x, piece, do, q, k, v, delta, lse)
+                _write(found, swap, holders, offset, grads, *kinds)
             results.append((grads,))
         back = self._send_back(results, "backward")
         for swap, (grads,) in zip(self.swaps, back):
@@ -124,6 +110,47 @@ class AllToAll(Exchange):
                 for offset, views in block.unpack(grads[rank], *kinds).items():
                     for total, view, g in zip((x.dq, x.dk, x.dv), views, kinds[1]):
                         block[offset].view(total, self.rows.first, groups=g).add_(view)
+
+    def _attend(self, x: Tensors, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Dense attention among all rows of a piece: as a segment of rate 1, or with dropout by its positions."""
+        groups = self.rows.wire.groups
+        if x.seed is None:
+            out, lse = op.forward(_flat(q, groups), k, v, None, None, self._dense(q), x.backend)
+            return out.view(q.shape), lse.reshape(q.shape[:-1])
+        out, lse = q.new_empty(q.shape, dtype=x.lse.dtype), q.new_empty(q.shape[:-1], dtype=x.lse.dtype)
+        for g in range(groups):
+            keep = self.rows.keep(x.seed, piece, [piece.grid], g, x.lse.dtype)
+            causal = self.rows.problem.is_causal
+            partial = block_forward(_of_group(q, g, groups), k, v, self.scale, causal, keep)
+            for total, found in zip((out, lse), partial):
+                _of_group(total, g, groups).copy_(found)
+        return out, lse
+
+    def _gradients(
+        self, x: Tensors, piece: Piece, do: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, lse: Tensor
+    ) -> list[Tensor]:
+        groups = self.rows.wire.groups
+        if x.seed is None:
+            # An engine subtracts the lse's gradient from sum(do * out): with no out, it is given delta that way.
+            flat_do, flat_q, minus_delta, flat_lse = (_flat(y, groups) for y in (do, q, -delta, lse))
+            nothing = torch.zeros_like(flat_do)
+            dq, dk, dv = op.backward(
+                flat_do, minus_delta, flat_q, k, v, nothing, flat_lse, None, None, self._dense(q), x.backend
+            )
+            return [dq.view(q.shape), dk, dv]
+        grads = [torch.zeros(y.shape, dtype=x.dq.dtype, device=y.device) for y in (q, k, v)]
+        for g in range(groups):
+            keep = self.rows.keep(x.seed, piece, [piece.grid], g, x.lse.dtype)
+            part_do, part_q, part_delta, part_lse = (_of_group(y, g, groups) for y in (do, q, delta, lse))
+            causal = self.rows.problem.is_causal
+            found = block_backward(part_do, part_q, k, v, None, part_delta, part_lse, self.scale, causal, keep)
+            for total, grad in zip((_of_group(grads[0], g, groups), *grads[1:]), found):
+                total += grad
+        return grads
+
+    def _dense(self, q: Tensor) -> Problem:
+        problem = self.rows.problem
+        return _dense_problem(q.shape[1], problem.is_causal, self.scale, problem.allow_tf32)
 
     def _send_rows(self, packs: list[tuple[Tensor, ...]], stage: str) -> _Moving:
         """Each group of tensors of one dtype as one message to each rank of a segment; what is for itself stays."""
@@ -176,13 +203,6 @@ class AllToAll(Exchange):
             return (groups + 2) * D
         return groups * D if step == _RESULT else groups
 
-    def _merge(
-        self, block: Block, out: dict[int, list[Tensor]], lse: dict[int, list[Tensor]], x: Tensors, groups: int
-    ) -> None:
-        for offset, piece in block.items():
-            so_far = [piece.view(y, self.rows.first, groups=groups) for y in (x.out, x.lse)]
-            merge_(so_far[0], so_far[1], out[offset][0].to(x.out.dtype), lse[offset][0])
-
 
 def _pieces(swap: _Swap) -> Iterator[tuple[int, Piece, list[int]]]:
     """Each offset of the heads computed here, the segment's whole piece of it, and the ranks that hold rows of it."""
@@ -198,18 +218,30 @@ def _of_group(x: Tensor, group: int, groups: int) -> Tensor:
     return x if groups == 1 else x[:, :, :, group]
 
 
+def _flat(x: Tensor, groups: int) -> Tensor:
+    """`(S, M, heads, groups, ...)` as `(S, M, query heads, ...)`."""
+    return x if groups == 1 else x.flatten(2, 3)
+
+
+# Remembered, because engines know a kind of call by its problem.
+@functools.lru_cache(maxsize=1024)
+def _dense_problem(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None) -> Problem:
+    spec = DilatedSpec.of([rows], [1])
+    return Problem(spec=spec, is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
+
+
 def _write(
-    whole: Tensor,
+    results: Sequence[Tensor],
     swap: _Swap,
     holders: list[int],
     offset: int,
     buffers: dict[int, Tensor],
-    end: tuple[int, ...],
-    group: int,
-    groups: int,
+    trailing: Sequence[tuple[int, ...]],
+    groups: Sequence[int],
 ) -> None:
-    """A result of all rows into each rank's packed buffer."""
+    """Results of all rows into each rank's packed buffer."""
     lengths = [len(swap.here[rank][offset].grid) for rank in holders]
-    for rank, part in zip(holders, whole.split(lengths, 1)):
-        view = swap.here[rank].unpack(buffers[rank], (end,), (groups,))[offset][0]
-        _of_group(view, group, groups).copy_(part)
+    split = [result.split(lengths, 1) for result in results]
+    for at, rank in enumerate(holders):
+        for view, parts in zip(swap.here[rank].unpack(buffers[rank], trailing, groups)[offset], split):
+            view.copy_(parts[at])

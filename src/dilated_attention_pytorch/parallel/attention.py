@@ -112,11 +112,13 @@ def sharded_dilated_attention(
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, backend)
         if key_padding_mask is not None:
             mask_spans = _spans_of_own_mask(query, lengths)
-        call = _described(query, key, branches, settings, scheme, memory_budget, lengths)
+        call = _described(query, key, value, branches, settings, scheme, memory_budget, lengths)
     except (AttributeError, TypeError, ValueError) as wrong:
         error = wrong
     length = query.shape[1] if query.dim() > 1 else 0
-    shards = Shards(ranks.agree(call, length, error, None if shard_lengths is None else tuple(shard_lengths)))
+    # A mask is each rank's own, and may be wrong at any call.
+    known = None if shard_lengths is None or key_padding_mask is not None else tuple(shard_lengths)
+    shards = Shards(ranks.agree(call, length, error, known))
     assert problem is not None
     if shards.tokens == 0:
         raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
@@ -190,6 +192,7 @@ def _check_settings(
 def _described(
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     branches: tuple[Sequence[int], Sequence[int]],
     settings: dict[str, Any],
     scheme: str,
@@ -197,7 +200,7 @@ def _described(
     lengths: dict[str, Tensor],
 ) -> dict[str, object]:
     """What must be the same on every rank for messages to meet."""
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     return {
         **{name: "given" if name == "key_padding_mask" else value.tolist() for name, value in lengths.items()},
         "segment_lengths": list(branches[0]),
@@ -290,7 +293,7 @@ def _forward(
     plan: Plan, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor]:
     empty = query.new_empty(0)
-    x = Tensors(query, key, value, empty, empty, seed, empty, None, empty, empty, empty)
+    x = Tensors(query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty)
     begun = [exchange.begin_forward(x) for exchange in plan.exchanges]
     for problem, spans in plan.calls:
         partial = op.forward(query, key, value, spans, seed, problem, backend)
@@ -322,7 +325,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = op.lse_dtype(query.dtype)
     empty = query.new_empty(0)
-    x = Tensors(query, key, value, out, lse, seed, grad_out, grad_lse, empty, empty, empty)
+    x = Tensors(query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty)
     begun = [exchange.begin_backward(x) for exchange in plan.exchanges]
     for problem, spans in plan.calls:
         grads = op.backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend)

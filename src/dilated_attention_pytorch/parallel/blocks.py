@@ -104,6 +104,7 @@ class Tensors:
     out: Tensor
     lse: Tensor
     seed: Tensor | None
+    backend: str
     do: Tensor
     through_lse: Tensor | None
     dq: Tensor

@@ -127,6 +127,8 @@ class Ranks:
         if len({digest for digest, _, _ in table}) > 1:
             raise ValueError(self._difference(call))
         if lengths is not None:
+            if len(self._agreed) >= _MOST_PLANS:
+                self._agreed.clear()  # on every rank at the same call, since all have agreed to the same ones
             self._agreed.add(text)
             return lengths
         return tuple(length for _, length, _ in table)
@@ -150,6 +152,8 @@ class Ranks:
             else:
                 ranks = dist.get_process_group_ranks(self.group)
                 self._host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+                # NCCL wants the first call on a group to be one that all its ranks take part in.
+                dist.all_reduce(torch.zeros(1, device=self.group._device_types[0]), group=self.group)
         return self._host
 
     def _global(self, rank: int) -> int:
