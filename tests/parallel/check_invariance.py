@@ -16,7 +16,7 @@ from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import Traffic, Wire, branch_traffic
 from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths, shared_segments
 
-from ..conformance.checks import BASE, CORNERS, flash_errors, keys_a_row
+from ..conformance.checks import BASE, CORNERS, check_errors
 from ..conformance.draws import HEADS, LENGTHS, Draw
 
 
@@ -98,16 +98,11 @@ def check(
     names = ("out", "lse", "dq", "dk", "dv")
     squares = torch.stack([(found[name] - expected[name][:, first:last]).square().sum() for name in names])
     dist.all_reduce(squares, group=ranks.group)
-    limits = dict.fromkeys(names, 1e-10 if dtype == torch.float64 else 2e-6)
-    if dtype == torch.bfloat16:
-        scale = abs(draw.scale or draw.head_dim**-0.5)
-        flash = flash_errors(dtype, draw.head_dim, keys_a_row(draw), scale, "cpu")
-        limits = {name: max(1.5 * flash[name], 2e-6) for name in names}
-    largest = max(expected[name].norm().item() for name in ("dq", "dk", "dv"))
-    for name, square in zip(names, squares.tolist()):
-        # A gradient that cancels is measured against a fifth of its largest sibling.
-        norm = max(expected[name].norm().item(), 0.2 * largest if name.startswith("d") else 0.0)
-        assert square**0.5 <= limits[name] * max(norm, 1e-30), (name, square**0.5 / max(norm, 1e-30))
+    errors = {name: square**0.5 for name, square in zip(names, squares.tolist())}
+    if dtype != torch.float64:
+        check_errors(draw, dtype, errors, expected)
+    else:
+        assert all(error <= 1e-10 * max(1.0, expected[name].norm().item()) for name, error in errors.items()), errors
     if scheme != "auto" and ranks.size > 1:
         check_bytes(ranks, draw, shards, scheme, dtype, settings)
 
@@ -153,8 +148,12 @@ def check_invariance(seed: int, count: int, group: dist.ProcessGroup | None = No
         shards = Shards(cut(draw.tokens, ranks.size, chance))
         through_lse, stated = chance.random() < 0.3, chance.random() < 0.5
         dtype = [torch.float64, torch.float64, torch.float32, torch.bfloat16][number % 4]
+        if draw.tokens < 32 or draw.head_dim < 8 or draw.dropout_p:
+            dtype = torch.float64  # the budget is for many roundings, and not for dropout's cancellations
+        if dtype != torch.float64:
+            draw, through_lse = dataclasses.replace(draw, batch=1 if draw.lengths == "packed" else 4), False
         inputs, expected = expected_of(draw, dtype, through_lse)
-        if expected["covered"].sum() < 256:
+        if dtype != torch.float64 and expected["covered"].sum() < 256:
             dtype = torch.float64
             inputs, expected = expected_of(draw, dtype, through_lse)
         for scheme in ("gather", "ring", "all_to_all", "auto") if ranks.size > 1 else ("auto",):

@@ -163,7 +163,7 @@ class Ranks:
 
 # One for each group, so that what was agreed and counted does not depend on how the group was named.
 _known: WeakKeyDictionary[ProcessGroup, Ranks] = WeakKeyDictionary()
-_alone = Ranks(None)
+ALONE = Ranks(None)
 
 
 def ranks_of(
@@ -206,7 +206,7 @@ def _group_of(group: ProcessGroup | None, mesh: DeviceMesh | None, axis: str) ->
 
 def _ranks_of(group: ProcessGroup | None) -> Ranks:
     if group is None:
-        return _alone
+        return ALONE
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group must be a process group that this process belongs to, got {group!r}")
     found = _known.get(group)

@@ -21,7 +21,7 @@ from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.comm import Place, Ranks
+from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     SCHEMES,
@@ -106,7 +106,7 @@ class AcrossRanks(DilatedAttention):
         sequence, heads = _several(self.sequence), _several(self.heads)
         if sequence is None and heads is None:
             return super().attend(query, key, value, is_causal=is_causal, spans=spans)
-        share: dict[str, Any] = {"ranks": Ranks(None) if sequence is None else sequence}
+        share: dict[str, Any] = {"ranks": ALONE if sequence is None else sequence}
         if heads is not None:
             H = query.shape[2]
             heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, None, (0,) * heads.size)
