@@ -23,12 +23,14 @@ def share(dropout_p: float, *, first_position: int = 70, partial: bool = True) -
     )
 
 
-def run(backend: str, problem: Problem, dtype: torch.dtype, device: str):
+def run(backend: str, problem: Problem, dtype: torch.dtype, device: str, *, backward: bool = True):
     generator = torch.Generator().manual_seed(0)
-    q, k, v, do = (torch.randn(1, 50, 4, 16, generator=generator).to(device, dtype) for _ in range(4))
-    spans = torch.tensor([[0, 20], [20, 50]], device=device)
+    q, k, v, do = (torch.randn(1, 34, 4, 16, generator=generator).to(device, dtype) for _ in range(4))
+    spans = torch.tensor([[0, 14], [14, 34]], device=device)
     seed = torch.tensor([3, 4], device=device) if problem.dropout_p else None
     out, lse = op.forward(q, k, v, spans, seed, problem, backend)
+    if not backward:
+        return (out,)
     return (out, lse, *op.backward(do, None, q, k, v, out, lse, spans, seed, problem, backend))
 
 
@@ -41,7 +43,7 @@ def test_engines_agree_on_a_share(dropout_p, device) -> None:
     for x, y in zip(found, expected):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     if dropout_p:
-        elsewhere = run("triton", share(dropout_p, first_position=0), torch.float32, device)
+        elsewhere = run("triton", share(dropout_p, first_position=0), torch.float32, device, backward=False)
         assert not torch.allclose(elsewhere[0], found[0])
 
 
