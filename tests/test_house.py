@@ -24,7 +24,7 @@ FLOORS = [
     {"kernels"},
     {"functional"},
     {"nn"},
-    {"models"},
+    {"models", "parallel"},
     {"train", "bench", "inspect"},
     {"cli"},
 ]
@@ -81,10 +81,18 @@ ATTENTION = {
     "dilated_attention.DilatedAttention": {"softmax_scale": 0.2, "attention_dropout": 0.1, "enable_profiling": True},
     "improved_dilated_attention.ImprovedDilatedAttention": {"dropout": 0.1, "use_tf32": True},
     f"{TILED}.BlockSparseRingDilatedAttention": {"sparse_config": TILES, "dropout": 0.1, "ring_size": 1},
+    "ring_dilated_attention.RingDilatedAttention": {"ring_size": 1, "dropout": 0.1, "use_checkpointing": True},
+    "ring_dilated_attention_v2.RingDilatedAttentionV2": {"ring_size": 1, "enable_profiling": True},
+    "ring_dilated_attention_v3.RingDilatedAttentionV3": {"cache_on_gpu": False},
+    "improved_distributed_dilated_attention.DistributedImprovedDilatedAttention": {
+        "sequence_parallel": True,
+        "model_parallel": True,
+    },
 }
 MULTIHEAD = {
     "multihead_dilated_attention.MultiheadDilatedAttention": {"gamma_init": 2.0, "layer_norm": True},
     "dilated_attention.MultiheadDilatedAttention": {"dropout": 0.1, "layer_norm": False, "bias": False},
+    "ring_multihead_dilated_attention.RingMultiheadDilatedAttention": {"ring_size": 1},
     "improved_multihead_dilated_attention.ImprovedMultiheadDilatedAttention": {"use_tf32": False},
     f"{TILED}.BlockSparseRingMultiheadDilatedAttention": {"sparse_config": TILES},
 }

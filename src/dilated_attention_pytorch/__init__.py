@@ -39,6 +39,13 @@ from dilated_attention_pytorch.nn import (
     create_dilated_attention,
     create_multihead_dilated_attention,
 )
+from dilated_attention_pytorch.parallel import (
+    DistributedImprovedDilatedAttention,
+    RingDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    RingMultiheadDilatedAttention,
+)
 
 __all__ = [
     "BlockSparseRingDilatedAttention",
@@ -49,6 +56,7 @@ __all__ = [
     "DilatedSpec",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
+    "DistributedImprovedDilatedAttention",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "LongNet",
@@ -57,6 +65,10 @@ __all__ = [
     "MultiheadDilatedAttention",
     "OptimizedPatternCache",
     "PatternCache",
+    "RingDilatedAttention",
+    "RingDilatedAttentionV2",
+    "RingDilatedAttentionV3",
+    "RingMultiheadDilatedAttention",
     "RotaryPositions",
     "SimpleGPUCache",
     "SparsePatternConfig",

@@ -7,6 +7,7 @@ from types import ModuleType
 
 from dilated_attention_pytorch import nn
 from dilated_attention_pytorch.models import longnet
+from dilated_attention_pytorch.parallel import modules
 
 PUBLISHED_PATHS: dict[str, ModuleType] = {
     "dilated_attention": nn,
@@ -14,6 +15,11 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "multihead_dilated_attention": nn,
     "improved_multihead_dilated_attention": nn,
     "block_sparse_ring_dilated_attention": nn,
+    "ring_dilated_attention": modules,
+    "ring_dilated_attention_v2": modules,
+    "ring_dilated_attention_v3": modules,
+    "ring_multihead_dilated_attention": modules,
+    "improved_distributed_dilated_attention": modules,
     "long_net": longnet,
 }
 

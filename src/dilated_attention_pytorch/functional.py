@@ -18,7 +18,15 @@ from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels.ladder import backends, check_backend
 from dilated_attention_pytorch.kernels.op import attend
 
-__all__ = ["backends", "check_backend", "check_sparse_config", "dilated_attention", "refuse_dense_mask"]
+__all__ = [
+    "autocast_inputs",
+    "backends",
+    "check_backend",
+    "check_sparse_config",
+    "checked_problem",
+    "dilated_attention",
+    "refuse_dense_mask",
+]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Asked once: `torch.compile` of some versions cannot trace the question.
@@ -136,7 +144,7 @@ def dilated_attention(
     torch.Size([2, 100, 4, 8])
     """
     refuse_dense_mask(attn_mask)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     plain = is_plain(query, key, value)
     valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
     settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
@@ -191,14 +199,14 @@ def _valid_problem(
         or type(dilation_rates) not in lists
         or {*map(type, segment_lengths), *map(type, dilation_rates)} != {int}
     ):
-        return _checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
+        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
     kind = (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
         value.device, tuple(segment_lengths), tuple(dilation_rates), settings,
     )  # fmt: skip
     problem = _known.get(kind)
     if problem is None:
-        problem = _checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
+        problem = checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
         if len(_known) >= _MOST_KINDS:
             _known.clear()
         _known[kind] = problem
@@ -209,7 +217,7 @@ _MOST_KINDS = 4096
 _known: dict[tuple[Any, ...], Problem] = {}
 
 
-def _checked_problem(
+def checked_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -224,10 +232,15 @@ def _checked_problem(
     allow_tf32: bool | None,
     sparse_config: SparsePatternConfig | None,
     backend: str,
+    *,
+    may_be_empty: bool = False,
 ) -> Problem:
+    """The problem that a call poses, or the error that says what is wrong with it; a shard may have no tokens."""
     check_backend(backend)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
     _check_tensors(query, key, value)
+    if not may_be_empty and 0 in query.shape:
+        raise ValueError(f"an empty sequence has nothing to attend to: query is {tuple(query.shape)}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
     if total_heads is None and head_offset:
@@ -257,7 +270,7 @@ def check_sparse_config(sparse_config: SparsePatternConfig, spec: DilatedSpec) -
     sparse_config.check_segments(spec.segment_lengths)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     device_type = tensors[0].device.type
     if device_type not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device_type):
         return tensors
@@ -288,8 +301,10 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
     if key.shape[2] != value.shape[2]:
         raise ValueError(f"key and value must have as many heads, got {key.shape[2]} and {value.shape[2]}")
-    if 0 in query.shape or key.shape[2] == 0:
-        raise ValueError(f"an empty sequence has nothing to attend to: query is {tuple(query.shape)}")
+    if query.shape[0] * query.shape[2] * query.shape[3] * key.shape[2] == 0:
+        raise ValueError(
+            f"batch, heads and head_dim must be at least 1, got query {tuple(query.shape)} and key {tuple(key.shape)}"
+        )
     if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"the key/value heads must divide the query heads, got H={query.shape[2]} and Hkv={key.shape[2]}: "

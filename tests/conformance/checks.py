@@ -88,19 +88,27 @@ def check_budget(draw: Draw, backend: str, dtype: torch.dtype, device: str = "cp
     assert torch.equal(found["covered"], expected["covered"])
     if expected["covered"].sum() < 256:
         reject()
+    names = ("out", "lse", "dq", "dk", "dv")
+    check_errors(draw, dtype, {name: (found[name] - expected[name]).norm().item() for name in names}, expected, device)
+
+
+def check_errors(
+    draw: Draw, dtype: torch.dtype, errors: dict[str, float], expected: dict[str, Tensor], device: str = "cpu"
+) -> None:
+    """Whether norms of what is wrong with out, lse, dq, dk and dv are within the budget."""
     flash = (
         flash_errors(dtype, draw.head_dim, keys_a_row(draw), abs(draw.scale or draw.head_dim**-0.5), device)
         if dtype != torch.float32
         else {}
     )
     scale = max(expected[name].norm().item() for name in ("dq", "dk", "dv"))
-    for name in ("out", "lse", "dq", "dk", "dv"):
+    for name, wrong in errors.items():
         exact = expected[name].norm().item()
         # A gradient that cancels is measured against a fifth of its largest sibling; one that is exactly nothing, and
         # has no relative error, against all of it.
         floor = (scale if exact < 1e-9 * scale else 0.2 * scale) if name.startswith("d") else 0.0
         norm = max(exact, floor)
-        error = (found[name] - expected[name]).norm().item() / norm if norm else found[name].norm().item()
+        error = wrong / norm if norm else wrong
         limit = max(1.5 * flash[name], 2e-6) if flash else 2e-6  # the lse is float32 in any case
         assert error <= limit, f"{name}: {error:.2e} is over {limit:.2e}"
 

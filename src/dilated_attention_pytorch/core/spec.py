@@ -148,6 +148,10 @@ class Problem:
 
     `head_offset` and `total_heads` count query heads, as the caller sees them; under head sharding they are global.
     `sparse` keeps some tiles of every branch only.
+
+    The last three describe one rank's share of a call over several ranks. `table` replaces the head layout's offsets,
+    since a shard may begin within a segment, and shows None for branches that are computed elsewhere; `first_position`
+    is the global position of the shard's first token; a `partial` result is in float32, as more is to be added to it.
     """
 
     spec: DilatedSpec
@@ -158,12 +162,17 @@ class Problem:
     total_heads: int | None = None
     allow_tf32: bool | None = None
     sparse: SparsePatternConfig | None = None
+    table: OffsetTable | None = None
+    first_position: int = 0
+    partial: bool = False
 
     def softmax_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
 
     def offsets(self, heads: int, kv_heads: int) -> OffsetTable:
         """The offset table of this call's key/value heads; all query heads of a group share their KV head's row."""
+        if self.table is not None:
+            return self.table
         group = heads // kv_heads
         total = heads if self.total_heads is None else self.total_heads
         for name, count in (("head_offset", self.head_offset), ("total_heads", total)):

@@ -1,6 +1,7 @@
 """Dense attention with its lse on `(S, M, H, D)` views, forward and backward: what a part is computed with.
 
 What the chunked ones return is a workspace from `take`: the caller adds it up before it ends the lease.
+Keys may be fewer or more than queries, except where it is causal.
 
 `forward` gives the partial `(out, lse)`. `backward` takes the *merged* out (through `delta`) and lse of the whole
 problem, so that a part's share of the gradients needs nothing that forward did not save:
@@ -55,7 +56,7 @@ def chunked_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: Keep | None, take: Take
 ) -> tuple[Tensor, Tensor]:
     out, lse = (take(shape, dtype=q.dtype, device=q.device) for shape in (q.shape, q.shape[:-1]))
-    for segments, rows, keys in _chunks(q, is_causal):
+    for segments, rows, keys in _chunks(q, k.shape[1], is_causal):
         scores = _scores(q[segments, rows], k[segments, keys], scale, rows, is_causal)
         chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse.unsqueeze(-1)).exp_()
@@ -81,7 +82,7 @@ def chunked_backward(
     dq, dk, dv = (take(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dk.zero_()
     dv.zero_()
-    for segments, rows, keys in _chunks(q, is_causal):
+    for segments, rows, keys in _chunks(q, k.shape[1], is_causal):
         kept_k, kept_v, kept_do = k[segments, keys], v[segments, keys], do[segments, rows]
         scores = _scores(q[segments, rows], kept_k, scale, rows, is_causal)
         weights = scores.sub_(lse[segments, rows].transpose(1, 2).unsqueeze(-1)).exp_()
@@ -103,14 +104,14 @@ def _numbers(rows: slice, keys: slice, device: torch.device) -> tuple[Tensor, Te
     return i[None, None, :, None], torch.arange(keys.stop, device=device)[None, None, None, :]
 
 
-def _chunks(q: Tensor, is_causal: bool) -> Iterator[tuple[slice, slice, slice]]:
+def _chunks(q: Tensor, keys: int, is_causal: bool) -> Iterator[tuple[slice, slice, slice]]:
     S, M, H, _ = q.shape
-    rows = max(1, min(M, _ROWS_AT_ONCE, _SCORES_AT_ONCE // (M * H)))
-    segments = max(1, _SCORES_AT_ONCE // (M * H * rows))
+    rows = max(1, min(M, _ROWS_AT_ONCE, _SCORES_AT_ONCE // (keys * H)))
+    segments = max(1, _SCORES_AT_ONCE // (keys * H * rows))
     for s in range(0, S, segments):
         for i in range(0, M, rows):
             end = min(i + rows, M)
-            yield slice(s, s + segments), slice(i, end), slice(0, end if is_causal else M)
+            yield slice(s, s + segments), slice(i, end), slice(0, end if is_causal else keys)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, is_causal: bool) -> Tensor:

@@ -37,11 +37,11 @@ def forward(
     layout: BlockLayout | None = None,
     resources: Resources = NO_RESOURCES,
 ) -> tuple[Tensor, Tensor]:
-    with resources.workspaces() as take, _tf32(problem.allow_tf32, query.device):
+    with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
         q, k, v = (_working(x, take) for x in (query, key, value))
         kv_heads = k.shape[2]
         groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
-        out = _sums_of(query, q.dtype, take)
+        out = _sums_of(query, q.dtype, take, problem)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype, device=q.device)
         flash = layout is None and seed is None and dense.flash_fits(q, scale)
         partition = partition_for(problem, spans, q.shape, kv_heads, resources.cache)
@@ -67,7 +67,7 @@ def forward(
                         so_far[1].copy_(partial[1])
                     else:
                         merge_(*so_far, *partial)
-        return out.to(query.dtype), by_head(lse)
+        return (out if problem.partial else out.to(query.dtype)), by_head(lse)
 
 
 def backward(
@@ -84,11 +84,11 @@ def backward(
     layout: BlockLayout | None = None,
     resources: Resources = NO_RESOURCES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with resources.workspaces() as take, _tf32(problem.allow_tf32, query.device):
+    with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
         do, q, k, v, merged = (_working(x, take) for x in (grad_out, query, key, value, out))
         kv_heads = k.shape[2]
         groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
-        dq, dk, dv = (_sums_of(x, q.dtype, take) for x in (query, key, value))
+        dq, dk, dv = (_sums_of(x, q.dtype, take, problem) for x in (query, key, value))
         lse = lse.contiguous()  # by row, so that batches of segments are views
         flash = layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale)
         products = None if flash else take(q.shape, dtype=q.dtype, device=q.device)
@@ -116,6 +116,8 @@ def backward(
                             grads = tiles.backward(*rows, scale, problem.is_causal, keep, take_for_part, tiling)
                     for total, grad in zip((view_dq(i, g), view_dk(i), view_dv(i)), grads):
                         total += grad
+        if problem.partial:
+            return dq, dk, dv
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
 
@@ -124,9 +126,9 @@ def by_head(lse: Tensor) -> Tensor:
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _sums_of(x: Tensor, dtype: torch.dtype, take: Take) -> Tensor:
+def _sums_of(x: Tensor, dtype: torch.dtype, take: Take, problem: Problem) -> Tensor:
     """Zeros like `x` to add into: a workspace if they are of another dtype than the result, else the result itself."""
-    if x.dtype == dtype:
+    if x.dtype == dtype or problem.partial:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
     return take(x.shape, dtype=dtype, device=x.device).zero_()
 
@@ -145,7 +147,7 @@ def _keep(
 ) -> dense.Keep | None:
     if seed is None:
         return None
-    origins = part.origins(seed.device)
+    origins = part.origins(seed.device) + problem.first_position
     batch_rows = part.batch_rows(seed.device)
     heads = part.query_heads(kv_heads, group, groups, seed.device) + problem.head_offset
 
@@ -184,7 +186,7 @@ def _tiling(
 
 
 @contextmanager
-def _tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
+def tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
     """PyTorch's own setting, or `allow` for as long as the block runs; the setting is the process's, hence the lock."""
     if allow is None or device.type != "cuda":
         yield

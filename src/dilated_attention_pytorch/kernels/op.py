@@ -205,12 +205,12 @@ def _forward(
     seed: Tensor | None,
     problem: Problem,
     backend: str,
-    resources: Resources,
-    layout: BlockLayout | None,
+    resources: Resources = NO_RESOURCES,
+    layout: BlockLayout | None = None,
 ) -> tuple[Tensor, Tensor]:
     block_size = None if layout is None else layout.block_size
     backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
-    with _no_autocast(query.device.type):
+    with no_autocast(query.device.type):
         if backend == "reference":
             out, lse = reference_forward(query, key, value, problem, spans, seed, layout)
             return out.to(query.dtype), by_head(lse.to(lse_dtype(query.dtype)))
@@ -236,12 +236,12 @@ def _backward(
     seed: Tensor | None,
     problem: Problem,
     backend: str,
-    resources: Resources,
-    layout: BlockLayout | None,
+    resources: Resources = NO_RESOURCES,
+    layout: BlockLayout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     block_size = None if layout is None else layout.block_size
     backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
-    with _no_autocast(query.device.type):
+    with no_autocast(query.device.type):
         if backend == "reference":
             grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed, layout)
             return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
@@ -258,7 +258,11 @@ def _backward(
         )
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+# For calls that another autograd function joins from several: without autograd of their own.
+forward, backward = _forward, _backward
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast has done its work in `functional`; inside, it would turn float32 sums into low-precision ones."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
@@ -272,6 +276,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def _settings(problem: Problem, backend: str, resources: Resources | None) -> tuple[Any, ...]:
     """A problem as the operators take it: in numbers and words."""
     spec, sparse = problem.spec, problem.sparse
+    assert problem.table is None, "a rank's share of a call is not an operator's"
     settings = (
         spec.segment_lengths, spec.dilation_rates, spec.head_layout, problem.is_causal, problem.scale,
         problem.dropout_p, problem.head_offset, problem.total_heads, problem.allow_tf32, backend,

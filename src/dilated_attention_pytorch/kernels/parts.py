@@ -112,7 +112,7 @@ def partition_for(
     lengths = None if cache is None else spans_key(spans)
     if cache is None or lengths is None:
         return Partition(problem, spans, shape, kv_heads)
-    kind = (problem.spec, problem.head_offset, problem.total_heads, shape[:3], kv_heads, lengths)
+    kind = (problem.spec, problem.table, problem.head_offset, problem.total_heads, shape[:3], kv_heads, lengths)
     return cache.remember("parts", kind, lambda: Partition(problem, spans, shape, kv_heads))
 
 

@@ -88,7 +88,7 @@ def _visit_queries(
     dropout_head,
     branch,
     key_word,
-    token,
+    position,
     rate,
     qk_scale,
     keep_scale,
@@ -125,7 +125,7 @@ def _visit_queries(
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         dropped = p
         if DROPOUT:
-            row_word = dropout_row_word(seed, b, dropout_head, branch, token + rows * rate)
+            row_word = dropout_row_word(seed, b, dropout_head, branch, position + rows * rate)
             kept = keeps(row_word[None, :], key_word[:, None], threshold)
             dropped = tl.where(kept, p * keep_scale, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
@@ -152,7 +152,7 @@ def _visit_keys(
     tiles,
     count,
     row_word,
-    token,
+    position,
     rate,
     qk_scale,
     keep_scale,
@@ -182,7 +182,7 @@ def _visit_keys(
             p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if DROPOUT:
-            kept = keeps(row_word[:, None], dropout_key_word(token + keys * rate)[None, :], threshold)
+            kept = keeps(row_word[:, None], dropout_key_word(position + keys * rate)[None, :], threshold)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -226,6 +226,7 @@ def dkdv_kernel(
     tiles,
     slots_a_row,
     head_offset,
+    first_position,
     branch,
     scale,
     keep_scale,
@@ -256,13 +257,14 @@ def dkdv_kernel(
         return
     keys = first_key + tl.arange(0, BLOCK_N)
     token = (start + offset).to(tl.int64)
+    position = first_position + token  # what dropout draws from
     kv64 = kv_head.to(tl.int64)
     kv_heads = H // GROUP
     k = load_rows(K + b * k_b + token * k_n + kv64 * k_h, keys, rate * k_n, D, BLOCK_D, count, True)
     v = load_rows(V + b * v_b + token * v_n + kv64 * v_h, keys, rate * v_n, D, BLOCK_D, count, True)
     key_word = keys.to(tl.uint32)
     if DROPOUT:
-        key_word = dropout_key_word(token + keys * rate)
+        key_word = dropout_key_word(position + keys * rate)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # Query tiles that the mask cuts through, then whole ones, then the ragged end.
@@ -292,17 +294,17 @@ def dkdv_kernel(
             first_row, unmasked, whole, last = query_steps(listed, first_key, BLOCK_M, PIECES, CAUSAL)
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
             threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
             threshold, D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, last,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, token, rate, scale * LOG2_E, keep_scale,
+            query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
             threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
         )  # fmt: skip
     dk *= scale
@@ -350,6 +352,7 @@ def dq_kernel(
     tiles,
     slots_a_row,
     head_offset,
+    first_position,
     branch,
     scale,
     keep_scale,
@@ -380,6 +383,7 @@ def dq_kernel(
         return
     rows = first_row + tl.arange(0, BLOCK_M)
     token = (start + offset).to(tl.int64)
+    position = first_position + token  # what dropout draws from
     head64 = head.to(tl.int64)
     q = load_rows(Q + b * q_b + token * q_n + head64 * q_h, rows, rate * q_n, D, BLOCK_D, count, True)
     do = load_rows(Do + b * do_b + token * do_n + head64 * do_h, rows, rate * do_n, D, BLOCK_D, count, True)
@@ -390,7 +394,7 @@ def dq_kernel(
     delta = tl.load(Delta + at, mask=rows < count, other=0.0)
     row_word = rows.to(tl.uint32)
     if DROPOUT:
-        row_word = dropout_row_word(seed, b, head + head_offset, branch, token + rows * rate)
+        row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key_tiles = kept
     if PIECES:
@@ -406,12 +410,12 @@ def dq_kernel(
         last = count
     dq = _visit_keys(
         dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
-        token, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT,
+        position, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT,
         PRECISION, PIECES,
     )  # fmt: skip
     dq = _visit_keys(
         dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word,
-        token, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT,
+        position, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT,
         PRECISION, PIECES,
     )  # fmt: skip
     dq *= scale

@@ -49,7 +49,7 @@ def forward(
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
     plan = plan_for(problem, spans, seed, query, key, value)
     new = plan.new
-    if take is not None and plan.sum_dtype != dtype:
+    if take is not None and plan.sum_dtype != dtype and not problem.partial:
         new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
     out = new(plan.like_query)
     lse = torch.empty_like(plan.like_lse)
@@ -66,7 +66,7 @@ def forward(
         tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
         lists = () if layout is None else layout.branches[branch.index].key_lists
         launch(query, key, value, out, lse, *tables, *lists)
-    return out if out.dtype == dtype else out.to(dtype), lse.transpose(1, 2)
+    return out if out.dtype == dtype or problem.partial else out.to(dtype), lse.transpose(1, 2)
 
 
 def backward(
@@ -95,7 +95,7 @@ def backward(
     out = out.contiguous()
     plan = plan_for(problem, spans, seed, query, key, value, grad_out, grad_lse)
     new = plan.new
-    if take is not None and plan.sum_dtype != dtype:
+    if take is not None and plan.sum_dtype != dtype and not problem.partial:
         new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
     dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
     delta = torch.empty_like(lse) if take is None else _taken(take, lse)
@@ -121,7 +121,7 @@ def backward(
         branch.launches["dq"](*inputs, dq, *tables, *(() if kept is None else kept.key_lists))
     if sign != 1:
         dq = dq * sign
-    return (dq, dk, dv) if dq.dtype == dtype else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
+    return (dq, dk, dv) if dq.dtype == dtype or problem.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
 def _taken(take: Take, like: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _numbers(
     plan = branch.plan
     return (
         plan.N, plan.H, branch.w, branch.r, heads, first, tiles, branch.slots_a_row, plan.problem.head_offset,
-        branch.index, scale, plan.keep_scale, plan.threshold,
+        plan.problem.first_position, branch.index, scale, plan.keep_scale, plan.threshold,
         0 if layout is None else layout.branches[branch.index].rows_a_batch_row,
     )  # fmt: skip
 

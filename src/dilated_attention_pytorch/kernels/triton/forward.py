@@ -117,6 +117,7 @@ def forward_kernel(
     tiles,
     slots_a_row,
     head_offset,
+    first_position,
     branch,
     qk_scale,
     keep_scale,
@@ -147,6 +148,7 @@ def forward_kernel(
         return
     rows = first_row + tl.arange(0, BLOCK_M)
     token = (start + offset).to(tl.int64)
+    position = first_position + token  # what dropout draws from
     head64 = head.to(tl.int64)
     q_base = Q + b * q_b + token * q_n + head64 * q_h
     k_base = K + b * k_b + token * k_n + (head64 // GROUP) * k_h
@@ -165,7 +167,7 @@ def forward_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_word = rows.to(tl.uint32)
     if DROPOUT:
-        row_word = dropout_row_word(seed, b, head + head_offset, branch, token + rows * rate)
+        row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
 
     # Whole key tiles that need no mask, then the rest.
     key_tiles = kept
@@ -182,11 +184,11 @@ def forward_kernel(
         last = count
     acc, m, total = _visit_keys(
         acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
-        token, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES,
+        position, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES,
     )  # fmt: skip
     acc, m, total = _visit_keys(
         acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word,
-        token, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+        position, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES,
     )  # fmt: skip
     store_rows(out_base, rows, rate * H * D, D, BLOCK_D, count, acc / total[:, None])
     tl.store(lse_pointers, (m + tl.log2(total)) * LN_2, mask=rows < count)

@@ -86,7 +86,8 @@ class Plan:
         self.strides = tuple(stride for x in tensors for stride in x.stride()[:3])
         self.launches: dict[str, Launch] = {}
         table = problem.offsets(self.H, key.shape[2])
-        self.sum_dtype = query.dtype if _most_branches_a_row(problem.spec, table) <= 2 else torch.float32
+        rounds_little = not problem.partial and _most_branches_a_row(problem.spec, table) <= 2
+        self.sum_dtype = query.dtype if rounds_little else torch.float32
         # The branch that covers every row goes first, so that nothing needs to be cleared before it.
         order = sorted(range(len(table)), key=lambda i: problem.spec.branches[i].dilation_rate != 1)
         rows = [(i, table[i]) for i in order if any(offset is not None for offset in table[i])]

@@ -11,8 +11,8 @@ import triton.language as tl
 
 # Numbers that vary from call to call: specialising on them (on being 1, or divisible by 16) would compile anew.
 UNSPECIALIZED = (
-    "N", "H", "W", "rate", "heads", "first_head", "tiles", "slots_a_row", "head_offset", "branch", "threshold",
-    "rows_a_batch_row",
+    "N", "H", "W", "rate", "heads", "first_head", "tiles", "slots_a_row", "head_offset",
+    "first_position", "branch", "threshold", "rows_a_batch_row",
 )  # fmt: skip
 
 LOG2_E = tl.constexpr(1.4426950408889634)

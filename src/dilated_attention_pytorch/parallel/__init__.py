@@ -1,0 +1,45 @@
+"""Dilated attention across ranks: shards, costs, schemes, and the modules that use them."""
+
+from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
+from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
+from dilated_attention_pytorch.parallel.costs import Scheme, Traffic, Wire, branch_traffic, choose_scheme
+from dilated_attention_pytorch.parallel.modules import (
+    AcrossRanks,
+    DistributedImprovedDilatedAttention,
+    RingDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    RingMultiheadDilatedAttention,
+)
+from dilated_attention_pytorch.parallel.sharding import (
+    Shards,
+    even_lengths,
+    shared_segments,
+    zigzag_lengths,
+    zigzag_order,
+    zigzag_places,
+)
+
+__all__ = [
+    "AcrossRanks",
+    "DistributedImprovedDilatedAttention",
+    "Place",
+    "Ranks",
+    "RingDilatedAttention",
+    "RingDilatedAttentionV2",
+    "RingDilatedAttentionV3",
+    "RingMultiheadDilatedAttention",
+    "Scheme",
+    "Shards",
+    "Traffic",
+    "Wire",
+    "branch_traffic",
+    "choose_scheme",
+    "even_lengths",
+    "ranks_of",
+    "sharded_dilated_attention",
+    "shared_segments",
+    "zigzag_lengths",
+    "zigzag_order",
+    "zigzag_places",
+]

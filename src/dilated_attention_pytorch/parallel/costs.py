@@ -1,0 +1,186 @@
+"""What a shared segment costs on the wire and in memory under each scheme, exactly, and the rule that chooses one.
+
+With `u` the bytes of one rank's grid rows of K, and R ranks, a rank receives forward `2(R - 1)u` by gather and by ring,
+and `4u(R - 1)/R` and the rows' lse by all-to-all. Under causality earlier ranks need nothing of later ones, and gather
+and ring leave that out. Gradients and lse travel in the dtype they are summed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from dilated_attention_pytorch.core.spec import Branch
+from dilated_attention_pytorch.parallel.sharding import Shards, SharedSegment
+
+Scheme = Literal["auto", "gather", "ring", "all_to_all"]
+SCHEMES: tuple[str, ...] = get_args(Scheme)
+# What gathered rows of one branch may take on a rank before they hop round a ring instead.
+MEMORY_BUDGET = 2 << 30
+
+
+class Traffic(NamedTuple):
+    """Bytes."""
+
+    sent: int
+    received: int
+
+    def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
+        return Traffic(self.sent + other[0], self.received + other[1])
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one branch of a call puts on the wire: offsets of its key/value heads, and the sizes of what travels."""
+
+    branch: Branch
+    offsets: tuple[int | None, ...]
+    groups: int  # query heads a key/value head
+    head_dim: int
+    itemsize: int
+    sum_itemsize: int
+    is_causal: bool
+    shards: Shards
+
+    def rows(self, segment: SharedSegment, rank: int, heads: range | None = None) -> int:
+        """The (batch row, grid row, key/value head) triples that a rank holds, of all heads or of some."""
+        mine = self.offsets if heads is None else self.offsets[heads.start : heads.stop]
+        rate = self.branch.dilation_rate
+        counts = {o: len(segment.grid(self.shards, rank, rate, o)) for o in {*mine} if o is not None}
+        return len(segment.rows) * sum(counts[o] for o in mine if o is not None)
+
+    def bytes_of(self, segment: SharedSegment, rank: int) -> int:
+        """`u`: a rank's grid rows of K."""
+        return self.rows(segment, rank) * self.head_dim * self.itemsize
+
+    def head_share(self, segment: SharedSegment, rank: int) -> range:
+        """The key/value heads that a rank computes under all-to-all."""
+        share = len(self.offsets) // len(segment.ranks)
+        index = segment.ranks.index(rank)
+        return range(index * share, (index + 1) * share)
+
+
+def sources(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
+    """The other ranks whose rows a rank's queries see."""
+    return [j for j in segment.ranks if j != rank and (j < rank or not is_causal)]
+
+
+def viewers(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
+    """The other ranks whose queries see a rank's rows."""
+    return [j for j in segment.ranks if j != rank and (j > rank or not is_causal)]
+
+
+def neighbours(segment: SharedSegment, rank: int, is_causal: bool) -> tuple[int | None, int | None]:
+    """The ranks before and after one on the ring; under causality nothing goes from the last one to the first."""
+    at, ranks = segment.ranks.index(rank), segment.ranks
+    before = ranks[at - 1] if at or not is_causal else None
+    after = ranks[(at + 1) % len(ranks)] if at + 1 < len(ranks) or not is_causal else None
+    return before, after
+
+
+def segment_traffic(scheme: str, wire: Wire, segment: SharedSegment, rank: int, *, backward: bool) -> Traffic:
+    """The bytes that a rank sends and receives for one shared segment, forward or backward."""
+    return {"gather": _gather, "ring": _ring, "all_to_all": _all_to_all}[scheme](wire, segment, rank, backward)
+
+
+def _gather(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> Traffic:
+    seen_by = len(viewers(segment, rank, wire.is_causal))
+    mine = 2 * wire.bytes_of(segment, rank) * seen_by
+    theirs = sum(2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal))
+    if not backward:
+        return Traffic(mine, theirs)
+    # The rows come again, and their gradients go back.
+    return Traffic(mine + _summed(wire, theirs), theirs + _summed(wire, mine))
+
+
+def _ring(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> Traffic:
+    before, after = neighbours(segment, rank, wire.is_causal)
+    arrive = [2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal)]
+    leave = [] if after is None else [2 * wire.bytes_of(segment, j) for j in sources(segment, after, wire.is_causal)]
+    if not backward:
+        return Traffic(sum(leave), sum(arrive))
+    # Gradients of a block travel with it from its first visitor on, and from its last visitor home.
+    carried = [2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal) if j != before]
+    if viewers(segment, rank, wire.is_causal):
+        carried.append(2 * wire.bytes_of(segment, rank))
+    return Traffic(sum(leave) + _summed(wire, sum(arrive)), sum(arrive) + _summed(wire, sum(carried)))
+
+
+def _all_to_all(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> Traffic:
+    others = [j for j in segment.ranks if j != rank]
+    # (row, KV head) pairs: mine that others compute, and theirs that I compute
+    out = sum(wire.rows(segment, rank, wire.head_share(segment, j)) for j in others)
+    back = sum(wire.rows(segment, j, wire.head_share(segment, rank)) for j in others)
+    heads, item, total = wire.groups, wire.itemsize * wire.head_dim, wire.sum_itemsize * wire.head_dim
+    if backward:  # q, k, v, do, lse and delta there; dq, dk, dv back
+        there, again = 2 * (heads + 1) * item + 2 * heads * wire.sum_itemsize, (heads + 2) * total
+    else:  # q, k, v there; out and lse back
+        there, again = (heads + 2) * item, heads * (item + wire.sum_itemsize)
+    return Traffic(out * there + back * again, back * there + out * again)
+
+
+def _summed(wire: Wire, size: int) -> int:
+    return size // wire.itemsize * wire.sum_itemsize
+
+
+def branch_traffic(
+    scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int, *, backward: bool = False
+) -> Traffic:
+    """The bytes that a rank sends and receives for one branch."""
+    mine = [segment_traffic(scheme, wire, s, rank, backward=backward) for s in segments if rank in s.ranks]
+    return sum(mine, start=Traffic(0, 0))
+
+
+def gathered_bytes(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> int:
+    """The memory that other ranks' K and V take on a rank under gather."""
+    return branch_traffic("gather", wire, segments, rank).received
+
+
+def message_bytes(scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int) -> int:
+    """The memory that message buffers of one branch take at once on a rank, forward."""
+    held = 0
+    for segment in (segment for segment in segments if rank in segment.ranks):
+        blocks = [2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal)]
+        if scheme == "all_to_all":  # q, k, v of all heads to send, and of all ranks to receive, some of it its own
+            there = (wire.groups + 2) * wire.head_dim * wire.itemsize
+            away = wire.rows(segment, rank)
+            here = sum(wire.rows(segment, j, wire.head_share(segment, rank)) for j in segment.ranks)
+            held += (away + here - wire.rows(segment, rank, wire.head_share(segment, rank))) * there
+            continue
+        if viewers(segment, rank, wire.is_causal):
+            held += 2 * wire.bytes_of(segment, rank)
+        # A ring holds the block that has come and the one that is coming.
+        held += sum(blocks) if scheme == "gather" else sum(sorted(blocks)[-2:])
+    return held
+
+
+def why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | None:
+    for segment in segments:
+        if len(wire.offsets) % len(segment.ranks):
+            return (
+                f"segment [{segment.start}, {segment.stop}) of branch {wire.branch} lies on {len(segment.ranks)} "
+                f"ranks, which do not divide the {len(wire.offsets)} key/value heads"
+            )
+    return None
+
+
+def choose_scheme(scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int = MEMORY_BUDGET) -> str:
+    """The scheme that runs a branch with shared segments; the same on every rank, since it weighs all of them.
+
+    all_to_all where the ranks divide the heads and the busiest rank then receives less than by gather; else gather
+    where the gathered rows fit the budget on every rank; else ring. A scheme given by name is taken, or refused with a
+    reason.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    reason = why_not_all_to_all(wire, segments)
+    if scheme == "all_to_all" and reason is not None:
+        raise ValueError(f"scheme 'all_to_all' cannot take this call: {reason}; gather or ring can")
+    if scheme != "auto":
+        return scheme
+    ranks = {rank for segment in segments for rank in segment.ranks}
+    gathered = max(gathered_bytes(wire, segments, rank) for rank in ranks)
+    if reason is None and max(branch_traffic("all_to_all", wire, segments, r).received for r in ranks) < gathered:
+        return "all_to_all"
+    return "gather" if gathered <= budget else "ring"

@@ -1,0 +1,300 @@
+"""The published names of attention across ranks: thin names over the `attend` seam.
+
+Under a process group (the default one, or `group=` / `mesh=`) a module takes its rank's contiguous shard of the
+sequence and returns its rank's rows; on one rank it is its plain class. `cu_seqlens`, `seqlens` and `spans` speak of
+the whole sequence, `key_padding_mask` of the rank's own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention_pytorch.core.pattern import training_bytes
+from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.functional import refuse_dense_mask
+from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
+from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks
+from dilated_attention_pytorch.parallel.costs import (
+    MEMORY_BUDGET,
+    SCHEMES,
+    Scheme,
+    Wire,
+    branch_traffic,
+    choose_scheme,
+    message_bytes,
+)
+from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths, shared_segments
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class AcrossRanks(DilatedAttention):
+    """Dilated attention of which `sequence` says which ranks share the tokens, and `heads` which share the heads.
+
+    Args:
+        sequence, heads: places; None for one that is not shared.
+        scheme: `gather`, `ring`, `all_to_all`, or `auto` to choose for each branch by its costs.
+        memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
+        settings: passed on to the plain class.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        sequence: Place | None,
+        heads: Place | None = None,
+        scheme: Scheme = "auto",
+        memory_budget: int = MEMORY_BUDGET,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        if scheme not in SCHEMES:
+            raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+        self.sequence, self.heads = sequence, heads
+        self.scheme, self.memory_budget = scheme, memory_budget
+        for place in (sequence, heads):
+            if place is not None:
+                place.ranks()  # what is wrong with it is said when the module is made
+
+    def sequence_ranks(self) -> Ranks | None:
+        """The ranks that share the tokens, or None where one has them all; its `traffic` counts bytes."""
+        return _several(self.sequence)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        spans: Tensor | None = None,
+    ) -> Tensor:
+        """The rank's rows `(B, L, H, D)` from its shard of query, key and value."""
+        lengths = {
+            "key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans,
+        }  # fmt: skip
+        if _several(self.sequence) is None and _several(self.heads) is None:
+            return super().forward(query, key, value, is_causal, attn_mask=attn_mask, **lengths)
+        refuse_dense_mask(attn_mask)
+        with torch.profiler.record_function(repr(self)) if self.enable_profiling else nullcontext():
+            return self.attend(query, key, value, is_causal=is_causal, **lengths)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        spans: Tensor | None,
+        **lengths: Any,
+    ) -> Tensor:
+        sequence, heads = _several(self.sequence), _several(self.heads)
+        if sequence is None and heads is None:
+            return super().attend(query, key, value, is_causal=is_causal, spans=spans)
+        share: dict[str, Any] = {"ranks": ALONE if sequence is None else sequence}
+        if heads is not None:
+            H = query.shape[2]
+            heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, None, (0,) * heads.size)
+            share |= {"head_offset": heads.rank * H, "total_heads": heads.size * H}
+        out = sharded_dilated_attention(
+            query,
+            key,
+            value,
+            self.spec.segment_lengths,
+            self.spec.dilation_rates,
+            scheme=self.scheme,
+            memory_budget=self.memory_budget,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            head_layout=self.spec.head_layout,
+            spans=spans,
+            allow_tf32=self.allow_tf32,
+            backend=self.backend,
+            **share,
+            **lengths,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+class RingDilatedAttention(AcrossRanks):
+    """`DilatedAttention` on a sequence that is sharded over a process group; rows of shared segments go round a ring.
+
+    Args:
+        segment_lengths, dilation_rates: one entry a branch.
+        ring_size: a check: the number of ranks, 1 without a process group.
+        dropout: of the attention weights, while training.
+        use_checkpointing: keep nothing but q, k and v for the backward pass, which then computes forward again.
+        block_size: refused; the kernels choose their tiles.
+        group, mesh, axis: the ranks: a process group, or the axis of that name of a mesh; else the default group.
+        settings: `scheme` and `memory_budget` of `AcrossRanks`, and those of `DilatedAttention`.
+
+    >>> attention = RingDilatedAttention(segment_lengths=[16, 64], dilation_rates=[1, 4], ring_size=1)
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([1, 100, 4, 8])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        ring_size: int | None = None,
+        dropout: float = 0.0,
+        use_checkpointing: bool = False,
+        block_size: int | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        axis: str = "sequence",
+        scheme: Scheme = "ring",
+        **settings: Any,
+    ) -> None:
+        if block_size is not None:
+            raise ValueError(f"kernels choose their own tiles, got block_size={block_size}: leave block_size out")
+        place = Place(group, mesh, axis, ring_size)
+        super().__init__(
+            segment_lengths, dilation_rates, attention_dropout=dropout, sequence=place, scheme=scheme, **settings
+        )
+        self.use_checkpointing = use_checkpointing
+
+    @property
+    def ring_size(self) -> int:
+        assert self.sequence is not None
+        return self.sequence.ranks().size
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.use_checkpointing and torch.is_grad_enabled():
+            return checkpoint(super().attend, *args, use_reentrant=False, **kwargs)
+        return super().attend(*args, **kwargs)
+
+
+class RingDilatedAttentionV2(RingDilatedAttention):
+    """`RingDilatedAttention` that tells what it takes, and drops what it keeps between calls."""
+
+    def cleanup_buffers(self) -> None:
+        """Forget plans and tables of earlier calls; message buffers do not outlive a call."""
+        ranks = self.sequence_ranks()
+        if ranks is not None:
+            ranks.forget()
+
+    def get_memory_estimate(
+        self,
+        seq_len: int,
+        batch_size: int = 1,
+        num_heads: int = 8,
+        head_dim: int = 64,
+        *,
+        num_kv_heads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        is_causal: bool = False,
+    ) -> dict[str, int]:
+        """Bytes of one forward and backward of `seq_len` tokens on the rank that has most of them, by part.
+
+        `tensors` are q, k, v, out, their gradients, and two numbers a row; `messages` the buffers of what is on its way
+        in the forward pass, of all branches; `received` what arrives in them. Of each, the busiest rank's.
+        """
+        assert self.sequence is not None
+        size = self.sequence.ranks().size
+        shards = Shards(even_lengths(seq_len, size))
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        itemsize = dtype.itemsize
+        tokens = batch_size * max(shards.lengths)
+        tensors = training_bytes(tokens, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
+        received, held = [0] * size, [0] * size
+        table = Problem(spec=self.spec).offsets(num_heads, kv_heads)
+        for branch, offsets in zip(self.spec.branches, table):
+            segments = shared_segments(branch, shards, [(range(batch_size), 0, seq_len)])
+            if segments and any(offset is not None for offset in offsets):
+                groups = num_heads // kv_heads
+                wire = Wire(branch, offsets, groups, head_dim, itemsize, max(4, itemsize), is_causal, shards)
+                chosen = choose_scheme(self.scheme, wire, segments, self.memory_budget)
+                for rank in range(size):
+                    received[rank] += branch_traffic(chosen, wire, segments, rank).received
+                    held[rank] += message_bytes(chosen, wire, segments, rank)
+        return {
+            "ring_size": size,
+            "tokens_per_rank": max(shards.lengths),
+            "tensors": tensors,
+            "messages": max(held),
+            "received": max(received),
+            "total": tensors + max(held),
+        }
+
+
+class RingDilatedAttentionV3(RingDilatedAttentionV2):
+    """`RingDilatedAttentionV2` with `cache_on_gpu`, which this release, having no pattern cache, must refuse."""
+
+    def __init__(self, *args: Any, cache_on_gpu: bool = False, **settings: Any) -> None:
+        if cache_on_gpu:
+            raise ValueError("a branch is a row stride and needs no cached indices: leave cache_on_gpu False")
+        super().__init__(*args, **settings)
+        self.cache_on_gpu = cache_on_gpu
+
+
+class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
+    """`MultiheadDilatedAttention` around `RingDilatedAttention`: each rank projects its own tokens.
+
+    Takes `ring_size`, `group`, `mesh` and the other settings of `RingDilatedAttention`.
+    """
+
+    def _make_attention(
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
+    ) -> DilatedAttention:
+        return RingDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
+
+
+class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention):
+    """`ImprovedDilatedAttention` with tokens, heads or both spread over ranks; shared rows are gathered.
+
+    Args:
+        segment_lengths, dilation_rates: one entry a branch.
+        sequence_parallel: the rank has a contiguous shard of the tokens: over `group`, or the mesh's axis `sequence`.
+        model_parallel: the rank has its share of the heads, in order: over `group`, or the mesh's axis `tensor`. Ranks
+            that share heads must draw dropout alike, as tensor parallelism does.
+        group, mesh: a group can be cut one way only; a mesh of both axes serves both.
+        settings: `scheme` and `memory_budget` of `AcrossRanks`, and those of `ImprovedDilatedAttention`.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        sequence_parallel: bool = False,
+        model_parallel: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        scheme: Scheme = "gather",
+        **settings: Any,
+    ) -> None:
+        sequence = Place(group, mesh, "sequence") if sequence_parallel else None
+        heads = Place(group, mesh, "tensor") if model_parallel else None
+        if sequence is not None and heads is not None and mesh is None and sequence.ranks().size > 1:
+            raise ValueError(
+                f"sequence_parallel and model_parallel cannot both cut one group of {sequence.ranks().size} ranks: "
+                "pass mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
+            )
+        super().__init__(segment_lengths, dilation_rates, sequence=sequence, heads=heads, scheme=scheme, **settings)
+        self.sequence_parallel, self.model_parallel = sequence_parallel, model_parallel
+
+
+def _several(place: Place | None) -> Ranks | None:
+    ranks = None if place is None else place.ranks()
+    return None if ranks is None or ranks.size == 1 else ranks

@@ -1,0 +1,48 @@
+"""Run by torchrun on each rank: all checks that its number of ranks allows, one launch for all.
+
+Arguments: the seed of the random problems, and how many there are.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .check_bad_input import check_bad_input
+from .check_invariance import check_invariance
+from .check_names import check_names
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # A rank that waits for one that has failed ends soon after it.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    seed, count = int(sys.argv[1]), int(sys.argv[2])
+    size = dist.get_world_size()
+    passed(f"invariance on {size}", lambda: check_invariance(seed, count))
+    if size == 2:
+        alone = [dist.new_group([rank]) for rank in range(2)]
+        passed("invariance on 1", lambda: check_invariance(seed, 0, alone[dist.get_rank()]))
+        passed("bad input", check_bad_input)
+    if size != 3:
+        passed(f"names on {size}", check_names)
+    dist.destroy_process_group()
+
+
+def passed(name: str, check) -> None:
+    try:
+        check()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        sys.exit(1)
+    if dist.get_rank() == 0:
+        print(f"passed: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

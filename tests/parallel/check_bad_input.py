@@ -1,0 +1,79 @@
+"""On two ranks: what is wrong is an error on both of them at once, and the next call works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dilated_attention_pytorch import RingDilatedAttention, RingMultiheadDilatedAttention
+from dilated_attention_pytorch.parallel import sharded_dilated_attention
+
+SPEC = ([8, 16], [1, 2])
+
+
+def shard(tokens: int = 8, heads: int = 4, head_dim: int = 4, dtype: torch.dtype = torch.float32, batch: int = 1):
+    return [torch.randn(batch, tokens, heads, head_dim, dtype=dtype) for _ in range(3)]
+
+
+def calls(rank: int) -> dict[str, tuple[object, str]]:
+    """What each rank calls, and what both must hear."""
+    first = rank == 0
+
+    def attend(tensors, spec=SPEC, **settings):
+        return lambda: sharded_dilated_attention(*tensors, *spec, **settings)
+
+    hole = torch.zeros(1, 8, dtype=torch.bool)
+    hole[0, 7 if first else 0] = True
+    flat = [x[0] for x in shard()]
+    stated = {"shard_lengths": (8, 8)}
+    return {
+        "specs": (attend(shard(), SPEC if first else ([8, 32], [1, 2])), "rank 1 has segment_lengths=\\[8, 32\\]"),
+        "stated specs": (
+            attend(shard(), SPEC if first else ([8, 64], [1, 2]), **stated),
+            "rank 0 has segment_lengths=\\[8, 16\\]",
+        ),
+        "dtypes": (attend(shard(dtype=torch.float32 if first else torch.float64)), "rank 0 has dtype=torch.float32"),
+        "heads": (attend(shard(heads=4 if first else 2)), "must make the same call.*heads"),
+        "head dims": (attend(shard(head_dim=4 if first else 8)), "must make the same call.*head_dim"),
+        "batches": (attend(shard(batch=1 if first else 2)), "must make the same call.*batch"),
+        "causality": (attend(shard(), is_causal=first), "rank 0 has is_causal=True, rank 1 has is_causal=False"),
+        "schemes": (attend(shard(), scheme="ring" if first else "gather"), "rank 0 has scheme=ring"),
+        "gradients": (attend([x.requires_grad_(first) for x in shard()]), "requires_grad=True"),
+        "lengths": (attend(shard(), seqlens=torch.tensor([9 if first else 10])), "rank 0 has seqlens=\\[9\\]"),
+        "lengths on one rank": (attend(shard(), **({"seqlens": torch.tensor([9])} if first else {})), "same call"),
+        "too long": (attend(shard(), seqlens=torch.tensor([17])), "outside \\[0, 16\\]"),
+        "a hole between shards": (attend(shard(), key_padding_mask=hole), "row 0 has a hole at 7 of the whole"),
+        "one bad shape": (attend(shard() if first else flat), "must be \\(batch, tokens, heads, head_dim\\)"),
+        "one bad setting": (attend(shard(), dropout_p=0.0 if first else 1.5), "below 1, got 1.5"),
+        "shard lengths": (attend(shard(), shard_lengths=(8, 9)), "shard_lengths must state the tokens"),
+        "no tokens": (attend(shard(tokens=0)), "no rank has any tokens"),
+        "heads that do not divide": (attend(shard(heads=3), ([32], [1]), scheme="all_to_all"), "2 ranks, which do not"),
+        "scheme": (attend(shard(), scheme="gahter"), "scheme must be one of"),
+        "reference": (attend(shard(), backend="reference"), "computes whole sequences on one device"),
+        "ring size": (lambda: RingDilatedAttention(*SPEC, ring_size=8), "got ring_size=8 and 2 ranks"),
+        "multihead ring size": (lambda: RingMultiheadDilatedAttention(16, 4, *SPEC, ring_size=3), "ring_size=3 and 2"),
+        "mesh": (
+            lambda: RingDilatedAttention(*SPEC, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("data",))),
+            "must have an axis named 'sequence'",
+        ),
+        "group and mesh": (
+            lambda: RingDilatedAttention(*SPEC, group=dist.group.WORLD, mesh=init_device_mesh("cpu", (2,))),
+            "pass one of them",
+        ),
+        "block size": (lambda: RingDilatedAttention(*SPEC, block_size=64), "leave block_size out"),
+    }
+
+
+def check_bad_input() -> None:
+    rank = dist.get_rank()
+    for name, (call, message) in calls(rank).items():
+        try:
+            with pytest.raises((TypeError, ValueError), match=message):
+                call()
+        except BaseException:
+            print(f"rank {rank}: {name}", flush=True)
+            raise
+        # The ranks are still in step.
+        assert sharded_dilated_attention(*shard(), *SPEC).shape == (1, 8, 4, 4)

@@ -1,0 +1,156 @@
+"""The published classes on a shard give their rows of what the plain classes give on the whole."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    DistributedImprovedDilatedAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    RingMultiheadDilatedAttention,
+)
+from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of
+
+SPEC = {"segment_lengths": [8, 16, 64], "dilation_rates": [1, 2, 4]}
+N, H, D = 50, 4, 8
+
+
+def whole(heads: int = H, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, 2, N, heads, D, dtype=torch.float64, generator=generator).unbind(0)
+    return q, k, v
+
+
+def part(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
+    first, last = Shards(even_lengths(x.shape[dim], size)).bounds(rank)
+    return x.narrow(dim, first, last - first).detach().clone()
+
+
+def check_rows(module: DilatedAttention, plain: DilatedAttention, rank: int, size: int, **lengths) -> None:
+    """Rows and gradients, causal, in training."""
+    full = [x.requires_grad_() for x in whole()]
+    shard = [part(x, rank, size).requires_grad_() for x in full]
+    torch.manual_seed(5)
+    expected = plain(*full, is_causal=True, **lengths)
+    torch.manual_seed(5)
+    found = module(*shard, is_causal=True, **lengths)
+    torch.testing.assert_close(found, part(expected, rank, size))
+    above = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    wanted = torch.autograd.grad((expected * above).sum(), full)
+    grads = torch.autograd.grad((found * part(above, rank, size)).sum(), shard)
+    for grad, want in zip(grads, wanted):
+        torch.testing.assert_close(grad, part(want, rank, size))
+
+
+def check_attention(rank: int, size: int) -> None:
+    plain = DilatedAttention(**SPEC)
+    assert RingDilatedAttention(**SPEC, ring_size=size).ring_size == size
+    check_rows(RingDilatedAttention(**SPEC, ring_size=size), plain, rank, size)
+    check_rows(RingDilatedAttention(**SPEC, use_checkpointing=True), plain, rank, size)
+    check_rows(RingDilatedAttentionV2(**SPEC, scheme="auto", enable_profiling=True), plain, rank, size)
+    check_rows(copy.deepcopy(RingDilatedAttentionV3(**SPEC)), plain, rank, size)
+    check_rows(pickle.loads(pickle.dumps(RingDilatedAttention(**SPEC, ring_size=size))), plain, rank, size)
+    check_rows(DistributedImprovedDilatedAttention(**SPEC, sequence_parallel=True), plain, rank, size)
+    dropping = {"attention_dropout": 0.3, "softmax_scale": 0.2, "head_layout": "blocked"}
+    dropped = {"dropout": 0.3, "softmax_scale": 0.2, "head_layout": "blocked", "use_checkpointing": True}
+    check_rows(RingDilatedAttention(**SPEC, **dropped), DilatedAttention(**SPEC, **dropping), rank, size)
+    check_rows(RingDilatedAttentionV2(**SPEC), plain, rank, size, seqlens=torch.tensor([33, 50]))
+
+
+def check_memory(rank: int, size: int) -> None:
+    module = RingDilatedAttentionV2(**SPEC, scheme="gather")
+    ranks = module.sequence_ranks()
+    assert ranks is not None
+    ranks.traffic.clear()
+    module(*(part(x, rank, size) for x in whole()))
+    received = torch.tensor(sum(traffic.received for traffic in ranks.traffic.values()))
+    dist.all_reduce(received, dist.ReduceOp.MAX)
+    estimate = module.get_memory_estimate(N, batch_size=2, num_heads=H, head_dim=D, dtype=torch.float64)
+    assert estimate["received"] == received.item() > 0
+    assert estimate["ring_size"] == size
+    module.cleanup_buffers()
+    module(*(part(x, rank, size) for x in whole()))
+
+
+def check_aligned_branches_send_nothing(rank: int, size: int) -> None:
+    module = RingDilatedAttention([4, 8, 16 * size], [1, 2, 4])
+    ranks = ranks_of()
+    ranks.traffic.clear()
+    x = torch.randn(1, 16, 4, 8)
+    module(x, x, x)
+    assert {branch for (_, branch), traffic in ranks.traffic.items() if sum(traffic)} == {2}
+    ranks.traffic.clear()
+    RingDilatedAttention([4, 8], [1, 2])(x, x, x)
+    assert not ranks.traffic
+
+
+def check_multihead(rank: int, size: int) -> None:
+    torch.manual_seed(3)
+    plain = MultiheadDilatedAttention(32, 4, **SPEC, num_kv_heads=2, dtype=torch.float64)
+    ring = RingMultiheadDilatedAttention(32, 4, **SPEC, num_kv_heads=2, ring_size=size, dtype=torch.float64)
+    ring.load_state_dict(plain.state_dict())
+    x = torch.randn(2, N, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(N) >= torch.tensor([[N - 3], [20]])
+    shard, own = part(x, rank, size), part(mask, rank, size)
+    expected, _ = plain(x, x, x, key_padding_mask=mask)
+    found, weights = ring(shard, shard, shard, key_padding_mask=own)
+    assert weights is None
+    torch.testing.assert_close(found, part(expected, rank, size))
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for ours, theirs in zip(ring.parameters(), plain.parameters()):
+        dist.all_reduce(ours.grad)
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def check_groups(rank: int, size: int) -> None:
+    """Pairs of ranks, each pair with a sequence of its own, as groups and as an axis of a mesh."""
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, size, 2)]
+    group = pairs[rank // 2]
+    plain = DilatedAttention(**SPEC)
+    module = RingDilatedAttention(**SPEC, group=group, ring_size=2)
+    check_rows(module, plain, rank % 2, 2)
+    check_rows(copy.deepcopy(module), plain, rank % 2, 2)
+    with pytest.raises(TypeError, match="a process group lives in its own processes"):
+        pickle.dumps(module)
+    with pytest.raises(ValueError, match="this process belongs to"):
+        RingDilatedAttention(**SPEC, group=pairs[1 - rank // 2])
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "sequence"))
+    check_rows(RingDilatedAttention(**SPEC, mesh=mesh), plain, rank % 2, 2)
+    with pytest.raises(ValueError, match=r"an axis named 'tensor', got .*data.*sequence"):
+        DistributedImprovedDilatedAttention(**SPEC, model_parallel=True, mesh=mesh)
+
+
+def check_heads(rank: int, size: int) -> None:
+    """Tokens over one axis of a mesh and heads over the other."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("sequence", "tensor"))
+    plain = DilatedAttention(**SPEC, head_layout="blocked")
+    settings = {"model_parallel": True, "mesh": mesh, "head_layout": "blocked"}
+    full = whole(heads=8)
+    heads = [part(x, rank % 2, 2, dim=2) for x in full]
+    expected = part(plain(*full), rank % 2, 2, dim=2)
+    found = DistributedImprovedDilatedAttention(**SPEC, **settings)(*heads)
+    torch.testing.assert_close(found, expected)
+    both = DistributedImprovedDilatedAttention(**SPEC, **settings, sequence_parallel=True)
+    found = both(*(part(x, rank // 2, size // 2) for x in heads))
+    torch.testing.assert_close(found, part(expected, rank // 2, size // 2))
+    with pytest.raises(ValueError, match="cannot both cut one group"):
+        DistributedImprovedDilatedAttention(**SPEC, sequence_parallel=True, model_parallel=True)
+
+
+def check_names() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    checks = [check_attention, check_memory, check_aligned_branches_send_nothing, check_multihead]
+    for check in [*checks, *([check_groups, check_heads] if size == 4 else [])]:
+        check(rank, size)

@@ -1,0 +1,35 @@
+"""What must hold on several ranks. One launch checks it all, because starting processes takes longer than computing."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from .launching import torchrun
+
+
+@functools.cache
+def launched(ranks: int) -> str:
+    # Fresh problems every time; a failure prints its seed.
+    return torchrun("check_all", ranks, str(random.randrange(2**32)), "12")
+
+
+def check_passed(name: str, ranks: int) -> None:
+    printed = launched(ranks)
+    assert f"passed: {name}\n" in printed, printed[-8000:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_gradients_and_bytes_are_right_on_any_number_of_ranks(ranks) -> None:
+    check_passed(f"invariance on {ranks}", max(ranks, 2))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_published_classes_give_their_rows_on_every_rank(ranks) -> None:
+    check_passed(f"names on {ranks}", ranks)
+
+
+def test_bad_input_is_an_error_on_every_rank() -> None:
+    check_passed("bad input", 2)
