@@ -36,7 +36,8 @@ class Resources(NamedTuple):
         return run() if self.pool is None else self.pool.retrying(run)
 
 
-_from_allocator: AbstractContextManager[Take] = nullcontext(torch.empty)  # type: ignore[arg-type]
+FROM_ALLOCATOR: Take = torch.empty  # type: ignore[assignment]
+_from_allocator: AbstractContextManager[Take] = nullcontext(FROM_ALLOCATOR)
 
 NO_RESOURCES = Resources()
 

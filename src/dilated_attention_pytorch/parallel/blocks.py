@@ -17,6 +17,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset
+from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels import dense
 from dilated_attention_pytorch.parallel.comm import Ranks
@@ -181,7 +182,7 @@ def block_forward(
     q, k, v = (_working(x) for x in (q, k, v))
     if keep is None and dense.flash_fits(q, scale):
         return dense.flash_forward(q, k, v, scale, is_causal)
-    return dense.chunked_forward(q, k, v, scale, is_causal, keep, torch.empty)
+    return dense.chunked_forward(q, k, v, scale, is_causal, keep, FROM_ALLOCATOR)
 
 
 def block_backward(
@@ -200,7 +201,7 @@ def block_backward(
     do, q, k, v = (_working(x) for x in (do, q, k, v))
     if keep is None and out is not None and dense.flash_fits(q, scale):
         return dense.flash_backward(do, q, k, v, _working(out), lse, scale, is_causal)
-    return dense.chunked_backward(do, q, k, v, delta, lse, scale, is_causal, keep, torch.empty)
+    return dense.chunked_backward(do, q, k, v, delta, lse, scale, is_causal, keep, FROM_ALLOCATOR)
 
 
 def _working(x: Tensor) -> Tensor:
