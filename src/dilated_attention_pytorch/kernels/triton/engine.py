@@ -9,6 +9,8 @@ that they can be captured into a CUDA graph.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +47,7 @@ def forward(
             continue
         launch = branch.launches.get("forward")
         if launch is None:
-            launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E)
+            launch = branch.launches["forward"] = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E)
         # Without dropout the seed is not read.
         launch(query, key, value, out, lse, _table(branch, spans), branch.offsets, query if seed is None else seed)
     return out if out.dtype == dtype else out.to(dtype), lse.transpose(1, 2)
@@ -90,7 +92,8 @@ def backward(
             branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace)
             continue
         if "dkdv" not in branch.launches:
-            branch.launches |= {"dkdv": _dkdv_launch(branch, scale), "dq": _dq_launch(branch, scale)}
+            branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale)
+            branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale)
         inputs = (query, key, value, grad_out, lse, delta)
         rest = (_table(branch, spans), branch.offsets, query if seed is None else seed)
         branch.launches["dkdv"](*inputs, dk, dv, *rest)
@@ -100,14 +103,20 @@ def backward(
     return (dq, dk, dv) if dq.dtype == dtype else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
-def _forward_launch(branch: PlannedBranch, qk_scale: float) -> Launch:
+def _branch_launch(kernel: Any, name: str, branch: PlannedBranch, scale: float) -> Launch:
+    """One of the plain kernels: a program owns rows of a query head and walks keys, or, in `dkdv`, the other way."""
     plan = branch.plan
-    tiles = tiles_for("forward", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
-    count = triton.cdiv(branch.rows, tiles.own)
-    first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, qk_scale))
-    settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
-    return Launch(forward_kernel, count * heads * branch.slots, numbers, settings)
+    tiles = tiles_for(name, plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
+    owns_keys = name == "dkdv"
+    group = 1 if owns_keys else plan.group
+    count, heads = triton.cdiv(branch.rows, tiles.own), len(branch.heads) * group
+    numbers = (
+        *plan.strides, plan.N, plan.H, branch.w, branch.r, heads, branch.heads.start * group, count,
+        branch.slots_a_row, plan.problem.head_offset, branch.index, scale, plan.keep_scale, plan.threshold,
+    )  # fmt: skip
+    queries, keys = (tiles.walk, tiles.own) if owns_keys else (tiles.own, tiles.walk)
+    settings = {"BLOCK_M": queries, "BLOCK_N": keys, **branch.settings(tiles)}
+    return Launch(kernel, count * heads * branch.slots, numbers, settings)
 
 
 def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
@@ -116,35 +125,6 @@ def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
     zeros_at = plan.workspace_size - plan.workspace_turns
     numbers = (*plan.strides[-3:], *strides, plan.N, plan.H, zeros_at, plan.workspace_turns)
     return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
-
-
-def _dkdv_launch(branch: PlannedBranch, scale: float) -> Launch:
-    plan = branch.plan
-    tiles = tiles_for("dkdv", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
-    count = triton.cdiv(branch.rows, tiles.own)
-    first, heads = branch.heads.start, len(branch.heads)
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale))
-    settings = {"BLOCK_M": tiles.walk, "BLOCK_N": tiles.own, **branch.settings(tiles)}
-    return Launch(dkdv_kernel, count * heads * branch.slots, numbers, settings)
-
-
-def _dq_launch(branch: PlannedBranch, scale: float) -> Launch:
-    plan = branch.plan
-    tiles = tiles_for("dq", plan.block_d, plan.itemsize, branch.rows, branch.is_causal)
-    count = triton.cdiv(branch.rows, tiles.own)
-    first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*plan.strides, *_numbers(branch, first, heads, count, scale))
-    settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
-    return Launch(dq_kernel, count * heads * branch.slots, numbers, settings)
-
-
-def _numbers(branch: PlannedBranch, first: int, heads: int, tiles: int, scale: float) -> tuple[float, ...]:
-    """From `N` to `threshold`, as the kernels take them after the strides."""
-    plan = branch.plan
-    return (
-        plan.N, plan.H, branch.w, branch.r, heads, first, tiles, branch.slots_a_row, plan.problem.head_offset,
-        branch.index, scale, plan.keep_scale, plan.threshold,
-    )  # fmt: skip
 
 
 def _table(branch: PlannedBranch, spans: Tensor | None) -> Tensor:
