@@ -163,7 +163,7 @@ def _await_tiles(
     """Wait for a query tile and its last key tile; key tiles that only later rows of it see are let go unread."""
     q_full, _, k_full, k_empty, v_full, v_empty, turns = signals
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
-    if CAUSAL and CONSUMERS > 2:
+    if CAUSAL and CONSUMERS > 2:  # the rows of two are as long as a key tile, and see the same ones
         mine = _own_tiles(tile * BLOCK_M + WHICH * 64, count, BLOCK_N, CAUSAL)
         for _ in range(_key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N) - mine):
             _await_turn(turns, issued, WHICH, ORDERED)
@@ -199,6 +199,16 @@ def _pointers(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.cons
     out_pointers = Out + ((b * N + token) * H + head) * D + columns[None, :]
     out_pointers += at.to(gl.int64)[:, None] * (rate * H * D)
     return lse_pointers, rows < count, out_pointers, (at < count)[:, None] & (columns < D)[None, :]
+
+
+@gluon.jit
+def _before(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.constexpr, scores, memory):
+    """The lse and out of a consumer's rows as earlier branches left them."""
+    lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
+        Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
+    )
+    lse = gl.load(lse_pointers, mask=lse_mask, other=-float("inf"))
+    return lse, gl.load(out_pointers, mask=out_mask, other=0.0)
 
 
 @gluon.jit
@@ -247,11 +257,7 @@ def _consume(
     issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
     first_row = tile * BLOCK_M + WHICH * 64
     if CONTINUES:
-        lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
-            Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
-        )
-        before_lse = gl.load(lse_pointers, mask=lse_mask, other=-float("inf"))
-        before = gl.load(out_pointers, mask=out_mask, other=0.0)
+        before_lse, before = _before(Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory)
     s = warpgroup_mma_wait(0, deps=[s])
     while count > 0:
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -319,11 +325,9 @@ def _consume(
         issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
         next_first_row = tile * BLOCK_M + WHICH * 64
         if CONTINUES:
-            lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
+            before_lse, before = _before(
                 Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
             )
-            before_lse = gl.load(lse_pointers, mask=lse_mask, other=-float("inf"))
-            before = gl.load(out_pointers, mask=out_mask, other=0.0)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         out = acc * gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, output))[:, None]
