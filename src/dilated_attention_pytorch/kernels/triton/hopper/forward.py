@@ -239,6 +239,8 @@ def _consume(
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    # What earlier branches left in the rows of the next tile is asked for a whole tile early, if registers allow.
+    EARLY: gl.constexpr = CONSUMERS == 2 and BLOCK_D == 64
     nothing = gl.zeros([64, BLOCK_N], gl.float32, scores)
     done = 0
     issued = 0
@@ -267,11 +269,9 @@ def _consume(
         if CONTINUES:
             m = before_lse * LOG2_E
             denominator = gl.where(m == -float("inf"), 0.0, 1.0)
-            acc = gl.convert_layout(before, output).to(gl.float32)
         else:
             m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
             denominator = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
-            acc = gl.zeros([64, BLOCK_D], gl.float32, output)
         mine = _own_tiles(first_row, count, BLOCK_N, CAUSAL)
         keys = (mine - 1) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
         sees = (keys < count)[None, :]
@@ -281,8 +281,21 @@ def _consume(
         s = gl.where(sees, s, -float("inf"))
         # Finite from this tile on: every row sees a key of it.
         p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         p = gl.convert_layout(p.to(dtype), weights)
+        if CONTINUES:
+            acc = gl.convert_layout(before, output).to(gl.float32)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
+        else:
+            acc = gl.zeros([64, BLOCK_D], gl.float32, output)
+        place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
+        turn, tile, next_b, next_head, next_token, next_count = _with_rows(
+            turn + 1, unit, tile, place, offsets, sizes, BLOCK_M, CAUSAL
+        )
+        next_first_row = tile * BLOCK_M + WHICH * 64
+        if CONTINUES and EARLY:
+            before_lse, before = _before(
+                Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
+            )
         q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
         for _ in range(1, mine):
             v_stage = stage
@@ -309,10 +322,6 @@ def _consume(
         v_stage = stage
         mbarrier.wait(v_full.index(v_stage), phase)
         stage, phase = advance(stage, phase, STAGES)
-        place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
-        turn, tile, next_b, next_head, next_token, next_count = _with_rows(
-            turn + 1, unit, tile, place, offsets, sizes, BLOCK_M, CAUSAL
-        )
         issued, stage, phase = _await_tiles(
             tile, next_count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
         )
@@ -323,8 +332,7 @@ def _consume(
         # Without a next tile this is the product of what lies there; nobody looks at it.
         next_s = warpgroup_mma(next_q, next_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
-        next_first_row = tile * BLOCK_M + WHICH * 64
-        if CONTINUES:
+        if CONTINUES and not EARLY:
             before_lse, before = _before(
                 Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
             )
