@@ -204,7 +204,10 @@ def _valid_problem(
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
         value.device, tuple(segment_lengths), tuple(dilation_rates), settings,
     )  # fmt: skip
-    problem = _known.get(kind)
+    try:
+        problem = _known.get(kind)
+    except TypeError:  # a setting that cannot be looked up is wrong, and the checks say how
+        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
     if problem is None:
         problem = checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
         if len(_known) >= _MOST_KINDS:

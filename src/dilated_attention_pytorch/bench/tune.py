@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,14 +31,14 @@ def candidates(kernel: str) -> list[Shape]:
     return [Tiles(*shape) for shape in itertools.product(sizes[1:], sizes, (4, 8), (2, 3, 4))]
 
 
-def tune(out: Path, *, kernels: Iterable[str] | None = None) -> None:
+def tune(out: Path) -> None:
     """Time all candidates, print the best beside the table's, and write them to `out`."""
     if not torch.cuda.is_available():
         raise ValueError("tune measures kernels on a GPU, and PyTorch finds none: run it where one is")
     hopper = torch.cuda.get_device_capability()[0] == 9
-    chosen = list(kernels or ("forward", "dkdv", "dq", *(["hopper forward"] if hopper else [])))
+    kernels = ["forward", "dkdv", "dq", *(["hopper forward"] if hopper else [])]
     best: dict[Kind, Shape] = {}
-    for (head_dim, heads), causal, kernel in itertools.product(SIZES, (False, True), chosen):
+    for (head_dim, heads), causal, kernel in itertools.product(SIZES, (False, True), kernels):
         case = Case(
             tokens=65_536, heads=heads, head_dim=head_dim, is_causal=causal, backward=kernel in ("dkdv", "dq"), **USUAL
         )
@@ -64,18 +63,17 @@ def fastest(kind: Kind, time: Callable[[Shape], float]) -> Shape:
 
 
 def milliseconds(kind: Kind, shape: Shape, case: Case) -> float:
-    """A call's time with this shape for one kernel and the table's for the others."""
+    """A call's time with this shape for one kernel and the usual ones for the others."""
     from dilated_attention_pytorch.kernels.triton import plan
 
-    measured, kernels = tuning.MEASURED, plan.KERNELS
+    kernels = plan.KERNELS
     try:
-        tuning.MEASURED = {**measured, kind: shape}
         plan.KERNELS = "best" if kind.kernel == "hopper forward" else "plain"
         plan.forget()
-        ready = ours("triton")(replace(case))
+        ready = ours("triton")(case)
         assert not isinstance(ready, str)
-        with ready.settings:
+        with ready.settings, tuning.trying(kind, shape):
             return measure(ready.call, "cuda", seconds=0.1).median
     finally:
-        tuning.MEASURED, plan.KERNELS = measured, kernels
+        plan.KERNELS = kernels
         plan.forget()

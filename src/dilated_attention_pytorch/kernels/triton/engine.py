@@ -10,6 +10,7 @@ that they can be captured into a CUDA graph.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -61,7 +62,8 @@ def forward(
             continue
         launch = branch.launches.get("forward")
         if launch is None:
-            launch = branch.launches["forward"] = _forward_launch(branch, scale * _LOG2_E, layout)
+            launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, layout)
+            branch.launches["forward"] = launch
         # Without dropout the seed is not read.
         tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
         lists = () if layout is None else layout.branches[branch.index].key_lists
@@ -112,8 +114,8 @@ def backward(
             branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace)
             continue
         if "dkdv" not in branch.launches:
-            branch.launches["dkdv"] = _dkdv_launch(branch, scale, layout)
-            branch.launches["dq"] = _dq_launch(branch, scale, layout)
+            branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, layout)
+            branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, layout)
         inputs = (query, key, value, grad_out, lse, delta)
         tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
         kept = None if layout is None else layout.branches[branch.index]
@@ -134,14 +136,24 @@ def _borrowed_sums(take: Take, cleared: bool, like: Tensor) -> Tensor:
     return sums.zero_() if cleared else sums
 
 
-def _forward_launch(branch: PlannedBranch, qk_scale: float, layout: BlockLayout | None) -> Launch:
+def _branch_launch(kernel: Any, name: str, branch: PlannedBranch, scale: float, layout: BlockLayout | None) -> Launch:
+    """One of the plain kernels: a program owns rows of a query head and walks keys, or, in `dkdv`, the other way."""
     plan = branch.plan
-    tiles = branch.tiles("forward")
-    count = triton.cdiv(branch.rows, tiles.own)
-    first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*_no_lists(layout), *plan.strides, *_numbers(branch, first, heads, count, qk_scale, layout))
-    settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
-    return Launch(forward_kernel, count * heads * branch.slots, numbers, settings)
+    tiles = branch.tiles(name)
+    owns_keys = name == "dkdv"
+    group = 1 if owns_keys else plan.group
+    count, heads = triton.cdiv(branch.rows, tiles.own), len(branch.heads) * group
+    numbers = (
+        *plan.strides, plan.N, plan.H, branch.w, branch.r, heads, branch.heads.start * group, count,
+        branch.slots_a_row, plan.problem.head_offset, plan.problem.first_position, branch.index, scale, plan.keep_scale,
+        plan.threshold,
+        0 if layout is None else layout.branches[branch.index].rows_a_batch_row,
+    )  # fmt: skip
+    # Without a layout the kernels take None in place of its lists; a launch is then spared their pointers.
+    no_lists = (None, None, None) if layout is None else ()
+    queries, keys = (tiles.walk, tiles.own) if owns_keys else (tiles.own, tiles.walk)
+    settings = {"BLOCK_M": queries, "BLOCK_N": keys, **branch.settings(tiles)}
+    return Launch(kernel, count * heads * branch.slots, (*no_lists, *numbers), settings)
 
 
 def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
@@ -150,43 +162,6 @@ def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
     zeros_at = plan.workspace_size - plan.workspace_turns
     numbers = (*plan.strides[-3:], *strides, plan.N, plan.H, zeros_at, plan.workspace_turns)
     return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
-
-
-def _dkdv_launch(branch: PlannedBranch, scale: float, layout: BlockLayout | None) -> Launch:
-    plan = branch.plan
-    tiles = branch.tiles("dkdv")
-    count = triton.cdiv(branch.rows, tiles.own)
-    first, heads = branch.heads.start, len(branch.heads)
-    numbers = (*_no_lists(layout), *plan.strides, *_numbers(branch, first, heads, count, scale, layout))
-    settings = {"BLOCK_M": tiles.walk, "BLOCK_N": tiles.own, **branch.settings(tiles)}
-    return Launch(dkdv_kernel, count * heads * branch.slots, numbers, settings)
-
-
-def _dq_launch(branch: PlannedBranch, scale: float, layout: BlockLayout | None) -> Launch:
-    plan = branch.plan
-    tiles = branch.tiles("dq")
-    count = triton.cdiv(branch.rows, tiles.own)
-    first, heads = branch.heads.start * plan.group, len(branch.heads) * plan.group
-    numbers = (*_no_lists(layout), *plan.strides, *_numbers(branch, first, heads, count, scale, layout))
-    settings = {"BLOCK_M": tiles.own, "BLOCK_N": tiles.walk, **branch.settings(tiles)}
-    return Launch(dq_kernel, count * heads * branch.slots, numbers, settings)
-
-
-def _numbers(
-    branch: PlannedBranch, first: int, heads: int, tiles: int, scale: float, layout: BlockLayout | None
-) -> tuple[float, ...]:
-    """From `N` to `rows_a_batch_row`, as the kernels take them after the strides."""
-    plan = branch.plan
-    return (
-        plan.N, plan.H, branch.w, branch.r, heads, first, tiles, branch.slots_a_row, plan.problem.head_offset,
-        plan.problem.first_position, branch.index, scale, plan.keep_scale, plan.threshold,
-        0 if layout is None else layout.branches[branch.index].rows_a_batch_row,
-    )  # fmt: skip
-
-
-def _no_lists(layout: BlockLayout | None) -> tuple[None, ...]:
-    """What the kernels take in place of a list of tiles where there is none; a launch is then spared its pointers."""
-    return (None, None, None) if layout is None else ()
 
 
 def _table(branch: PlannedBranch, spans: Tensor | None, cache: PatternCache | None) -> Tensor:

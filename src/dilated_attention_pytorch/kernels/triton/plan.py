@@ -109,8 +109,8 @@ class Plan:
         self.like_lse = one.expand(self.B, self.H, self.N)
         self.workspace_size = self.workspace_turns = 0
         if taken:
-            rows = max(branch.workspace_rows for branch in taken)
-            self.workspace_size, self.workspace_turns = taken[0].hopper.workspace_size(rows, self.D)
+            most = max(branch.workspace_rows for branch in taken)
+            self.workspace_size, self.workspace_turns = taken[0].hopper.workspace_size(most, self.D)
         self.like_workspace = one.expand(self.workspace_size)
 
 
@@ -137,7 +137,7 @@ class PlannedBranch:
         self.offsets = _offsets_on(plan.device, tuple(-1 if offset is None else offset for offset in row))
         self.workspace_rows = 0
         self.hopper = _hopper_for(self, *tensors)
-        self.launches: dict[object, Launch] = {}
+        self.launches: dict[str, Launch] = {}
 
     def tiles(self, kernel: str) -> Tiles:
         """The shape that a plain kernel runs in; within a tile of the block layout if there is one."""
@@ -182,7 +182,7 @@ def _hopper_for(
     if grad_out is None and plan.sum_dtype != query.dtype and launch.padded(plan.D) > 64:
         return None  # forward has no shared memory left to pass float32 sums through
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
-    if launch.why_not(*tensors) is not None or not launch.takes_branch(plan.N, branch.r, branch.rows):
+    if not launch.takes_tensors(*tensors) or not launch.takes_branch(plan.N, branch.r, branch.rows):
         return None
     if grad_out is not None:
         # q, out, do and dq are of one size, k, v, dk and dv of another.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,21 @@ def hopper_tiles_for(block_d: int, is_causal: bool, alone: bool) -> HopperTiles:
 def _shape(kernel: str, block_d: int, itemsize: int, is_causal: bool) -> Tiles | HopperTiles:
     head_dim = min(kind.head_dim for kind in MEASURED if kind.kernel == kernel and kind.head_dim >= block_d)
     kind = Kind(kernel, itemsize, head_dim, is_causal)
-    return _tuned().get(kind) or MEASURED[kind]
+    return _tried.get(kind) or _tuned().get(kind) or MEASURED[kind]
+
+
+# What a measurement puts in the place of the file's shape and the table's.
+_tried: dict[Kind, Tiles | HopperTiles] = {}
+
+
+@contextmanager
+def trying(kind: Kind, shape: Tiles | HopperTiles) -> Iterator[None]:
+    """Let a kernel run in this shape; plans that were made before keep theirs."""
+    _tried[kind] = shape
+    try:
+        yield
+    finally:
+        del _tried[kind]
 
 
 @functools.lru_cache(maxsize=1)

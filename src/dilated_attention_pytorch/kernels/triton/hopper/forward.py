@@ -163,7 +163,7 @@ def _await_tiles(
     """Wait for a query tile and its last key tile; key tiles that only later rows of it see are let go unread."""
     q_full, _, k_full, k_empty, v_full, v_empty, turns = signals
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
-    if CAUSAL and CONSUMERS > 2:
+    if CAUSAL and CONSUMERS > 2:  # the rows of two are as long as a key tile, and see the same ones
         mine = _own_tiles(tile * BLOCK_M + WHICH * 64, count, BLOCK_N, CAUSAL)
         for _ in range(_key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N) - mine):
             _await_turn(turns, issued, WHICH, ORDERED)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dilated_attention_pytorch.kernels.triton.hopper.backward import backward_kernel
 from dilated_attention_pytorch.kernels.triton.hopper.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch, View
-from dilated_attention_pytorch.kernels.triton.tuning import HopperTiles, hopper_tiles_for
+from dilated_attention_pytorch.kernels.triton.tuning import hopper_tiles_for
 
 _KEY_ROWS = 128  # of a key tile, in both kernels
 _QUERY_ROWS = 64  # of a query tile in backward
@@ -27,17 +27,17 @@ def padded(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def why_not(*tensors: Tensor) -> str | None:
-    """Why tensors of this kind cannot take these kernels, or None."""
-    device, dtype, head_dim = tensors[0].device, tensors[0].dtype, tensors[0].shape[-1]
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
-        return "they use instructions of compute capability 9"
-    if dtype not in (torch.bfloat16, torch.float16) or head_dim > 128:
-        return "they take bfloat16 and float16 with a head_dim up to 128"
-    for x in tensors:
-        if x.data_ptr() % 16 or any(stride % 8 or not stride for stride in x.stride()[:3]) or x.stride(3) != 1:
-            return "the tensor copy engine needs rows that begin at multiples of 16 bytes, each at its own"
-    return None
+def takes_tensors(*tensors: Tensor) -> bool:
+    """Whether they are of a kind for these kernels, on a GPU that has them.
+
+    The tensor copy engine needs rows that begin at multiples of 16 bytes, each at its own.
+    """
+    if tensors[0].dtype not in (torch.bfloat16, torch.float16) or tensors[0].shape[-1] > 128:
+        return False
+    return all(
+        x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(stride and stride % 8 == 0 for stride in x.stride()[:3])
+        for x in tensors
+    )
 
 
 def takes_branch(tokens: int, rate: int, rows: int) -> bool:
@@ -46,28 +46,25 @@ def takes_branch(tokens: int, rate: int, rows: int) -> bool:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, branch, qk_scale: float,
-    tiles: HopperTiles | None = None,
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, branch, qk_scale: float
 ) -> None:  # fmt: skip
     """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
-    name = ("Hopper forward", tiles)
-    launch = branch.launches.get(name)
+    launch = branch.launches.get("Hopper forward")
     if launch is None:
-        launch = branch.launches[name] = _forward_launch(query, key, branch, qk_scale, tiles)
+        launch = branch.launches["Hopper forward"] = _forward_launch(query, key, branch, qk_scale)
     launch(query, key, value, out, lse, branch.offsets)
 
 
-def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, tiles: HopperTiles | None) -> Launch:
+def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float) -> Launch:
     N, H, D = query.shape[1:]
     group = H // key.shape[2]
     block_d = padded(D)
     heads, first = len(branch.heads) * group, branch.heads.start * group
     units = heads * branch.slots
     multiprocessors = _multiprocessors(query.device)
-    if tiles is None:
-        # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
-        alone = -(-branch.rows // 128) * units <= multiprocessors
-        tiles = hopper_tiles_for(block_d, branch.is_causal, alone)
+    # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
+    alone = -(-branch.rows // 128) * units <= multiprocessors
+    tiles = hopper_tiles_for(block_d, branch.is_causal, alone)
     count = -(-branch.rows // (64 * tiles.consumers))
     works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
     programs = min(works, multiprocessors)
