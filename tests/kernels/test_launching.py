@@ -13,13 +13,27 @@ from dilated_attention_pytorch.kernels.triton import launching  # noqa: E402
 from dilated_attention_pytorch.kernels.triton.launching import Launch  # noqa: E402
 
 
+class Launcher:
+    """Stands for Triton's: makes the arguments of a function, `launch`, and calls it."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self) -> None:
+        self.launched = []
+        self.launch = lambda *arguments: self.launched.append(arguments)
+
+    def __call__(self, x, y, z, stream, function, *arguments) -> None:
+        self.launch(x, y, z, stream, function, "cooperative", *arguments)
+
+
 class Kernel:
     """Stands for a JIT function and for what it compiles to; notes how it was launched."""
 
     arg_names = ("X", "Y", "n", "D", "BLOCK")
 
     def __init__(self) -> None:
-        self.front_end, self.direct = [], []
+        self.front_end = []
+        self.run = Launcher()
         self.function, self.packed_metadata = "function", "metadata"
 
     def __getitem__(self, grid):
@@ -29,8 +43,9 @@ class Kernel:
 
         return launch
 
-    def run(self, *arguments) -> None:
-        self.direct.append(arguments)
+    @property
+    def direct(self) -> list[tuple]:
+        return self.run.launched
 
 
 @pytest.fixture
@@ -60,7 +75,8 @@ def test_later_launches_pass_pointers_numbers_and_constants_in_the_kernels_order
         launch(x, y)
     assert kernel.front_end == [((3,), (x, y, 5), {"BLOCK": 64, "D": 16, "num_warps": 4})]
     pointers = (x.data_ptr(), y.data_ptr())
-    assert kernel.direct == [(3, 1, 1, 7, "function", "metadata", None, None, None, *pointers, 5, 16, 64)] * 2
+    head = (3, 1, 1, 7, "function", "cooperative", "metadata", None, None, None)
+    assert kernel.direct == [(*head, *pointers, 5, 16, 64)] * 2
 
 
 def test_pointers_that_were_not_compiled_for_take_the_front_end(hooks) -> None:
@@ -85,13 +101,15 @@ def test_profilers_hooks_take_the_front_end(hooks) -> None:
     assert (len(kernel.front_end), len(kernel.direct)) == (2, 0)
 
 
-@pytest.mark.parametrize("unknown", ["version", "inside", "vendor"])
+@pytest.mark.parametrize("unknown", ["version", "inside", "memory", "vendor"])
 def test_an_unknown_triton_takes_the_front_end(hooks, unknown, monkeypatch) -> None:
     kernel = Kernel()
     if unknown == "version":
         hooks.__version__ = "4.0.0"
     elif unknown == "inside":
         del kernel.packed_metadata
+    elif unknown == "memory":
+        kernel.run.global_scratch_size = 128
     else:
         monkeypatch.setattr(torch.version, "cuda", None)
     launch = launch_of(kernel)

@@ -49,11 +49,11 @@ def forward(
     query, scale, _ = _positive_scale(query, problem)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
     plan = plan_for(problem, spans, seed, query, key, value)
-    new = torch.empty if plan.every_row_written else torch.zeros
+    new = plan.new
     if take is not None and plan.sum_dtype != dtype:
         new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
-    out = new(query.shape, dtype=plan.sum_dtype, device=query.device)
-    lse = torch.empty((plan.B, plan.H, plan.N), dtype=torch.float32, device=query.device)
+    out = new(plan.like_query)
+    lse = torch.empty_like(plan.like_lse)
     if not plan.every_row_written:
         lse.fill_(-torch.inf)
     for branch in plan.branches:
@@ -96,19 +96,18 @@ def backward(
     lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
     out = out.contiguous()
     plan = plan_for(problem, spans, seed, query, key, value, grad_out, grad_lse)
-    new = torch.empty if plan.every_row_written else torch.zeros
+    new = plan.new
     if take is not None and plan.sum_dtype != dtype:
         new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
-    dq = new(query.shape, dtype=plan.sum_dtype, device=query.device)
-    dk = new(key.shape, dtype=plan.sum_dtype, device=query.device)
-    dv = new(key.shape, dtype=plan.sum_dtype, device=query.device)
-    delta = torch.empty_like(lse) if take is None else take(lse.shape, dtype=lse.dtype, device=lse.device)
+    dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
+    delta = torch.empty_like(lse) if take is None else _taken(take, lse)
     launch = plan.launches.get("delta")
     if launch is None:
         launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
     workspace = delta
     if plan.workspace_size:
-        workspace = (take or torch.empty)((plan.workspace_size,), dtype=torch.float32, device=query.device)
+        like = plan.like_workspace
+        workspace = torch.empty_like(like) if take is None else _taken(take, like)
     launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
     for branch in plan.branches:
         if branch.hopper is not None:
@@ -127,9 +126,13 @@ def backward(
     return (dq, dk, dv) if dq.dtype == dtype else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
-def _borrowed_sums(take: Take, cleared: bool, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _taken(take: Take, like: Tensor) -> Tensor:
+    return take(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _borrowed_sums(take: Take, cleared: bool, like: Tensor) -> Tensor:
     """What branches add into where the result has another dtype, and so does not share its memory."""
-    sums = take(shape, dtype=dtype, device=device)
+    sums = _taken(take, like)
     return sums.zero_() if cleared else sums
 
 

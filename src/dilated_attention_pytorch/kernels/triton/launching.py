@@ -75,7 +75,11 @@ class Launch:
 
 
 class _Compiled:
-    """A compiled kernel and what its launcher takes around the pointers."""
+    """A compiled kernel, and what the function that launches it takes around the pointers.
+
+    Triton's launcher, in Python, makes that function's arguments from its own. They are made once for every set of
+    addresses, by letting it call something that notes them.
+    """
 
     def __init__(self, kernel: Any, programs: int, views: list[tuple[View, int]], rest: tuple[Any, ...]) -> None:
         driver = triton.runtime.driver.active
@@ -84,25 +88,40 @@ class _Compiled:
         # Function, metadata, and no hooks: a kernel that is watched takes the front end.
         self._head = (kernel.function, kernel.packed_metadata, None, None, None)
         self._rest = rest
-        self._launcher, self._views = kernel.run, []
-        self._seen: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        if kernel.run.global_scratch_size or kernel.run.profile_scratch_size:
+            raise TypeError("such a kernel gets memory of its own at every launch")
+        self._launcher, self._views = copy.copy(kernel.run), []
+        self._noted: list[tuple[Any, ...]] = []
+        self._launcher.launch = lambda *arguments: self._noted.append(arguments)
+        self._seen: dict[tuple[int, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+        self._launch = kernel.run.launch
         if views:
-            # Triton's launcher makes descriptors anew every time, though they depend on an address only.
-            self._launcher = copy.copy(kernel.run)
-            self._launcher.launch, metadata = _below_descriptors(kernel.run)
+            self._launch, metadata = _below_descriptors(kernel.run)
             for view, count in views:
                 self._views.append((view, metadata[:count]))
                 metadata = metadata[count:]
 
     def __call__(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> None:
-        arguments = self._seen.get(pointers)
-        if arguments is None:
+        found = self._seen.get(pointers)
+        if found is None:
             if len(self._seen) >= _MOST_ADDRESSES:
                 self._seen.clear()
-            described = [_expanded(view(x), metadata) for (view, metadata), x in zip(self._views, tensors)]
-            parts = [part for descriptors in described for part in descriptors]
-            arguments = self._seen[pointers] = (*self._head, *parts, *pointers[len(described) :], *self._rest)
-        self._launcher(self._programs, 1, 1, self._stream(), *arguments)
+            found = self._seen[pointers] = self._around_stream(tensors, pointers)
+        before, after = found
+        self._launch(*before, self._stream(), *after)
+
+    def _around_stream(
+        self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What the launching function takes before and after the stream."""
+        described = [_expanded(view(x), metadata) for (view, metadata), x in zip(self._views, tensors)]
+        parts = [part for descriptors in described for part in descriptors]
+        stream = object()
+        self._noted.clear()
+        self._launcher(self._programs, 1, 1, stream, *self._head, *parts, *pointers[len(described) :], *self._rest)
+        (arguments,) = self._noted
+        at = next(i for i, argument in enumerate(arguments) if argument is stream)
+        return arguments[:at], arguments[at + 1 :]
 
 
 def _expanded(descriptors: Sequence[Any], metadata: list[Any]) -> list[Any]:

@@ -93,6 +93,7 @@ class Plan:
         first, row = rows[0]
         covers = problem.spec.branches[first].dilation_rate == 1 and None not in row
         self.every_row_written = covers and spans is None
+        self.new = torch.empty_like if self.every_row_written else torch.zeros_like
         self.branches: list[PlannedBranch] = []
         seen: set[int] = set()
         for index, row in rows:
@@ -100,10 +101,16 @@ class Plan:
             self.branches.append(PlannedBranch(self, index, row, bool(heads & seen), tensors))
             seen |= heads
         taken = [branch for branch in self.branches if branch.hopper is not None]
+        # What results are made like: faster than by shape, dtype and device, which takes longer than a launch.
+        one = torch.empty(1, dtype=self.sum_dtype, device=self.device)
+        self.like_query, self.like_key = one.expand(query.shape), one.expand(key.shape)
+        one = torch.empty(1, dtype=torch.float32, device=self.device)
+        self.like_lse = one.expand(self.B, self.H, self.N)
         self.workspace_size = self.workspace_turns = 0
         if taken:
             most = max(branch.workspace_rows for branch in taken)
             self.workspace_size, self.workspace_turns = taken[0].hopper.workspace_size(most, self.D)
+        self.like_workspace = one.expand(self.workspace_size)
 
 
 class PlannedBranch:
