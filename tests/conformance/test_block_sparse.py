@@ -218,6 +218,47 @@ def test_a_gpu_takes_tiles_of_any_size(block_size) -> None:
     check_budget(draw, "triton", torch.bfloat16, device="cuda")
 
 
+# Tiles of the Hopper kernels' size; ragged ends, a dilated branch, grouped queries, two batch rows.
+TILES_OF_128 = {"tokens": 3001, "heads": 4, "kv_heads": 2, "segment_lengths": (1024, 2777), "dilation_rates": (1, 3)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+def test_kernels_for_long_segments_walk_every_pattern(pattern, is_causal, plans) -> None:
+    draw = sparse(SparsePatternConfig(pattern, 0.3, 128), **TILES_OF_128, head_dim=64, is_causal=is_causal)
+    check_budget(draw, "triton", torch.bfloat16, device="cuda")
+    plans.assert_hopper_ran()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [5, None])
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "changes"),
+    [
+        (128, False, {}),
+        (128, True, {}),
+        (48, True, {"head_layout": "grouped", "segment_lengths": (640, 2777), "dilation_rates": (1, 2)}),
+    ],
+)
+def test_kernels_for_long_segments_walk_lists(head_dim, is_causal, changes, programs, plans, monkeypatch) -> None:
+    """Few programs share out many tiles; some key tiles are in nobody's list."""
+    if programs is not None:
+        launch = pytest.importorskip("dilated_attention_pytorch.kernels.triton.hopper.launch", reason="needs Gluon")
+        monkeypatch.setattr(launch, "_multiprocessors", lambda device: programs)
+    draw = sparse(
+        SparsePatternConfig("content_adaptive", 0.1, 128),
+        **(TILES_OF_128 | changes),
+        head_dim=head_dim,
+        is_causal=is_causal,
+    )
+    check_budget(draw, "triton", torch.bfloat16, device="cuda")
+    plans.assert_hopper_ran()
+    one, other = (run(draw, "triton", torch.bfloat16, through_lse=True, device="cuda") for _ in range(2))
+    for name, x in one.items():
+        assert torch.equal(x, other[name]), name
+
+
 @pytest.mark.gpu
 def test_a_gpu_repeats_its_bits_with_dropout() -> None:
     shape = {"tokens": 1500, "heads": 4, "kv_heads": 2, "segment_lengths": (1024,), "dilation_rates": (1,)}

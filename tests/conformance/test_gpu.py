@@ -38,26 +38,10 @@ def variant(**changes) -> Draw:
     return dataclasses.replace(LONG, **changes)
 
 
-@pytest.fixture
-def plans(monkeypatch):
-    """The plans made during a test, with room for any Hopper kernel's scratch."""
-    found = {}
-    monkeypatch.setattr(planning, "_plans", found)
-    monkeypatch.setattr(planning, "_SCRATCH_BYTES", 1 << 40)
-    return found
-
-
 @pytest.fixture(params=["best", "plain"])
 def kernels(request, plans, monkeypatch) -> str:
     monkeypatch.setattr(planning, "KERNELS", request.param)
     return request.param
-
-
-def assert_hopper_ran(plans) -> None:
-    """On a Hopper GPU: forward and backward of every branch took its kernels."""
-    if planning.why_no_hopper(torch.device("cuda", torch.cuda.current_device())) is None:
-        assert len(plans) >= 2
-        assert all(branch.hopper is not None for plan in plans.values() for branch in plan.branches)
 
 
 HOPPER_CASES = {
@@ -86,7 +70,7 @@ HOPPER_CASES = {
 def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
     dtype, draw = HOPPER_CASES[name]
     check_budget(draw, "triton", dtype, "cuda")
-    assert_hopper_ran(plans)
+    plans.assert_hopper_ran()
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -96,7 +80,7 @@ def test_a_few_programs_do_the_work_of_many(is_causal, plans, monkeypatch) -> No
 
         monkeypatch.setattr(launch, "_multiprocessors", lambda device: 7)
     check_budget(variant(head_dim=64, tokens=7001, batch=1, is_causal=is_causal), "triton", BF16, "cuda")
-    assert_hopper_ran(plans)
+    plans.assert_hopper_ran()
 
 
 SHORT = variant(heads=4, tokens=700, segment_lengths=(256, 600), dilation_rates=(1, 2))

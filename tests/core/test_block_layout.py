@@ -233,12 +233,22 @@ def test_content_is_never_remembered() -> None:
     assert len(cache) == 0
 
 
+def test_a_query_tile_knows_the_turn_of_each_of_its_keys() -> None:
+    problem = Problem(spec=DilatedSpec.of([300], [1]), sparse=SparsePatternConfig("random", 0.3, 8))
+    (kept,) = layout_of(problem, *torch.randn(2, 1, 300, 1, 4)).branches
+    for column in range(len(kept.query_first) - 1):
+        for entry in range(kept.query_first[column], kept.query_first[column + 1]):
+            place = kept.key_first[kept.queries[entry] + 1] - 1 - kept.query_turns[entry]
+            assert kept.keys[place] == column
+
+
 def test_an_entry_knows_the_tensors_of_a_layout() -> None:
     layout = layout_of(
         Problem(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("strided", 0.3, 4)),
         *torch.randn(2, 1, 64, 2, 4),
     )
-    tensors = [*layout.branches[0].key_lists, layout.branches[0].query_first, layout.branches[0].queries]
+    tensors = [x for x in layout.branches[0] if isinstance(x, torch.Tensor)]
+    assert len(tensors) == 6
     assert Entry(layout).bytes == sum(x.nbytes for x in tensors)
 
 

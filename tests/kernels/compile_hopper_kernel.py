@@ -1,4 +1,7 @@
-"""Compile for compute capability 9.0 what a launch of a Hopper kernel would run: forward|backward, head dim, mask."""
+"""Compile for compute capability 9.0 what a launch of a Hopper kernel would run: forward|backward, head dim, mask.
+
+The mask is `whole`, `causal`, or `kept`: causal with a block layout.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ class CompilesInstead:
         from triton.experimental.gluon._runtime import GluonASTSource
 
         place = {name: (i,) for i, name in enumerate(self.arg_names)}
-        types = {name: type_of(x) for name, x in zip(self.arg_names, arguments)}
+        absent = {name: None for name, x in zip(self.arg_names, arguments) if x is None}
+        types = {name: type_of(x) for name, x in zip(self.arg_names, arguments) if x is not None}
+        constants |= absent
         aligned = {place[name]: [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
         signature = types | dict.fromkeys(constants, "constexpr")
         source = GluonASTSource(self.kernel, signature, {place[name]: x for name, x in constants.items()}, aligned)
@@ -47,6 +52,7 @@ def type_of(argument) -> str:
 
 
 def main(direction: str, head_dim: str, mask: str) -> None:
+    from dilated_attention_pytorch.core.block_layout import BranchLayout
     from dilated_attention_pytorch.kernels.triton.hopper import launch
 
     launch._multiprocessors = lambda device: 132
@@ -63,17 +69,21 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         slots=1,
         slots_a_row=1,
         offsets=torch.zeros(2, dtype=torch.int32),
-        is_causal=mask == "causal",
+        is_causal=mask != "whole",
         continues=True,
         launches={},
     )
+    kept = None
+    if mask == "kept":
+        one = torch.zeros(1, dtype=torch.int32)
+        kept = BranchLayout(one, 0, one, one, one, one, one)
     try:
         if direction == "forward":
-            launch.forward(query, key, value, out, lse, branch, 0.1)
+            launch.forward(query, key, value, out, lse, branch, 0.1, kept)
         else:
-            size, _ = launch.workspace_size(launch.workspace_rows(query, key, branch), query.shape[3])
-            workspace = torch.empty(size)
-            launch.backward(query, key, value, out, lse, lse, dq, dk, dv, branch, 0.1, workspace)
+            assert launch.share_out(query, key, branch, 1 << 20)
+            workspace = torch.empty(launch.workspace_size(branch.workspace_rows, query.shape[3])[0])
+            launch.backward(query, key, value, out, lse, lse, dq, dk, dv, branch, 0.1, workspace, kept)
     except Compiled as found:
         (kernel,) = found.args
     assert len(kernel.asm["cubin"]) > 0

@@ -25,7 +25,14 @@ def has_gluon() -> bool:
 @pytest.mark.skipif(not has_gluon(), reason="needs Gluon: pip install 'triton>=3.6'")
 @pytest.mark.parametrize(
     ("direction", "head_dim", "mask"),
-    [("forward", 64, "causal"), ("forward", 128, "whole"), ("backward", 64, "causal"), ("backward", 128, "whole")],
+    [
+        ("forward", 64, "causal"),
+        ("forward", 128, "whole"),
+        ("forward", 64, "kept"),
+        ("backward", 64, "causal"),
+        ("backward", 128, "whole"),
+        ("backward", 128, "kept"),
+    ],
 )
 def test_a_hopper_kernel_compiles_to_its_matrix_instructions(direction, head_dim, mask) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

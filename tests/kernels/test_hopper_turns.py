@@ -6,14 +6,22 @@ import types
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from dilated_attention_pytorch.core.block_layout import BranchLayout, layout_of
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 
 backward = pytest.importorskip(
     "dilated_attention_pytorch.kernels.triton.hopper.backward", reason="this Triton has no Gluon", exc_type=ImportError
 )
 forward = pytest.importorskip(
     "dilated_attention_pytorch.kernels.triton.hopper.forward", reason="this Triton has no Gluon", exc_type=ImportError
+)
+launch = pytest.importorskip(
+    "dilated_attention_pytorch.kernels.triton.hopper.launch", reason="this Triton has no Gluon", exc_type=ImportError
 )
 QUERY_ROWS, KEY_ROWS = 64, 128
 
@@ -25,6 +33,8 @@ def on_integers(module: types.ModuleType, *functions: str, program: int = 0) -> 
         maximum=max,
         where=lambda condition, one, other: one if condition else other,
         program_id=lambda axis: program,
+        load=lambda pointer, mask=True, other=None: pointer.read() if mask else other,
+        constexpr=int,
     )
     names = {"gl": language, "BLOCK_N": KEY_ROWS}
     for name in functions:
@@ -42,7 +52,7 @@ def additions_of(member: int, rows: int, team: int, lag: int, group: int, causal
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
     found = []
     for turn_round in range(-(-key_tiles // team)):
-        key_tile = kernel._key_tile(turn_round, member, team)
+        key_tile = kernel._key_tile(turn_round, member, team, key_tiles, SPARSE=False)
         if key_tile >= key_tiles:
             continue
         first = kernel._first_query_tile(key_tile, causal, QUERY_ROWS)
@@ -56,7 +66,7 @@ def additions_of(member: int, rows: int, team: int, lag: int, group: int, causal
     return found
 
 
-@given(st.integers(128, 3000), st.integers(1, 16), st.integers(1, 9), st.integers(1, 4), st.booleans())
+@given(st.integers(128, 4500), st.integers(1, 36), st.integers(1, 9), st.integers(1, 4), st.booleans())
 def test_every_addition_to_dq_gets_its_turn(rows: int, team: int, lag: int, group: int, causal: bool) -> None:
     team = min(team, -(-rows // KEY_ROWS))
     left = [additions_of(member, rows, team, lag, group, causal) for member in range(team)]
@@ -64,13 +74,92 @@ def test_every_addition_to_dq_gets_its_turn(rows: int, team: int, lag: int, grou
     key_tiles = -(-rows // KEY_ROWS)
     for g, tile in set(seen):
         assert seen.count((g, tile)) == of_backward()._additions(tile, key_tiles, causal, QUERY_ROWS)
-    # Every member makes its additions in order, each when as many have been made to the tile as its turn says.
-    made = dict.fromkeys(seen, 0)
+    assert_all_can_be_made(left)
+
+
+def assert_all_can_be_made(left: list[list[tuple[int, int, int]]]) -> None:
+    """Every member makes its additions in order, each when as many have been made to the tile as its turn says."""
+    made = {(g, tile): 0 for one in left for g, tile, _ in one}
     while any(left):
         ready = [one for one in left if one and made[one[0][:2]] == one[0][2]]
         assert ready, "all members wait for each other"
         for one in ready:
             made[one.pop(0)[:2]] += 1
+
+
+class Pointer:
+    """Into a list, as kernels have them."""
+
+    def __init__(self, values: list[int], at: int = 0) -> None:
+        self.values, self.at = values, at
+
+    def __add__(self, steps: int) -> Pointer:
+        return Pointer(self.values, self.at + steps)
+
+    def __sub__(self, steps: int) -> Pointer:
+        return self + -steps
+
+    def read(self) -> int:
+        assert 0 <= self.at < len(self.values)
+        return self.values[self.at]
+
+
+def listed_additions_of(
+    member: int, rows: int, team: int, group: int, kept: BranchLayout
+) -> list[tuple[int, int, int]]:
+    """The same of a member that walks the lists of a layout."""
+    kernel = on_integers(backward, "_key_tile", "_grid", "_listed", "_total", "_take")
+    tables = (kept.grids.flatten(), kept.query_first, kept.queries, kept.query_turns, kept.key_first)
+    lists = (*(Pointer(x.tolist()) for x in tables), 0)
+    sizes = (rows, group, rows, 1, 1, 0, rows, 1, 1, 1, team, 2, group)
+    query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
+    grid = kernel._grid(lists, 0, 0, sizes)
+    found = []
+    for turn_round in range(-(-key_tiles // team)):
+        key_tile = kernel._key_tile(turn_round, member, team, key_tiles, SPARSE=True)
+        if key_tile >= key_tiles:
+            continue
+        g = at = 0
+        start, left = kernel._listed(lists, grid, key_tile, query_tiles, QUERY_ROWS)
+        for _ in range(kernel._total(lists, 0, left, key_tile, query_tiles, sizes, QUERY_ROWS)):
+            g, start, at, left, entry, tile = kernel._take(
+                lists, 0, g, start, at, left, key_tile, query_tiles, sizes, QUERY_ROWS
+            )
+            found.append((g, tile, kept.query_turns[entry].item()))
+    return found
+
+
+@given(st.integers(128, 4500), st.integers(1, 36), st.integers(1, 3), st.booleans(), st.floats(0.01, 1.0))
+def test_every_addition_of_a_kept_tile_gets_its_turn(
+    rows: int, team: int, group: int, causal: bool, ratio: float
+) -> None:
+    config = SparsePatternConfig("content_adaptive", ratio, KEY_ROWS)
+    problem = Problem(spec=DilatedSpec.of([rows], [1]), sparse=config, is_causal=causal)
+    (kept,) = layout_of(problem, torch.randn(1, rows, group, 4), torch.randn(1, rows, 1, 4)).branches
+    left = [listed_additions_of(member, rows, team, group, kept) for member in range(team)]
+    query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
+    masks = [kept.mask(0, 0, head, key_tiles).sum(-1) for head in range(group)]
+    seen = [(g, tile) for one in left for g, tile, _ in one]
+    assert set(seen) == {(g, tile) for g in range(group) for tile in range(query_tiles)}
+    assert all(seen.count((g, tile)) == masks[g][tile // 2] for g, tile in set(seen))
+    assert_all_can_be_made(left)
+
+
+@given(st.integers(1, 3000), st.integers(1, 300), st.booleans(), st.integers(0, 200))
+def test_teams_are_as_many_as_may_be(units: int, key_tiles: int, causal: bool, most: int) -> None:
+    teams, size = launch._teams(units, key_tiles, causal, 132, most)
+    if (teams, size) == launch.NOBODY:
+        assert most < min(units, 132)
+    else:
+        assert 1 <= teams <= min(units, most)
+        assert 1 <= size <= key_tiles
+        assert teams * size <= 132
+
+
+def test_a_long_segment_is_shared_out_where_there_is_memory_for_few_teams() -> None:
+    assert launch._teams(12, 256, False, 132, 7) == (6, 22)
+    assert launch._teams(12, 256, False, 132, 1) == (1, 128)
+    assert launch._teams(1000, 8, False, 132, 4) == launch.NOBODY  # no team has more members than key tiles
 
 
 def works_of(program: int, programs: int, tiles: int, units: int, causal: bool) -> list[tuple[int, int]]:

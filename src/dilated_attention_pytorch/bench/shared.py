@@ -281,7 +281,7 @@ def _pool_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
                 off, on = (_training_step(*arguments, enable_memory_pool=used) for used in (False, True))
                 reset_global_memory_pool()
                 found = compare(off, on, device)
-                peaks = (peak_in_new_process(*arguments, used) for used in (False, True))
+                peaks = (_peak_bytes(*arguments, used) for used in (False, True))
                 yield Step(f"N={tokens:,} {name} {dtype} forward+backward", **asdict(found), **_named(*peaks))
         found = compare(_staging(device, tokens, False), _staging(device, tokens, True), device)
         yield Step(f"N={tokens:,} keys and values through host buffers, 4 times", **asdict(found))
@@ -305,6 +305,15 @@ def _staging(device: str, tokens: int, pooled: bool) -> Callable[[], object]:
 
 def _named(off: int, on: int) -> dict[str, Any]:
     return {"peak_off": off, "peak_on": on}
+
+
+def _peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+    if device == "cpu":
+        return peak_in_new_process(name, device, tokens, dtype, pooled)
+    reset_global_memory_pool()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return step_peak_bytes(name, device, tokens, dtype, pooled) - before
 
 
 def peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:

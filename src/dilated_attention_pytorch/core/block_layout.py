@@ -47,6 +47,7 @@ class BranchLayout(NamedTuple):
     keys: Tensor  # (kept tiles,)
     query_first: Tensor
     queries: Tensor
+    query_turns: Tensor  # as long as `queries`: how many later key tiles are in that query tile's list of keys
 
     @property
     def key_lists(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +222,7 @@ def _tiles(branch: Branch, offsets: tuple[int | None, ...], tokens: int, block_s
 
 def _compress(
     kept: Tensor, counts: Tensor, first: Tensor, entries: int, config: SparsePatternConfig
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Rows `(rows, K)` with their counts, of grids whose first rows are `first`, as CSR and CSC."""
     if entries >= 1 << 31:
         raise ValueError(
@@ -236,7 +237,7 @@ def _compress(
     column, order = (first[row] + keys).sort(stable=True)
     queries = (row - first[row])[order]
     every = torch.arange(counts.shape[0] + 1, device=counts.device)
-    return key_first, keys, torch.searchsorted(column, every), queries
+    return key_first, keys, torch.searchsorted(column, every), queries, (counts[row] - 1 - place)[order]
 
 
 def _branch_layout(

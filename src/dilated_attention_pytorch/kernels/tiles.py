@@ -59,8 +59,12 @@ class _Chunk:
 
     def add(self, total: Tensor, x: Tensor) -> None:
         """Add `(S, H, R, K * block, D)` to the tiles that it was taken from."""
-        tiles = total.flatten(0, 2)
-        tiles.index_add_(0, self.gathered.flatten(), x.reshape(-1, *tiles.shape[1:]))
+        tiles, places = total.flatten(0, 2), self.gathered.flatten()
+        x = x.reshape(-1, *tiles.shape[1:])
+        if tiles.is_cuda:  # where index_add_ adds in any order
+            tiles.index_put_((places,), x, accumulate=True)
+        else:
+            tiles.index_add_(0, places, x)
 
 
 def forward(

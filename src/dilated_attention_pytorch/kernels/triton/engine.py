@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.block_layout import BlockLayout
+from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
 from dilated_attention_pytorch.core.cache_entries import spans_key
 from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.pattern_cache import PatternCache
@@ -57,17 +57,17 @@ def forward(
     if not plan.every_row_written:
         lse.fill_(-torch.inf)
     for branch in plan.branches:
+        kept = None if layout is None else layout.branches[branch.index]
         if branch.hopper is not None:
-            branch.hopper.forward(query, key, value, out, lse, branch, scale * _LOG2_E)
+            branch.hopper.forward(query, key, value, out, lse, branch, scale * _LOG2_E, kept)
             continue
         launch = branch.launches.get("forward")
         if launch is None:
-            launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, layout)
+            launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, kept)
             branch.launches["forward"] = launch
         # Without dropout the seed is not read.
         tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
-        lists = () if layout is None else layout.branches[branch.index].key_lists
-        launch(query, key, value, out, lse, *tables, *lists)
+        launch(query, key, value, out, lse, *tables, *(() if kept is None else kept.key_lists))
     return out if out.dtype == dtype or problem.partial else out.to(dtype), lse.transpose(1, 2)
 
 
@@ -110,15 +110,15 @@ def backward(
         workspace = torch.empty_like(like) if take is None else _taken(take, like)
     launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
     for branch in plan.branches:
+        kept = None if layout is None else layout.branches[branch.index]
         if branch.hopper is not None:
-            branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace)
+            branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace, kept)
             continue
         if "dkdv" not in branch.launches:
-            branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, layout)
-            branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, layout)
+            branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, kept)
+            branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, kept)
         inputs = (query, key, value, grad_out, lse, delta)
         tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
-        kept = None if layout is None else layout.branches[branch.index]
         branch.launches["dkdv"](*inputs, dk, dv, *tables, *(() if kept is None else kept.query_lists))
         branch.launches["dq"](*inputs, dq, *tables, *(() if kept is None else kept.key_lists))
     if sign != 1:
@@ -136,7 +136,7 @@ def _borrowed_sums(take: Take, cleared: bool, like: Tensor) -> Tensor:
     return sums.zero_() if cleared else sums
 
 
-def _branch_launch(kernel: Any, name: str, branch: PlannedBranch, scale: float, layout: BlockLayout | None) -> Launch:
+def _branch_launch(kernel: Any, name: str, branch: PlannedBranch, scale: float, kept: BranchLayout | None) -> Launch:
     """One of the plain kernels: a program owns rows of a query head and walks keys, or, in `dkdv`, the other way."""
     plan = branch.plan
     tiles = branch.tiles(name)
@@ -146,11 +146,10 @@ def _branch_launch(kernel: Any, name: str, branch: PlannedBranch, scale: float, 
     numbers = (
         *plan.strides, plan.N, plan.H, branch.w, branch.r, heads, branch.heads.start * group, count,
         branch.slots_a_row, plan.problem.head_offset, plan.problem.first_position, branch.index, scale, plan.keep_scale,
-        plan.threshold,
-        0 if layout is None else layout.branches[branch.index].rows_a_batch_row,
+        plan.threshold, 0 if kept is None else kept.rows_a_batch_row,
     )  # fmt: skip
     # Without a layout the kernels take None in place of its lists; a launch is then spared their pointers.
-    no_lists = (None, None, None) if layout is None else ()
+    no_lists = (None, None, None) if kept is None else ()
     queries, keys = (tiles.walk, tiles.own) if owns_keys else (tiles.own, tiles.walk)
     settings = {"BLOCK_M": queries, "BLOCK_N": keys, **branch.settings(tiles)}
     return Launch(kernel, count * heads * branch.slots, (*no_lists, *numbers), settings)

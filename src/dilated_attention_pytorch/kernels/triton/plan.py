@@ -170,26 +170,25 @@ def _hopper_for(
 ) -> ModuleType | None:
     """The launchers of the Hopper kernels where they take this branch, else None: then the plain ones do.
 
-    They know neither documents nor dropout nor block layouts. Their backward sums dq in a scratch buffer for each
-    key/value head that works at once, and is left out where that would be a burden on memory.
+    They know neither documents nor dropout, and block layouts with tiles of their own size only. Their backward sums dq
+    in a scratch buffer for each key/value head that works at once, and is left out where that would be a burden on
+    memory.
     """
     plan = branch.plan
-    unknown = plan.documents is not None or plan.drops or plan.problem.sparse is not None
-    if KERNELS == "plain" or unknown or why_no_hopper(plan.device) is not None:
+    if KERNELS == "plain" or plan.documents is not None or plan.drops or why_no_hopper(plan.device) is not None:
         return None
     from dilated_attention_pytorch.kernels.triton.hopper import launch
 
     if grad_out is None and plan.sum_dtype != query.dtype and launch.padded(plan.D) > 64:
         return None  # forward has no shared memory left to pass float32 sums through
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
-    if not launch.takes_tensors(*tensors) or not launch.takes_branch(plan.N, branch.r, branch.rows):
+    block_size = None if plan.problem.sparse is None else plan.problem.sparse.block_size
+    if not launch.takes_tensors(*tensors) or not launch.takes_branch(plan.N, branch.r, branch.rows, block_size):
         return None
     if grad_out is not None:
         # q, out, do and dq are of one size, k, v, dk and dv of another.
         tensor_bytes = 4 * (query.numel() + key.numel()) * query.element_size()
-        branch.workspace_rows = launch.workspace_rows(query, key, branch)
-        scratch_bytes = launch.workspace_size(branch.workspace_rows, plan.D)[0] * 4
-        if scratch_bytes > max(_SCRATCH_BYTES, _SCRATCH_SHARE * tensor_bytes):
+        if not launch.share_out(query, key, branch, int(max(_SCRATCH_BYTES, _SCRATCH_SHARE * tensor_bytes))):
             return None
     return launch
 

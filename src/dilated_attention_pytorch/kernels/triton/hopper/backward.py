@@ -14,6 +14,11 @@ begin at different query tiles and walk them as a ring, so that a member's turn 
 Three kinds of warps: a producer copies tiles in; two warpgroups compute, each for half of the rows of a key tile and, a
 step later, when the other's half of ds is there, half of the columns of dq; two writers add dq to the scratch by the
 copy engine and keep the turns. All programs must be on the GPU at once: there is one a multiprocessor.
+
+With a block layout a member walks a key tile's list of query tiles, once for each query head, from its beginning.
+Later key tiles are taken, and add, before earlier ones. So whoever has the last of the key tiles that are not done yet
+waits for nobody; and in the usual patterns, whose lists move on by one query tile from a key tile to the next, every
+member comes to a query tile one step after the member before it.
 """
 
 # mypy: ignore-errors
@@ -44,8 +49,14 @@ TURNS_A_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `l
 
 
 @gluon.jit
-def _key_tile(round, member, team_size):
-    """A member's key tile of a round: back and forth, so that under causality all get as much to do."""
+def _key_tile(round, member, team_size, key_tiles, SPARSE: gl.constexpr):
+    """A member's key tile of a round, if that is below `key_tiles`.
+
+    Back and forth, so that under causality all get as much to do. With a block layout from the last tile to the first.
+    """
+    if SPARSE:
+        place = round * team_size + member
+        return gl.where(place < key_tiles, key_tiles - 1 - place, key_tiles)
     return round * team_size + gl.where(round % 2 == 0, member, team_size - 1 - member)
 
 
@@ -109,6 +120,51 @@ def _turn(
 
 
 @gluon.jit
+def _grid(lists, unit, g, sizes):
+    """The first row, in a layout's lists, of the grid of a unit's segment and its g-th query head."""
+    _, H, _, _, heads, first_head, _, slots_a_row, _, _, _, _, group = sizes
+    slot = unit // heads
+    head = (first_head + unit % heads) * group + g
+    return gl.load(lists[0] + slot % slots_a_row * H + head) + slot // slots_a_row * lists[5]
+
+
+@gluon.jit
+def _listed(lists, grid, key_tile, query_tiles, BLOCK_M: gl.constexpr):
+    """Where the list of the rows that keep a key tile starts, and how many query tiles of BLOCK_M rows it comes to."""
+    PIECES: gl.constexpr = BLOCK_N // BLOCK_M
+    row = grid + key_tile
+    start = gl.load(lists[1] + row)
+    end = gl.load(lists[1] + row + 1)
+    # The last query tile of a segment may have fewer pieces, and can only end a list.
+    ragged = query_tiles % PIECES != 0
+    last = gl.load(lists[2] + end - 1, mask=ragged & (end > start), other=-1)
+    return start, (end - start) * PIECES - gl.maximum((last + 1) * PIECES - query_tiles, 0)
+
+
+@gluon.jit
+def _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M: gl.constexpr):
+    """How many query tiles a key tile meets over all heads of the group, `left` of them of the first."""
+    total = left
+    for g in range(1, sizes[12]):
+        _, steps = _listed(lists, _grid(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
+        total += steps
+    return total
+
+
+@gluon.jit
+def _take(lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M: gl.constexpr):
+    """The next step of a walk over lists, which exists: `(g, start, at, left)` after it, its entry and query tile."""
+    PIECES: gl.constexpr = BLOCK_N // BLOCK_M
+    while left == 0:  # this head's list is through
+        g += 1
+        at = 0
+        start, left = _listed(lists, _grid(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
+    entry = start + at // PIECES
+    tile = gl.load(lists[2] + entry) * PIECES + at % PIECES
+    return g, start, at + 1, left - 1, entry, tile
+
+
+@gluon.jit
 def _produce(
     descs,
     inputs,
@@ -116,10 +172,12 @@ def _produce(
     Lse,
     Delta,
     offsets,
+    lists,
     sizes,
     BLOCK_M: gl.constexpr,
     KV_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):
     q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail = descs
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
@@ -134,8 +192,10 @@ def _produce(
         b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
+        if SPARSE:
+            grid = _grid(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
-            key_tile = _key_tile(round, member, team_size)
+            key_tile = _key_tile(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
                 mbarrier.wait(kv_empty.index(held), held_phase)
                 mbarrier.expect(kv_full.index(held), k_desc.block_type.nbytes * 2)
@@ -146,12 +206,21 @@ def _produce(
                 held, held_phase = advance(held, held_phase, KV_STAGES)
                 first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
                 g, tile = _begin(first, query_tiles, member, team_size, lag, group)
-                for _ in range(group * (query_tiles - first)):
+                steps = group * (query_tiles - first)
+                if SPARSE:
+                    g, at = gl.to_tensor(0), gl.to_tensor(0)
+                    start, left = _listed(lists, grid, key_tile, query_tiles, BLOCK_M)
+                    steps = _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
+                for _ in range(steps):
+                    if SPARSE:
+                        g, start, at, left, _, tile = _take(
+                            lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
+                        )
                     head = kv * group + g
                     row = tile * BLOCK_M
-                    at = (b.to(gl.int64) * H + head) * N + token + (row + lane).to(gl.int64) * rate
-                    lse = gl.load(Lse + at, mask=row + lane < count, other=0.0)
-                    delta = gl.load(Delta + at, mask=row + lane < count, other=0.0)
+                    places = (b.to(gl.int64) * H + head) * N + token + (row + lane).to(gl.int64) * rate
+                    lse = gl.load(Lse + places, mask=row + lane < count, other=0.0)
+                    delta = gl.load(Delta + places, mask=row + lane < count, other=0.0)
                     stage = walked & 1
                     mbarrier.wait(empty.index(stage), (walked >> 1 & 1) ^ 1)
                     signal = q_full.index(stage)
@@ -164,7 +233,8 @@ def _produce(
                     delta_smem.index(stage).store(delta)
                     mbarrier.arrive(q_full.index(stage), count=1)
                     walked += 1
-                    g, tile = _next(g, tile, first, query_tiles, group)
+                    if not SPARSE:
+                        g, tile = _next(g, tile, first, query_tiles, group)
 
 
 @gluon.jit
@@ -174,10 +244,12 @@ def _write(
     dq_smem,
     given,
     offsets,
+    lists,
     sizes,
     PARITY: gl.constexpr,
     BLOCK_M: gl.constexpr,
     CAUSAL: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):
     """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
     dq_full, dq_empty = given
@@ -192,16 +264,30 @@ def _write(
         _, _, _, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
+        if SPARSE:
+            grid = _grid(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
-            key_tile = _key_tile(round, member, team_size)
+            key_tile = _key_tile(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
                 first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
                 g, tile = _begin(first, query_tiles, member, team_size, lag, group)
-                for _ in range(group * (query_tiles - first)):
-                    if walked & 1 == PARITY:
-                        turn = _turn(
-                            g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL, BLOCK_M
+                steps = group * (query_tiles - first)
+                if SPARSE:
+                    g, at = gl.to_tensor(0), gl.to_tensor(0)
+                    start, left = _listed(lists, grid, key_tile, query_tiles, BLOCK_M)
+                    steps = _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
+                for _ in range(steps):
+                    if SPARSE:
+                        g, start, at, left, entry, tile = _take(
+                            lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
                         )
+                    if walked & 1 == PARITY:
+                        if SPARSE:
+                            turn = gl.load(lists[3] + entry)
+                        else:
+                            turn = _turn(
+                                g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL, BLOCK_M
+                            )
                         place = (team * group + g) * rows + tile * BLOCK_M
                         pointer = Turns + place // BLOCK_M
                         seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
@@ -221,7 +307,8 @@ def _write(
                         started = 1
                         last_turn = pointer
                     walked += 1
-                    g, tile = _next(g, tile, first, query_tiles, group)
+                    if not SPARSE:
+                        g, tile = _next(g, tile, first, query_tiles, group)
         if started > 0:
             wait_for_stores()
             gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
@@ -266,6 +353,7 @@ def _consume(
     shared,
     given,
     offsets,
+    lists,
     sizes,
     scale,
     WHICH: gl.constexpr,
@@ -275,6 +363,7 @@ def _consume(
     KV_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     CONTINUES: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):
     """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
@@ -300,16 +389,27 @@ def _consume(
         origin = b.to(gl.int64) * N + token
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
+        if SPARSE:
+            grid = _grid(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
-            key_tile = _key_tile(round, member, team_size)
+            key_tile = _key_tile(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
                 first_key = key_tile * BLOCK_N + WHICH * 64
                 dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
                 _, tile = _begin(first, query_tiles, member, team_size, lag, group)
+                steps = group * (query_tiles - first)
+                if SPARSE:
+                    g, at = gl.to_tensor(0), gl.to_tensor(0)
+                    start, left = _listed(lists, grid, key_tile, query_tiles, BLOCK_M)
+                    steps = _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
                 mbarrier.wait(kv_full.index(held), held_phase)
-                for step in range(group * (query_tiles - first)):
+                for step in range(steps):
+                    if SPARSE:
+                        g, start, at, left, _, tile = _take(
+                            lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
+                        )
                     row = tile * BLOCK_M
                     stage = walked & 1
                     phase = walked >> 1 & 1
@@ -352,14 +452,17 @@ def _consume(
                     dk, dv = warpgroup_mma_wait(0, deps=[dk_later, dv_later])
                     mbarrier.arrive(empty.index(stage), count=1)
                     walked += 1
-                    tile = gl.where(tile + 1 == query_tiles, first, tile + 1)
-                all_keys = k_smem.index(held).reshape([BLOCK_N, BLOCK_D])
-                _give_dq(ds_smem, dq_smem, shared, given, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
+                    if not SPARSE:
+                        tile = gl.where(tile + 1 == query_tiles, first, tile + 1)
+                met_any = steps > 0 if SPARSE else True
+                if met_any:
+                    all_keys = k_smem.index(held).reshape([BLOCK_N, BLOCK_D])
+                    _give_dq(ds_smem, dq_smem, shared, given, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
                 mbarrier.arrive(kv_empty.index(held), count=1)
                 held, held_phase = advance(held, held_phase, KV_STAGES)
-                at = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, grads))
-                into = ((origin + at.to(gl.int64) * rate) * (H // group) + kv)[:, None] * D + columns[None, :]
-                inside = (at < count)[:, None] & (columns < D)[None, :]
+                keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, grads))
+                into = ((origin + keys.to(gl.int64) * rate) * (H // group) + kv)[:, None] * D + columns[None, :]
+                inside = (keys < count)[:, None] & (columns < D)[None, :]
                 dk = dk * scale
                 if CONTINUES:
                     dk += gl.load(Dk + into, mask=inside, other=0.0).to(gl.float32)
@@ -373,16 +476,20 @@ def _consume(
             place = (team * group + g) * rows + tile * BLOCK_M
             pointer = Turns + place // BLOCK_M
             if tile < query_tiles:
-                all_added = epoch + _additions(tile, key_tiles, CAUSAL, BLOCK_M)
-                while gl.atomic_add(pointer, 0, sem="acquire", scope="gpu") != all_added:
+                if SPARSE:
+                    row = _grid(lists, unit, g, sizes) + tile // (BLOCK_N // BLOCK_M)
+                    additions = gl.load(lists[4] + row + 1) - gl.load(lists[4] + row)
+                else:
+                    additions = _additions(tile, key_tiles, CAUSAL, BLOCK_M)
+                while gl.atomic_add(pointer, 0, sem="acquire", scope="gpu") != epoch + additions:
                     pass
                 synchronize_threads()
-                at = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, memory))
-                sums = Scratch + place.to(gl.int64) * BLOCK_D + at[:, None] * BLOCK_D + wide[None, :]
+                queries = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, memory))
+                sums = Scratch + place.to(gl.int64) * BLOCK_D + queries[:, None] * BLOCK_D + wide[None, :]
                 dq = gl.load(sums, cache_modifier=".cg") * scale
-                at = tile * BLOCK_M + at
-                into = ((origin + at.to(gl.int64) * rate) * H + kv * group + g)[:, None] * D + wide[None, :]
-                inside = (at < count)[:, None] & (wide < D)[None, :]
+                queries = tile * BLOCK_M + queries
+                into = ((origin + queries.to(gl.int64) * rate) * H + kv * group + g)[:, None] * D + wide[None, :]
+                inside = (queries < count)[:, None] & (wide < D)[None, :]
                 if CONTINUES:
                     dq += gl.load(Dq + into, mask=inside, other=0.0).to(gl.float32)
                 gl.store(Dq + into, dq.to(Dq.dtype.element_ty), mask=inside)
@@ -397,7 +504,7 @@ def _consume(
 # Numbers that vary from call to call: specialising on them would compile anew.
 _UNSPECIALIZED = (
     "N", "H", "W", "rate", "heads", "first_head", "rows", "slots_a_row", "units", "teams", "team_size", "lag",
-    "group", "turns_at",
+    "group", "turns_at", "rows_a_batch_row",
 )  # fmt: skip
 
 
@@ -419,6 +526,11 @@ def backward_kernel(
     Dv,
     Scratch,
     offsets,
+    Grids,
+    First,
+    Queries,
+    QueryTurns,
+    KeyFirst,
     N,
     H,
     W,
@@ -433,6 +545,7 @@ def backward_kernel(
     lag,
     group,
     turns_at,
+    rows_a_batch_row,
     scale,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -440,8 +553,12 @@ def backward_kernel(
     KV_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     CONTINUES: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):
-    """`heads` and `first_head` count key/value heads; `rows` is a segment's most rows, rounded up to whole tiles."""
+    """`heads` and `first_head` count key/value heads; `rows` is a segment's most rows, rounded up to whole tiles.
+
+    `Grids` to `KeyFirst` and `rows_a_batch_row` are a block layout's lists, and not read without one.
+    """
     Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -466,16 +583,20 @@ def backward_kernel(
     descs = (q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail)
     inputs = (q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
     sizes = (N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, lag, group)
+    if SPARSE:
+        lists = (Grids, First, Queries, QueryTurns, KeyFirst, rows_a_batch_row)
+    else:
+        lists = (offsets, offsets, offsets, offsets, offsets, N)
     # A tuple of constants would not stay constant, so the lists are written out.
     gl.warp_specialize(
         [
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, sizes,
-                        scale, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES)),
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, sizes,
-                        scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES)),
-            (_produce, (descs, inputs, copied, Lse, Delta, offsets, sizes, BLOCK_M, KV_STAGES, CAUSAL)),
-            (_write, (scratch_desc, Turns, dq_smem, given, offsets, sizes, 0, BLOCK_M, CAUSAL)),
-            (_write, (scratch_desc, Turns, dq_smem, given, offsets, sizes, 1, BLOCK_M, CAUSAL)),
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, lists,
+                        sizes, scale, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, SPARSE)),
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, lists,
+                        sizes, scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, SPARSE)),
+            (_produce, (descs, inputs, copied, Lse, Delta, offsets, lists, sizes, BLOCK_M, KV_STAGES, CAUSAL, SPARSE)),
+            (_write, (scratch_desc, Turns, dq_smem, given, offsets, lists, sizes, 0, BLOCK_M, CAUSAL, SPARSE)),
+            (_write, (scratch_desc, Turns, dq_smem, given, offsets, lists, sizes, 1, BLOCK_M, CAUSAL, SPARSE)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

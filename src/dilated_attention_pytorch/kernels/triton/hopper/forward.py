@@ -5,6 +5,9 @@ first. A consumer issues the product `q k^T` of the next tile before `p v` of th
 the tensor cores work; the consumers wait for each other only through the tiles that they share.
 The grid is persistent: `_tile_at` shares out the tiles of query rows. The copies of a program's next tile, and its
 first product, do not wait until the last one is stored.
+
+With a block layout, whose tiles are as large as those here, a query tile's list of key tiles is walked in their place:
+see `triton.block_sparse`. Again only its last one may need a mask.
 """
 
 # mypy: ignore-errors
@@ -61,16 +64,37 @@ def _tile_at(turn, tiles, units, programs, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def _listed(lists, unit, tile, place, sizes, BLOCK_M: gl.constexpr):
+    """A query tile's list of key tiles: where it starts, and how many it has; none where there is no such tile."""
+    Grids, First, _, rows_a_batch_row = lists
+    _, H, _, _, heads, _, _, slots_a_row, units, _, _ = sizes
+    b, head, _, count = place
+    there = (unit < units) & (tile * BLOCK_M < count)
+    row = gl.load(Grids + unit // heads % slots_a_row * H + head) + b * rows_a_batch_row + tile
+    start = gl.load(First + row, mask=there, other=0)
+    return start, gl.load(First + row + 1, mask=there, other=0) - start
+
+
+@gluon.jit
+def _ends(lists, unit, tile, place, sizes, BLOCK_M: gl.constexpr):
+    """How many key tiles a query tile has in its list, and the last of them."""
+    start, steps = _listed(lists, unit, tile, place, sizes, BLOCK_M)
+    return steps, gl.load(lists[2] + start + steps - 1, mask=steps > 0, other=0)
+
+
+@gluon.jit
 def _produce(
     descs,
     staged,
     signals,
     offsets,
+    lists,
     sizes,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
     CAUSAL: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):
     q_desc, q_tail, k_desc, k_tail, v_desc, v_tail = descs
     q_smem, k_smem, v_smem = staged
@@ -94,9 +118,17 @@ def _produce(
                 q = q_smem.index((done & 1) * CONSUMERS + i)
                 copy_rows(q_desc, q_tail, b, token, row, head, N, rate, signal, q, 64)
             done += 1
-            steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
+            if SPARSE:
+                start, steps = _listed(lists, unit, tile, (b, head, token, count), sizes, BLOCK_M)
+                following = gl.load(lists[2] + start + steps - 1)
+            else:
+                steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
             for step in range(steps):
-                row = (steps - 1 - step) * BLOCK_N
+                if SPARSE:  # read a step early
+                    row = following * BLOCK_N
+                    following = gl.load(lists[2] + start + gl.maximum(steps - 2 - step, 0))
+                else:
+                    row = (steps - 1 - step) * BLOCK_N
                 mbarrier.wait(k_empty.index(stage), phase)
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 copy_rows(k_desc, k_tail, b, token, row, kv, N, rate, k_full.index(stage), k_smem.index(stage), BLOCK_N)
@@ -124,15 +156,21 @@ def _pass_turn(turns, issued, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, ORDE
 
 
 @gluon.jit
-def _with_rows(turn, unit, tile, place, offsets, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+def _with_rows(
+    turn, unit, tile, place, ends, offsets, lists, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
+    SPARSE: gl.constexpr,
+):  # fmt: skip
     """The first of a program's turns, from this one on, whose tile has rows, and where that is; no rows after all."""
     N, _, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group = sizes
     b, head, token, count = place
+    steps, last = ends
     while (unit < units) & (tile * BLOCK_M >= count):
         turn += 1
         unit, tile = _tile_at(turn, tiles, units, programs, CAUSAL)
         b, head, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
-    return turn, tile, b, head, token, gl.where(unit < units, count, 0)
+        if SPARSE:
+            steps, last = _ends(lists, unit, tile, (b, head, token, count), sizes, BLOCK_M)
+    return turn, tile, b, head, token, gl.where(unit < units, count, 0), (steps, last)
 
 
 @gluon.jit
@@ -218,6 +256,7 @@ def _consume(
     staged,
     signals,
     offsets,
+    lists,
     sizes,
     qk_scale,
     WHICH: gl.constexpr,
@@ -229,6 +268,7 @@ def _consume(
     ORDERED: gl.constexpr,
     CAUSAL: gl.constexpr,
     CONTINUES: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):
     q_smem, k_smem, v_smem = staged
     _q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
@@ -239,8 +279,6 @@ def _consume(
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     weights: gl.constexpr = gl.DotOperandLayout(0, output, 2)
     memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    # What earlier branches left in the rows of the next tile is asked for a whole tile early, if registers allow.
-    EARLY: gl.constexpr = CONSUMERS == 2 and BLOCK_D == 64
     nothing = gl.zeros([64, BLOCK_N], gl.float32, scores)
     done = 0
     issued = 0
@@ -248,7 +286,13 @@ def _consume(
     phase = 0
     unit, tile = _tile_at(0, tiles, units, programs, CAUSAL)
     place = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
-    turn, tile, b, head, token, count = _with_rows(gl.to_tensor(0), unit, tile, place, offsets, sizes, BLOCK_M, CAUSAL)
+    turn = gl.to_tensor(0)
+    ends = turn, turn
+    if SPARSE:
+        ends = _ends(lists, unit, tile, place, sizes, BLOCK_M)
+    turn, tile, b, head, token, count, ends = _with_rows(
+        turn, unit, tile, place, ends, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
+    )
     issued, stage, phase = _await_tiles(
         tile, count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
     )
@@ -266,14 +310,22 @@ def _consume(
         # Where the next tile is: asked for early, because the answer takes long.
         unit, tile = _tile_at(turn + 1, tiles, units, programs, CAUSAL)
         offset = gl.load(offsets + (first_head + unit % heads) // group)
+        mine, last = ends
+        if SPARSE:
+            place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
+            ends = _ends(lists, unit, tile, place, sizes, BLOCK_M)
+        else:
+            mine = _own_tiles(first_row, count, BLOCK_N, CAUSAL)
+            last = mine - 1
         if CONTINUES:
             m = before_lse * LOG2_E
             denominator = gl.where(m == -float("inf"), 0.0, 1.0)
+            acc = gl.convert_layout(before, output).to(gl.float32)
         else:
             m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
             denominator = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
-        mine = _own_tiles(first_row, count, BLOCK_N, CAUSAL)
-        keys = (mine - 1) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
+            acc = gl.zeros([64, BLOCK_D], gl.float32, output)
+        keys = last * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
         sees = (keys < count)[None, :]
         if CAUSAL:
             rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
@@ -281,21 +333,8 @@ def _consume(
         s = gl.where(sees, s, -float("inf"))
         # Finite from this tile on: every row sees a key of it.
         p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         p = gl.convert_layout(p.to(dtype), weights)
-        if CONTINUES:
-            acc = gl.convert_layout(before, output).to(gl.float32)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
-        else:
-            acc = gl.zeros([64, BLOCK_D], gl.float32, output)
-        place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
-        turn, tile, next_b, next_head, next_token, next_count = _with_rows(
-            turn + 1, unit, tile, place, offsets, sizes, BLOCK_M, CAUSAL
-        )
-        next_first_row = tile * BLOCK_M + WHICH * 64
-        if CONTINUES and EARLY:
-            before_lse, before = _before(
-                Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
-            )
         q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
         for _ in range(1, mine):
             v_stage = stage
@@ -322,6 +361,10 @@ def _consume(
         v_stage = stage
         mbarrier.wait(v_full.index(v_stage), phase)
         stage, phase = advance(stage, phase, STAGES)
+        place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
+        turn, tile, next_b, next_head, next_token, next_count, ends = _with_rows(
+            turn + 1, unit, tile, place, ends, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
+        )
         issued, stage, phase = _await_tiles(
             tile, next_count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
         )
@@ -332,7 +375,8 @@ def _consume(
         # Without a next tile this is the product of what lies there; nobody looks at it.
         next_s = warpgroup_mma(next_q, next_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
-        if CONTINUES and not EARLY:
+        next_first_row = tile * BLOCK_M + WHICH * 64
+        if CONTINUES:
             before_lse, before = _before(
                 Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
             )
@@ -361,6 +405,7 @@ def _consume(
         "units",
         "programs",
         "group",
+        "rows_a_batch_row",
     )
 )
 def forward_kernel(
@@ -373,6 +418,9 @@ def forward_kernel(
     Out,
     Lse,
     offsets,
+    Grids,
+    First,
+    Kept,
     N,
     H,
     W,
@@ -384,6 +432,7 @@ def forward_kernel(
     units,
     programs,
     group,
+    rows_a_batch_row,
     qk_scale,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -394,7 +443,9 @@ def forward_kernel(
     ORDERED: gl.constexpr,
     CAUSAL: gl.constexpr,
     CONTINUES: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):
+    """`Grids`, `First`, `Kept` and `rows_a_batch_row` are a block layout's lists of keys, and not read without one."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
@@ -412,15 +463,16 @@ def forward_kernel(
     sizes = (N, H, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group)
     staged = (q_smem, k_smem, v_smem)
     descs = (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail)
+    lists = (Grids, First, Kept, rows_a_batch_row) if SPARSE else (offsets, offsets, offsets, N)
     # A tuple of constants would not stay constant, so the lists are written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
-                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
-                (_produce, (descs, staged, signals, offsets, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL)),
+                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
+                (_produce, (descs, staged, signals, offsets, lists, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
             ],
             [4, 4],
             [REGISTERS, 24],
@@ -428,13 +480,13 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
-                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
-                (_consume, (Out, Lse, staged, signals, offsets, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N, STAGES,
-                            CONSUMERS, ORDERED, CAUSAL, CONTINUES)),
-                (_produce, (descs, staged, signals, offsets, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL)),
+                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
+                (_produce, (descs, staged, signals, offsets, lists, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 32],

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dilated_attention_pytorch.core.block_layout import BranchLayout
 from dilated_attention_pytorch.kernels.triton.hopper.backward import backward_kernel
 from dilated_attention_pytorch.kernels.triton.hopper.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch, View
@@ -18,6 +19,7 @@ from dilated_attention_pytorch.kernels.triton.tuning import hopper_tiles_for
 
 _KEY_ROWS = 128  # of a key tile, in both kernels
 _QUERY_ROWS = 64  # of a query tile in backward
+NOBODY = (0, 0)  # teams of a branch that other kernels compute sooner
 _MOST_ROWS = 1 << 22  # of a segment: backward counts its key tiles in 16 bits
 _SUMS_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
@@ -40,22 +42,27 @@ def takes_tensors(*tensors: Tensor) -> bool:
     )
 
 
-def takes_branch(tokens: int, rate: int, rows: int) -> bool:
-    """Segments of less than a key tile are computed as fast without these kernels, and `copy_rows` needs a tile."""
-    return _KEY_ROWS <= rows <= _MOST_ROWS and tokens // rate >= _KEY_ROWS
+def takes_branch(tokens: int, rate: int, rows: int, block_size: int | None) -> bool:
+    """Segments of less than a key tile are computed as fast without these kernels, and `copy_rows` needs a tile.
+
+    A block layout, if there is one, must have tiles of that size.
+    """
+    fits = _KEY_ROWS <= rows <= _MOST_ROWS and tokens // rate >= _KEY_ROWS
+    return fits and block_size in (None, _KEY_ROWS)
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, branch, qk_scale: float
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, branch, qk_scale: float,
+    kept: BranchLayout | None,
 ) -> None:  # fmt: skip
     """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
     launch = branch.launches.get("Hopper forward")
     if launch is None:
-        launch = branch.launches["Hopper forward"] = _forward_launch(query, key, branch, qk_scale)
-    launch(query, key, value, out, lse, branch.offsets)
+        launch = branch.launches["Hopper forward"] = _forward_launch(query, key, branch, qk_scale, kept)
+    launch(query, key, value, out, lse, branch.offsets, *(() if kept is None else kept.key_lists))
 
 
-def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float) -> Launch:
+def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None) -> Launch:
     N, H, D = query.shape[1:]
     group = H // key.shape[2]
     block_d = padded(D)
@@ -64,11 +71,15 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float) -> Laun
     multiprocessors = _multiprocessors(query.device)
     # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
     alone = -(-branch.rows // 128) * units <= multiprocessors
-    tiles = hopper_tiles_for(block_d, branch.is_causal, alone)
+    # So do a layout's tiles, which must not be shorter than a program's.
+    tiles = hopper_tiles_for(block_d, branch.is_causal, alone or kept is not None)
     count = -(-branch.rows // (64 * tiles.consumers))
     works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
     programs = min(works, multiprocessors)
-    numbers = (N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, units, programs, group, qk_scale)
+    numbers = (
+        *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, units, programs, group,
+        _rows_a_batch_row(kept), qk_scale,
+    )  # fmt: skip
     settings = {
         "D": D,
         "BLOCK_D": block_d,
@@ -79,6 +90,7 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float) -> Laun
         "ORDERED": tiles.ordered,
         "CAUSAL": branch.is_causal,
         "CONTINUES": branch.continues,
+        "SPARSE": kept is not None,
         "num_warps": 4,
     }
     views = (_view(branch.r, 64), _view(branch.r, _KEY_ROWS), _view(branch.r, _KEY_ROWS))
@@ -87,24 +99,27 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float) -> Laun
 
 def backward(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, branch, scale: float, workspace: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, branch, scale: float, workspace: Tensor, kept: BranchLayout | None,
 ) -> None:  # fmt: skip
     """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
     launch = branch.launches.get("Hopper backward")
     if launch is None:
-        launch = branch.launches["Hopper backward"] = _backward_launch(query, key, branch, scale, workspace)
-    launch(query, grad_out, key, value, workspace, lse, delta, dq, dk, dv, workspace, branch.offsets)
+        launch = branch.launches["Hopper backward"] = _backward_launch(query, key, branch, scale, workspace, kept)
+    lists = () if kept is None else (*kept.query_lists, kept.query_turns, kept.key_first)
+    launch(query, grad_out, key, value, workspace, lse, delta, dq, dk, dv, workspace, branch.offsets, *lists)
 
 
-def _backward_launch(query: Tensor, key: Tensor, branch, scale: float, workspace: Tensor) -> Launch:
+def _backward_launch(
+    query: Tensor, key: Tensor, branch, scale: float, workspace: Tensor, kept: BranchLayout | None
+) -> Launch:
     N, H, D = query.shape[1:]
     block_d = padded(D)
-    teams, team_size = _teams_of(query, branch)
+    teams, team_size = branch.teams
     units = len(branch.heads) * branch.slots
     numbers = (
-        N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, _padded_rows(branch), branch.slots_a_row,
-        units, teams, team_size, _lag(block_d, branch.is_causal), H // key.shape[2], _turns_at(workspace, block_d),
-        scale,
+        *_no_lists(kept, 5), N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, _padded_rows(branch),
+        branch.slots_a_row, units, teams, team_size, _lag(block_d, branch.is_causal), H // key.shape[2],
+        _turns_at(workspace, block_d), _rows_a_batch_row(kept), scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -113,11 +128,21 @@ def _backward_launch(query: Tensor, key: Tensor, branch, scale: float, workspace
         "KV_STAGES": 2 if block_d == 64 else 1,  # what fits into shared memory
         "CAUSAL": branch.is_causal,
         "CONTINUES": branch.continues,
+        "SPARSE": kept is not None,
         "num_warps": 4,
     }
     queries, keys = _view(branch.r, _QUERY_ROWS), _view(branch.r, _KEY_ROWS)
     sums = functools.partial(_sums_descriptor, block_d=block_d)
     return Launch(backward_kernel, teams * team_size, numbers, settings, (queries, queries, keys, keys, sums))
+
+
+def _no_lists(kept: BranchLayout | None, count: int) -> tuple[None, ...]:
+    """What a kernel takes in place of a layout's lists where there is none."""
+    return (None,) * count if kept is None else ()
+
+
+def _rows_a_batch_row(kept: BranchLayout | None) -> int:
+    return 0 if kept is None else kept.rows_a_batch_row
 
 
 def workspace_size(rows: int, head_dim: int) -> tuple[int, int]:
@@ -133,17 +158,19 @@ def _turns_at(workspace: Tensor, block_d: int) -> int:
     return workspace.numel() // (_QUERY_ROWS * block_d + 1) * _QUERY_ROWS * block_d
 
 
-def workspace_rows(query: Tensor, key: Tensor, branch) -> int:
-    return _teams_of(query, branch)[0] * (query.shape[2] // key.shape[2]) * _padded_rows(branch)
+def share_out(query: Tensor, key: Tensor, branch, most_bytes: int) -> bool:
+    """Set the teams of a branch's backward, whose sums of dq take so many bytes at most; False where few would work."""
+    key_tiles = _padded_rows(branch) // _KEY_ROWS
+    group = query.shape[2] // key.shape[2]
+    team_bytes = workspace_size(group * _padded_rows(branch), query.shape[3])[0] * 4
+    kind = (len(branch.heads) * branch.slots, key_tiles, branch.is_causal, _multiprocessors(query.device))
+    branch.teams = _teams(*kind, most_bytes // team_bytes)
+    branch.workspace_rows = branch.teams[0] * group * _padded_rows(branch)
+    return branch.teams != NOBODY
 
 
 def _padded_rows(branch) -> int:
     return -(-branch.rows // _KEY_ROWS) * _KEY_ROWS
-
-
-def _teams_of(query: Tensor, branch) -> tuple[int, int]:
-    key_tiles = _padded_rows(branch) // _KEY_ROWS
-    return _teams(len(branch.heads) * branch.slots, key_tiles, branch.is_causal, _multiprocessors(query.device))
 
 
 def _sums_descriptor(workspace: Tensor, block_d: int) -> tuple[TensorDescriptor]:
@@ -173,19 +200,25 @@ def _lag(block_d: int, is_causal: bool) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _teams(units: int, key_tiles: int, is_causal: bool, multiprocessors: int) -> tuple[int, int]:
-    """How many teams of how many programs finish soonest.
+def _teams(units: int, key_tiles: int, is_causal: bool, multiprocessors: int, most: int) -> tuple[int, int]:
+    """How many teams of how many programs finish soonest, at most so many: NOBODY where those would take too long.
 
     A larger team needs less scratch, which then stays in L2. But it takes turns longer, and under causality, where
     members of a round walk fewer and fewer query tiles, they come to wait for each other.
     """
 
-    def rounds(size: int) -> float:
-        waits = 0.2 / size + (0.015 if is_causal else 0.01) * size
-        return -(-units // (multiprocessors // size)) * -(-key_tiles // size) * (1 + waits)
+    def rounds(size: int, most: int = units) -> float:
+        waits = 0.2 / size + (0.24 if is_causal else 0.16) * size / max(16, key_tiles)
+        return -(-units // min(most, multiprocessors // size)) * -(-key_tiles // size) * (1 + waits)
 
-    size = min(range(1, min(key_tiles, 16, multiprocessors) + 1), key=rounds)
-    return min(units, multiprocessors // size), size
+    sizes = range(1, min(key_tiles, multiprocessors) + 1)
+    if most == 0:
+        return NOBODY
+    size = min(sizes, key=lambda size: rounds(size, most))
+    # The plain kernels take half as long again as these where all multiprocessors work.
+    if rounds(size, most) > 1.5 * min(map(rounds, sizes)):
+        return NOBODY
+    return min(units, multiprocessors // size, most), size
 
 
 @functools.lru_cache
