@@ -3,6 +3,7 @@
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
 from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import Scheme, Traffic, Wire, branch_traffic, choose_scheme
+from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.modules import (
     AcrossRanks,
     DistributedImprovedDilatedAttention,
@@ -36,9 +37,11 @@ __all__ = [
     "branch_traffic",
     "choose_scheme",
     "even_lengths",
+    "parallelize",
     "ranks_of",
     "sharded_dilated_attention",
     "shared_segments",
+    "token_mesh",
     "zigzag_lengths",
     "zigzag_order",
     "zigzag_places",

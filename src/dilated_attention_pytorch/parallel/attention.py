@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
 from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, SCHEMES, Scheme, Wire, choose_scheme
 from dilated_attention_pytorch.parallel.gather import Gather
+from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
 from dilated_attention_pytorch.parallel.ring import Ring
 from dilated_attention_pytorch.parallel.sharding import Document, Shards, local_calls, shared_segments
 
@@ -112,7 +112,7 @@ def sharded_dilated_attention(
         problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, backend)
         if key_padding_mask is not None:
-            mask_spans = _spans_of_own_mask(query, lengths)
+            mask_spans = spans_of_own_mask(*query.shape[:2], lengths)
         call = _described(query, key, value, branches, settings, scheme, memory_budget, lengths)
     except (AttributeError, TypeError, ValueError) as wrong:
         error = wrong
@@ -124,7 +124,7 @@ def sharded_dilated_attention(
     if shards.tokens == 0:
         raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
     if mask_spans:
-        spans = _joined_spans(ranks, shards, mask_spans)
+        spans = joined_spans(ranks, shards, mask_spans)
     elif lengths:
         spans = document_spans(query.shape[0], shards.tokens, cache=None, **lengths)
     seed = ranks.share_from_first(draw_seed(query.device)) if dropout_p > 0.0 else None
@@ -139,35 +139,6 @@ def sharded_dilated_attention(
     plan = ranks.remember(kind, lambda: _plan(ranks, *kind))
     out, lse = _Sharded.apply(query, key, value, seed, plan, backend)
     return (out, lse) if return_lse else out
-
-
-def _spans_of_own_mask(query: Tensor, lengths: dict[str, Tensor]) -> list[tuple[int, int]]:
-    """`(start, end)` of the valid tokens of each batch row of a shard."""
-    if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} both state the lengths: pass one of them")
-    batch, tokens = query.shape[:2]
-    if tokens == 0:
-        return [(0, 0)] * batch
-    found = document_spans(batch, tokens, cache=None, **lengths)
-    assert found is not None
-    return [(start, end) for start, end in found.tolist()]
-
-
-def _joined_spans(ranks: Ranks, shards: Shards, mine: list[tuple[int, int]]) -> Tensor:
-    """The spans of whole rows, from those that every rank's own mask leaves of its shard."""
-    theirs = ranks.gather_numbers([number for span in mine for number in span])
-    joined = []
-    for b in range(len(mine)):
-        pieces = [(edge + row[2 * b], edge + row[2 * b + 1]) for edge, row in zip(shards.edges, theirs)]
-        pieces = [piece for piece in pieces if piece[0] < piece[1]]
-        for (_, end), (start, _) in pairwise(pieces):
-            if start != end:
-                raise ValueError(
-                    f"key_padding_mask row {b} has a hole at {end} of the whole sequence: valid tokens must form one "
-                    "span; pack with cu_seqlens instead"
-                )
-        joined.append((pieces[0][0], pieces[-1][1]) if pieces else (0, 0))
-    return torch.tensor(joined)
 
 
 def _check_settings(
