@@ -112,7 +112,7 @@ def sharded_dilated_attention(
         problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, backend)
         if key_padding_mask is not None:
-            mask_spans = spans_of_own_mask(*query.shape[:2], lengths)
+            mask_spans = spans_of_own_mask(query.shape[0], query.shape[1], lengths)
         call = _described(query, key, value, branches, settings, scheme, memory_budget, lengths)
     except (AttributeError, TypeError, ValueError) as wrong:
         error = wrong

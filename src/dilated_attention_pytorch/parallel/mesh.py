@@ -14,6 +14,7 @@ from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPosition
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, SCHEMES, Scheme
+from dilated_attention_pytorch.parallel.cross_attention import WholeMemory
 from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks
 from dilated_attention_pytorch.parallel.modules import AcrossRanks
 from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
@@ -38,8 +39,8 @@ def parallelize(
     Args:
         model: the same on every rank, with the same weights.
         mesh: its axes are any of `data` (ranks have sequences of their own), `sequence` (they share the tokens of a
-            sequence: contiguous shards, the first rank has the first) and `tensor` (they have the same tokens, and share
-            heads and feed-forward features).
+            sequence in contiguous shards, in order) and `tensor` (they have the same tokens, and share heads and
+            feed-forward features).
         scheme, memory_budget: how rows of a shared segment travel; see `sharded_dilated_attention`.
         shard_parameters: FSDP2 shards parameters over `data` and `sequence`, and averages gradients over them. False
             leaves that to the caller, for DDP over `token_mesh(mesh)`.
@@ -63,6 +64,10 @@ def parallelize(
         share_features(model, mesh["tensor"])
     places: dict[str, Any] = {"sequence": sequence, "heads": heads}
     model = _replace(model, lambda part: _across_ranks(part, places, scheme, memory_budget))
+    if sequence is not None and sequence.ranks().size > 1:
+        for part in model.modules():
+            if isinstance(part, DilatedTransformerDecoderLayer):
+                part.cross_attn.register_forward_pre_hook(WholeMemory(sequence), with_kwargs=True)
     tokens = token_mesh(mesh)
     if shard_parameters and tokens is not None and any(True for _ in model.parameters()):
         from torch.distributed.fsdp import fully_shard
@@ -122,12 +127,6 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
             raise ValueError(
                 f"{name or 'the model'} is a {type(part).__name__}, which is not built to attend across ranks: use "
                 "DilatedAttention in its place"
-            )
-    for name, part in model.named_modules():
-        if isinstance(part, DilatedTransformerDecoderLayer) and sizes["sequence"] > 1:
-            raise ValueError(
-                f"{name or 'the model'} attends to all of an encoder's output, which no rank of the axis 'sequence' has: "
-                "leave that axis out, or use an encoder alone"
             )
     if sizes["tensor"] > 1 and (problem := indivisible(model, sizes["tensor"])) is not None:
         raise ValueError(problem)

@@ -64,7 +64,7 @@ def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
             module.register_forward_pre_hook(_EnterOnce(mesh), with_kwargs=True)
         elif isinstance(module, FeedForward):
             cut(module, ("linear1",), "linear2")
-            module.dropout = SharedDropout(module.dropout.p, Place(mesh=mesh, axis="tensor"))
+            module._modules["dropout"] = SharedDropout(module.dropout.p, Place(mesh=mesh, axis="tensor"))
 
 
 class _EnterOnce:
@@ -105,7 +105,9 @@ class SharedLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., features / ranks)` from the rank's share of the features."""
-        weight, bias = self.weight.to_local(), self.bias.to_local()  # type: ignore[operator]
+        from torch.distributed.tensor import DTensor
+
+        weight, bias = (x.to_local() for x in (self.weight, self.bias) if isinstance(x, DTensor))
         return _LayerNormAcrossRanks.apply(x, weight, bias, self.eps, self._ranks.ranks().group)
 
     def extra_repr(self) -> str:
