@@ -45,6 +45,7 @@ from dilated_attention_pytorch.parallel import (
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
+    parallelize,
 )
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "get_global_memory_pool",
     "get_global_pattern_cache",
     "merge",
+    "parallelize",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",
 ]

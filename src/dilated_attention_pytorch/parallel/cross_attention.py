@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.parallel.comm import Place, Ranks
+from dilated_attention_pytorch.parallel.sharding import Shards
 
 
 class WholeMemory:
@@ -32,10 +34,25 @@ class WholeMemory:
 
 
 def _gathered(ranks: Ranks, x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """`(B, all tokens, ...)`; its gradient goes back to the rank whose tokens they are, summed over ranks."""
-    from torch.distributed.nn.functional import all_gather
+    return _Gather.apply(x, ranks, lengths)
 
-    missing = max(lengths) - x.shape[1]
-    even = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)).contiguous()
-    pieces = all_gather(even, group=ranks.group)
-    return torch.cat([piece[:, :length] for piece, length in zip(pieces, lengths)], 1)
+
+class _Gather(torch.autograd.Function):
+    """`(B, all tokens, ...)` from each rank's tokens; the gradient of a rank's tokens is the sum over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, lengths: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.shards = ranks, Shards(lengths)
+        even = x.new_zeros((x.shape[0], max(lengths), *x.shape[2:]))  # messages of one size
+        even[:, : x.shape[1]] = x
+        pieces = [torch.empty_like(even) for _ in lengths]
+        dist.all_gather(pieces, even, group=ranks.group)
+        return torch.cat([piece[:, :length] for piece, length in zip(pieces, lengths)], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.ranks.group)
+        first, last = ctx.shards.bounds(ctx.ranks.rank)
+        return total[:, first:last], None, None

@@ -179,7 +179,8 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
         if sequence * tensor > 1:
             raise ValueError(
                 f"sequence_parallel={sequence} and tensor_parallel={tensor} need {sequence * tensor} ranks or a "
-                f"multiple, and this is one process: start it with --ranks {sequence * tensor}, or with torchrun"
+                f"multiple, and this is one process: start it with --ranks {sequence * tensor} or torchrun, or say "
+                "--sequence-parallel 1 --tensor-parallel 1"
             )
         yield Ranks(device=_device(device))
         return
