@@ -25,8 +25,6 @@ from dilated_attention_pytorch.core import (
 from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
@@ -40,6 +38,8 @@ from dilated_attention_pytorch.nn import (
     create_multihead_dilated_attention,
 )
 from dilated_attention_pytorch.parallel import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DistributedImprovedDilatedAttention,
     RingDilatedAttention,
     RingDilatedAttentionV2,

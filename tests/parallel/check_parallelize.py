@@ -21,7 +21,7 @@ from dilated_attention_pytorch import (
     RingMultiheadDilatedAttention,
     parallelize,
 )
-from dilated_attention_pytorch.nn.block_sparse import BlockSparseRingMultiheadDilatedAttention
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel import Shards, even_lengths
 
@@ -184,7 +184,7 @@ def check_bad_meshes() -> None:
         return MultiheadDilatedAttention(num_heads=4, **heads)
 
     ring = multihead(make=RingMultiheadDilatedAttention, ring_size=4)
-    sparse = multihead(make=BlockSparseRingMultiheadDilatedAttention)
+    sparse = multihead(make=BlockSparseMultiheadDilatedAttention)
     fused = multihead(make=ImprovedMultiheadDilatedAttention)
     no_names = init_device_mesh("cpu", (2, 2))
     unknown = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "model"))

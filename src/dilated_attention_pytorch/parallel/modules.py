@@ -144,6 +144,7 @@ class AcrossRanks(DilatedAttention):
             head_layout=self.spec.head_layout,
             spans=spans,
             allow_tf32=self.allow_tf32,
+            sparse_config=self.sparse_config,
             backend=self.backend,
             **share,
             **lengths,
