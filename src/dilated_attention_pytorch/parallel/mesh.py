@@ -126,7 +126,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
         elif type(part) not in (DilatedAttention, ImprovedDilatedAttention):
             raise ValueError(
                 f"{name or 'the model'} is a {type(part).__name__}, which is not built to attend across ranks: use "
-                "DilatedAttention in its place"
+                "DilatedAttention, or one of the Ring classes"
             )
     if sizes["tensor"] > 1 and (problem := indivisible(model, sizes["tensor"])) is not None:
         raise ValueError(problem)
