@@ -25,8 +25,6 @@ from dilated_attention_pytorch.core import (
 from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
@@ -40,11 +38,14 @@ from dilated_attention_pytorch.nn import (
     create_multihead_dilated_attention,
 )
 from dilated_attention_pytorch.parallel import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DistributedImprovedDilatedAttention,
     RingDilatedAttention,
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
+    parallelize,
 )
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "get_global_memory_pool",
     "get_global_pattern_cache",
     "merge",
+    "parallelize",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",
 ]

@@ -7,14 +7,14 @@ from types import ModuleType
 
 from dilated_attention_pytorch import nn
 from dilated_attention_pytorch.models import longnet
-from dilated_attention_pytorch.parallel import modules
+from dilated_attention_pytorch.parallel import block_sparse, modules
 
 PUBLISHED_PATHS: dict[str, ModuleType] = {
     "dilated_attention": nn,
     "improved_dilated_attention": nn,
     "multihead_dilated_attention": nn,
     "improved_multihead_dilated_attention": nn,
-    "block_sparse_ring_dilated_attention": nn,
+    "block_sparse_ring_dilated_attention": block_sparse,
     "ring_dilated_attention": modules,
     "ring_dilated_attention_v2": modules,
     "ring_dilated_attention_v3": modules,

@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--max-restarts", type=int, metavar="K", help="with --ranks: how often to restart after a death")
     train.add_argument("--engine", choices=["fsdp", "ddp"], help="ranks shard the parameters, or copy them")
+    train.add_argument("--sequence-parallel", type=int, metavar="P", help="ranks that share the tokens of a sequence")
+    train.add_argument("--tensor-parallel", type=int, metavar="P", help="ranks that share the heads of the model")
     train.add_argument("--timeout-seconds", type=float, help="silence of a rank after which the others end (600)")
     train.add_argument(
         "--monitors",

@@ -154,11 +154,7 @@ def dilated_attention(
     if resources is None and plain:
         resources = NO_RESOURCES if sparse_config is None else Resources(get_global_pattern_cache())
     if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
-        if sparse_config is not None:
-            raise ValueError(
-                "a block layout belongs to rows without padding, so lengths (seqlens, cu_seqlens, key_padding_mask, "
-                "spans) cannot be stated with sparse_config: call it once for each document, or leave out sparse_config"
-            )
+        refuse_lengths_of_tiles(sparse_config)
         B, N = query.shape[:2]
         spans = document_spans(
             B,
@@ -262,6 +258,14 @@ def checked_problem(
         allow_tf32=allow_tf32,
         sparse=sparse_config,
     )
+
+
+def refuse_lengths_of_tiles(sparse_config: SparsePatternConfig | None) -> None:
+    if sparse_config is not None:
+        raise ValueError(
+            "a block layout belongs to rows without padding, so lengths (seqlens, cu_seqlens, key_padding_mask, "
+            "spans) cannot be stated with sparse_config: call it once for each document, or leave out sparse_config"
+        )
 
 
 def check_sparse_config(sparse_config: SparsePatternConfig, spec: DilatedSpec) -> None:

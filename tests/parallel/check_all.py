@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from .check_bad_input import check_bad_input
+from .check_block_sparse import check_block_sparse
 from .check_invariance import check_invariance
 from .check_names import check_names
+from .check_parallelize import check_parallelize
 
 
 def main() -> None:
@@ -30,6 +32,9 @@ def main() -> None:
         passed("bad input", check_bad_input)
     if size != 3:
         passed(f"names on {size}", check_names)
+    passed(f"block-sparse on {size}", lambda: check_block_sparse(seed))
+    if size == 4:
+        passed("parallelize", check_parallelize)
     dist.destroy_process_group()
 
 

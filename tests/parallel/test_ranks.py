@@ -31,5 +31,14 @@ def test_published_classes_give_their_rows_on_every_rank(ranks) -> None:
     check_passed(f"names on {ranks}", ranks)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_kept_tiles_are_those_of_a_single_device(ranks) -> None:
+    check_passed(f"block-sparse on {ranks}", ranks)
+
+
+def test_models_on_a_mesh_have_the_losses_and_gradients_of_one_device() -> None:
+    check_passed("parallelize", 4)
+
+
 def test_bad_input_is_an_error_on_every_rank() -> None:
     check_passed("bad input", 2)

@@ -63,11 +63,23 @@ def hang(folder: Path, flags: list[str]) -> None:
     main([*flags, "--out", str(folder / "hung"), "--timeout-seconds", "10"])
 
 
-def resume(folder: Path, flags: list[str]) -> None:
-    assert main(flags) == 0
-    assert main(["train", "--out", str(folder / "odd"), "--device", "cpu", "--batch-size", "6"]) == 1
+def four(folder: Path, flags: list[str]) -> None:
+    """Four ranks resume what two began, and share sequences, heads and parameters in several ways."""
+    real = trainer._step
+    assert main(["train", "--resume", str(folder / "four")]) == 0
+    assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "4"]) == 0
+    assert main([*flags, "--out", str(folder / "sequence-data"), "--sequence-parallel", "2"]) == 0
+    both = ["--sequence-parallel", "2", "--tensor-parallel", "2"]
+    at_step(12, lambda: signal.raise_signal(signal.SIGTERM))
+    assert main([*flags, "--out", str(folder / "sequence-tensor"), *both]) == 128 + signal.SIGTERM
+    trainer._step = real
+    assert main(["train", "--resume", str(folder / "sequence-tensor")]) == 0
+    assert main(["train", "--resume", str(folder / "one-to-tensor"), *both]) == 0
+    assert main(["train", "--resume", str(folder / "one-to-ddp"), "--sequence-parallel", "2", "--engine", "ddp"]) == 0
+    assert main([*flags, "--out", str(folder / "three"), "--tensor-parallel", "3"]) == 1
+    assert main([*flags, "--out", str(folder / "odd"), "--batch-size", "6"]) == 1
 
 
 if __name__ == "__main__":
     scenario, folder, *flags = sys.argv[1:]
-    {"share": share, "kill": kill, "hang": hang, "resume": resume}[scenario](Path(folder), flags)
+    {"share": share, "kill": kill, "hang": hang, "four": four}[scenario](Path(folder), flags)

@@ -145,12 +145,46 @@ def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(folder, flags, s
     assert output.count("all ranks must have the same seed: rank 0 has 0 and rank 1 has 1") == 2
 
 
-def test_four_ranks_go_on_where_two_stopped(folder, alone, shared) -> None:
-    run = without_newest(folder / "fsdp", folder / "four")
-    output = launch(4, "resume", folder, ["train", "--resume", str(run)])
-    assert ", from step 6 on cpu, 4 ranks (fsdp)" in output
-    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
-    assert output.count("4 ranks must divide the batch: choose another --batch-size than 6") == 4
+@pytest.fixture(scope="module")
+def longer(folder, flags) -> list[str]:
+    """Twenty steps, of sequences that four ranks cannot share evenly."""
+    changes = "--steps 20 --sequence-length 18 --num-heads 4 --validate-every 20 --checkpoint-every 19"
+    flags = [*flags, *changes.split()]
+    assert main([*flags, "--out", str(folder / "longer")]) == 0
+    return flags
+
+
+@pytest.fixture(scope="module")
+def on_four(folder, longer, shared) -> str:
+    without_newest(folder / "fsdp", folder / "four")
+    without_newest(folder / "longer", folder / "one-to-tensor")
+    without_newest(folder / "longer", folder / "one-to-ddp")
+    return launch(4, "four", folder, longer)
+
+
+def test_four_ranks_go_on_where_two_stopped(folder, alone, on_four) -> None:
+    assert ", from step 6 on cpu, 4 ranks (fsdp)" in on_four
+    assert losses(folder / "four") == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sequence", "sequence-data", "sequence-tensor", "one-to-tensor", "one-to-ddp"])
+def test_ranks_that_share_sequences_heads_and_parameters_have_the_losses_of_one_process(folder, on_four, name) -> None:
+    assert len(losses(folder / name)) == 20
+    assert losses(folder / name) == pytest.approx(losses(folder / "longer"), rel=1e-5)
+
+
+def test_one_process_goes_on_where_ranks_shared_heads(folder, on_four, capsys) -> None:
+    assert ", from step 12 on cpu, 4 ranks (fsdp, sequence 2, tensor 2)" in on_four
+    run = without_newest(folder / "sequence-tensor", folder / "tensor-to-one")
+    assert main(["train", "--resume", str(run)]) == 1
+    assert "sequence_parallel=2 and tensor_parallel=2 need 4 ranks" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run), "--sequence-parallel", "1", "--tensor-parallel", "1"]) == 0
+    assert losses(run) == pytest.approx(losses(folder / "longer"), rel=1e-5)
+
+
+def test_ranks_that_do_not_divide_are_told_on_all_of_them(on_four) -> None:
+    assert on_four.count("sequence_parallel=1 times tensor_parallel=3 must divide the ranks, and there are 4") == 4
+    assert on_four.count("4 ranks must divide the batch: choose another --batch-size than 6") == 4
 
 
 def test_one_process_goes_on_where_two_stopped_and_passes_over_what_is_damaged(folder, alone, shared, capsys) -> None:

@@ -29,13 +29,15 @@ from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 from dilated_attention_pytorch.kernels.parts import partition_for
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import (
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
     DilatedTransformerEncoderLayer,
     ImprovedDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
+)
+from dilated_attention_pytorch.parallel.block_sparse import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
 )
 
 SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}

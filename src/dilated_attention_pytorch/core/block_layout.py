@@ -188,7 +188,7 @@ def layout_for(
             branches.append(None)
             continue
         starts = dict(zip(sizes, itertools.accumulate(sizes, initial=0)))
-        chosen = [_grid(config, size, index, is_causal) for size in sizes]
+        chosen = [tiles_by_position(config, size, index, is_causal) for size in sizes]
         width = max(kept.shape[1] for kept, _ in chosen)
         kept = torch.cat([F.pad(kept, (0, width - kept.shape[1])) for kept, _ in chosen])
         counts = torch.cat([count for _, count in chosen])
@@ -199,8 +199,8 @@ def layout_for(
     return BlockLayout(config.block_size, tuple(branches))
 
 
-def _grid(config: SparsePatternConfig, tiles: int, branch: int, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The kept key tiles of every row of a grid and their number, some rows at a time."""
+def tiles_by_position(config: SparsePatternConfig, tiles: int, branch: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The kept key tiles of every row of a grid, `tiles` where a row keeps fewer than most, and their number."""
     size = torch.tensor([[tiles]])
     chosen = [
         choose_tiles(config, preference(config, tiles, rows, branch), rows, size, is_causal)
@@ -264,10 +264,7 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
             continue
         chosen: dict[int, tuple[Tensor, Tensor]] = {}
         for offset, heads in heads_by_offset(offsets):
-            pooled_q = _pooled(query[:, :, heads], branch, offset, config.block_size, T, first_row=problem.is_causal)
-            pooled_k = _pooled(key[:, :, heads], branch, offset, config.block_size, T)
-            size = -(-_rows_on_grid(branch, offset, N, device) // config.block_size).view(1, -1, 1, 1, 1, 1)
-            kept, counts = _highest(problem, config, pooled_q, pooled_k, size)
+            kept, counts = tiles_by_content(problem, config, query[:, :, heads], key[:, :, heads], branch, offset, T)
             chosen.update(zip(range(kv_heads)[heads], zip(kept.unbind(2), counts.unbind(2))))
         some, few = next(iter(chosen.values()))
         absent = torch.full_like(some, T), torch.zeros_like(few)
@@ -280,6 +277,26 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
         grids = first[: S * H].view(S, H)
         branches.append(_branch_layout(device, grids, S * H * T, compressed))
     return BlockLayout(config.block_size, tuple(branches))
+
+
+def tiles_by_content(
+    problem: Problem,
+    config: SparsePatternConfig,
+    query: Tensor,
+    key: Tensor,
+    branch: Branch,
+    offset: int,
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    """The kept key tiles of every segment's grid, `(B, S, heads, group, most, K)`, and their numbers.
+
+    `query` and `key` are `(B, N, heads, group, D)`, of heads at one offset, with `group` 1 for keys.
+    """
+    pooled_q = _pooled(query, branch, offset, config.block_size, most, first_row=problem.is_causal)
+    pooled_k = _pooled(key, branch, offset, config.block_size, most)
+    rows = _rows_on_grid(branch, offset, query.shape[1], query.device)
+    tiles = -(-rows // config.block_size).view(1, -1, 1, 1, 1, 1)
+    return _highest(problem, config, pooled_q, pooled_k, tiles)
 
 
 def _highest(

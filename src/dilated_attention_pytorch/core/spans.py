@@ -124,13 +124,15 @@ def _spans_of_mask(mask: Tensor) -> Tensor:
     return torch.stack([start, end], dim=-1)
 
 
-def document_positions(spans: Tensor, batch: int, tokens: int) -> Tensor:
+def document_positions(spans: Tensor, batch: int, tokens: int, first: int = 0) -> Tensor:
     """`(batch, tokens)`: each token's position within its own document; meaningless, but in range, on padding.
+
+    The tokens are those from `first` on of the rows that `spans` speak of.
 
     >>> document_positions(torch.tensor([[0, 3], [3, 5]]), 1, 5)
     tensor([[0, 1, 2, 0, 1]])
     """
-    position = torch.arange(tokens, device=spans.device)
+    position = torch.arange(first, first + tokens, device=spans.device)
     if batch > 1:
         return (position - spans[:, :1]).clamp_min(0)
     document = torch.searchsorted(spans[:, 1].contiguous(), position, right=True).clamp_max(spans.shape[0] - 1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.kernels.dense import Keep
 
@@ -22,15 +23,19 @@ _ELEMENTS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Tiling:
-    """The kept key tiles of every query tile, `(S or 1, H or 1, T, K)`, -1 where a row of tiles keeps fewer than K."""
+    """The kept key tiles of every query tile, `(S or 1, H or 1, T, K)`, -1 where a row of tiles keeps fewer than K.
+
+    The query tiles are those from number `first` on.
+    """
 
     kept: Tensor
     block_size: int
+    first: int = 0
 
     def cut(self, x: Tensor, take: Take) -> Tensor:
         """Rows `(S, M, H, ...)` as whole tiles `(S, H, T, block, ...)`, filled up with zeros."""
         S, M, H, *rest = x.shape
-        T = self.kept.shape[2]
+        T = tiles_of(M, self.block_size)
         tiles = take((S, H, T, self.block_size, *rest), dtype=x.dtype, device=x.device)
         rows = tiles.flatten(2, 3)
         rows[:, :, :M] = x.transpose(1, 2)
@@ -70,10 +75,10 @@ class _Chunk:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: Keep | None, take: Take, tiling: Tiling
 ) -> tuple[Tensor, Tensor]:
-    rows = q.shape[1]
+    rows, keys = q.shape[1], k.shape[1]
     q, k, v = (tiling.cut(x, take) for x in (q, k, v))
     out, lse = (take(shape, dtype=q.dtype, device=q.device) for shape in (q.shape, q.shape[:-1]))
-    for chunk in _chunks(tiling, q, rows, is_causal):
+    for chunk in _chunks(tiling, q, keys, is_causal):
         scores = _scores(q, k, scale, chunk)
         chunk_lse = scores.logsumexp(-1)
         weights = scores.sub_(chunk_lse.unsqueeze(-1)).exp_()
@@ -98,12 +103,12 @@ def backward(
     tiling: Tiling,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Against the merged lse and delta; a row past the end has do = 0 and delta = 0, and adds nothing."""
-    rows = q.shape[1]
+    rows, keys = q.shape[1], k.shape[1]
     do, q, k, v, delta, lse = (tiling.cut(x, take) for x in (do, q, k, v, delta, lse))
     dq, dk, dv = (take(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dk.zero_()
     dv.zero_()
-    for chunk in _chunks(tiling, q, rows, is_causal):
+    for chunk in _chunks(tiling, q, keys, is_causal):
         here = chunk.segments, slice(None), chunk.tiles
         weights = _scores(q, k, scale, chunk).sub_(lse[here].unsqueeze(-1)).exp_()
         d_weights = do[here] @ chunk.take(v).transpose(-1, -2)
@@ -116,8 +121,7 @@ def backward(
         d_scores = d_weights.sub_(delta[here].unsqueeze(-1)).mul_(weights).mul_(scale)
         dq[here] = d_scores @ chunk.take(k)
         chunk.add(dk, d_scores.transpose(-1, -2) @ q[here])
-    dq, dk, dv = (tiling.join(x, rows) for x in (dq, dk, dv))
-    return dq, dk, dv
+    return tiling.join(dq, rows), tiling.join(dk, keys), tiling.join(dv, keys)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, chunk: _Chunk) -> Tensor:
@@ -134,10 +138,10 @@ def _chunks(tiling: Tiling, q: Tensor, count: int, is_causal: bool) -> Iterator[
     rows_at_once = max(1, min(T, _ELEMENTS_AT_ONCE // a_row))
     segments_at_once = max(1, _ELEMENTS_AT_ONCE // (a_row * rows_at_once))
     within = torch.arange(block, device=q.device)
-    grid = torch.arange(S * H, device=q.device).view(S, H, 1, 1) * T
+    grid = torch.arange(S * H, device=q.device).view(S, H, 1, 1) * tiles_of(count, block)
     for t in range(0, T, rows_at_once):
         tiles = slice(t, min(t + rows_at_once, T))
-        rows = torch.arange(tiles.start, tiles.stop, device=q.device)[:, None] * block + within
+        rows = (tiling.first + torch.arange(tiles.start, tiles.stop, device=q.device))[:, None] * block + within
         rows = rows[None, None, :, :, None]
         # Under causality early rows of tiles keep fewer: what none of these keeps is not gathered.
         kept = tiling.kept[:, :, tiles]

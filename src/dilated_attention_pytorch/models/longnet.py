@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.resources import is_plain
-from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.weights import load_weights, save_weights
 from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
-from dilated_attention_pytorch.nn.positions import RotaryPositions, XPosPositions
+from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, XPosPositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 Model = TypeVar("Model", bound="_Pretrained")
@@ -49,6 +48,7 @@ class _Pretrained(SharesResources, nn.Module):
             raise TypeError(f"pass a config or its fields, not both: got a config and {sorted(overrides)}")
         self.config = ModelConfig(**overrides) if config is None else config
         self.gradient_checkpointing = False
+        self.spans = DocumentSpans()
 
     def gradient_checkpointing_enable(self, enable: bool = True) -> None:
         """Keep only the layers' inputs while training and recompute the rest in backward."""
@@ -91,7 +91,7 @@ class _Pretrained(SharesResources, nn.Module):
     def _spans(self, x: Tensor, **lengths: Tensor | None) -> Tensor | None:
         """The spans that all layers take, from lengths that state them."""
         cache = self._pattern_cache if is_plain(x) else None
-        return document_spans(x.shape[0], x.shape[1], **lengths, cache=cache)
+        return self.spans(x.shape[0], x.shape[1], **lengths, cache=cache)
 
     def _positions(self) -> RotaryPositions | None:
         if self.config.positions == "none":

@@ -3,8 +3,8 @@
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.block_sparse import (
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
+    BlockSparseDilatedAttention,
+    BlockSparseMultiheadDilatedAttention,
 )
 from dilated_attention_pytorch.nn.factories import create_dilated_attention, create_multihead_dilated_attention
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
@@ -16,8 +16,8 @@ from dilated_attention_pytorch.nn.transformer import (
 )
 
 __all__ = [
-    "BlockSparseRingDilatedAttention",
-    "BlockSparseRingMultiheadDilatedAttention",
+    "BlockSparseDilatedAttention",
+    "BlockSparseMultiheadDilatedAttention",
     "DilatedAttention",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",

@@ -8,15 +8,15 @@ from typing import Any
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.block_sparse import (
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
+    BlockSparseDilatedAttention,
+    BlockSparseMultiheadDilatedAttention,
 )
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 
 ATTENTION_TYPES: dict[str, tuple[type[DilatedAttention], type[MultiheadDilatedAttention]]] = {
     "standard": (DilatedAttention, MultiheadDilatedAttention),
     "improved": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
-    "block_sparse": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
+    "block_sparse": (BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention),
 }
 """The classes by type: attention, and multihead around it. `auto` is `standard`, which changes no precision."""
 

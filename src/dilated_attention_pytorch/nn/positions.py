@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.spans import document_positions
+from dilated_attention_pytorch.core.spans import document_positions, document_spans
 
 
 class Rotation(NamedTuple):
@@ -17,6 +17,13 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
     scale: Tensor | None = None
+
+
+class DocumentSpans(nn.Module):
+    """`document_spans` as a part of a model: the seam at which a sequence over several ranks brings in the whole."""
+
+    def forward(self, batch: int, tokens: int, **lengths: Any) -> Tensor | None:
+        return document_spans(batch, tokens, **lengths)
 
 
 class RotaryPositions(nn.Module):
@@ -37,13 +44,22 @@ class RotaryPositions(nn.Module):
         self.base = base
 
     def forward(
-        self, batch: int, tokens: int, spans: Tensor | None = None, device: torch.device | str | None = None
+        self,
+        batch: int,
+        tokens: int,
+        spans: Tensor | None = None,
+        device: torch.device | str | None = None,
+        *,
+        first: int = 0,
     ) -> Rotation:
-        """The rotation of `tokens` positions, counted from each document's first token where `spans` are given."""
+        """The rotation of `tokens` positions, counted from each document's first token where `spans` are given.
+
+        The positions are those from `first` on, in a row of which the tokens are a part.
+        """
         if spans is None:
-            positions = torch.arange(tokens, device=device)[None]
+            positions = torch.arange(first, first + tokens, device=device)[None]
         else:
-            positions = document_positions(spans, batch, tokens)
+            positions = document_positions(spans, batch, tokens, first)
         return self.of(positions)
 
     def of(self, positions: Tensor) -> Rotation:

@@ -1,8 +1,13 @@
 """Dilated attention across ranks: shards, costs, schemes, and the modules that use them."""
 
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
+from dilated_attention_pytorch.parallel.block_sparse import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+)
 from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import Scheme, Traffic, Wire, branch_traffic, choose_scheme
+from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.modules import (
     AcrossRanks,
     DistributedImprovedDilatedAttention,
@@ -22,6 +27,8 @@ from dilated_attention_pytorch.parallel.sharding import (
 
 __all__ = [
     "AcrossRanks",
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention",
     "DistributedImprovedDilatedAttention",
     "Place",
     "Ranks",
@@ -36,9 +43,11 @@ __all__ = [
     "branch_traffic",
     "choose_scheme",
     "even_lengths",
+    "parallelize",
     "ranks_of",
     "sharded_dilated_attention",
     "shared_segments",
+    "token_mesh",
     "zigzag_lengths",
     "zigzag_order",
     "zigzag_places",

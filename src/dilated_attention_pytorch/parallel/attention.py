@@ -8,34 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for, layout_of
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
 from dilated_attention_pytorch.core.spec import HeadLayout, Problem
-from dilated_attention_pytorch.functional import autocast_inputs, checked_problem, dilated_attention
+from dilated_attention_pytorch.functional import (
+    autocast_inputs,
+    checked_problem,
+    dilated_attention,
+    refuse_lengths_of_tiles,
+)
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.kernels.eager import tf32
+from dilated_attention_pytorch.kernels.eager import by_head, tf32
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
 from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, SCHEMES, Scheme, Wire, choose_scheme
 from dilated_attention_pytorch.parallel.gather import Gather
+from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
 from dilated_attention_pytorch.parallel.ring import Ring
-from dilated_attention_pytorch.parallel.sharding import Document, Shards, local_calls, shared_segments
+from dilated_attention_pytorch.parallel.sharding import Document, LocalCall, Shards, local_calls, shared_segments
+from dilated_attention_pytorch.parallel.sparse import SparseGather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_EXCHANGES: dict[str, type[Exchange]] = {"gather": Gather, "ring": Ring, "all_to_all": AllToAll}
+_EXCHANGES: dict[str, type[Exchange]] = {"gather": Gather, "ring": Ring, "all_to_all": AllToAll, "sparse": SparseGather}
 
 
 def sharded_dilated_attention(
@@ -63,6 +71,7 @@ def sharded_dilated_attention(
     head_offset: int = 0,
     total_heads: int | None = None,
     allow_tf32: bool | None = None,
+    sparse_config: SparsePatternConfig | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -79,6 +88,7 @@ def sharded_dilated_attention(
             each call begins with a short message between hosts.
         seqlens, cu_seqlens, spans: of the whole sequence, the same on every rank.
         key_padding_mask: `(B, L)`, of the rank's own tokens.
+        sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`.
         dropout_p: which weights are dropped is drawn on the first rank, and is what a single device would draw.
         The other arguments are those of `dilated_attention`.
 
@@ -96,7 +106,7 @@ def sharded_dilated_attention(
         "head_offset": head_offset,
         "total_heads": total_heads,
         "allow_tf32": allow_tf32,
-        "sparse_config": None,
+        "sparse_config": sparse_config,
         "backend": backend,
     }
     stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans, "key_padding_mask": key_padding_mask}
@@ -111,8 +121,12 @@ def sharded_dilated_attention(
     try:
         problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, backend)
+        if lengths:
+            refuse_lengths_of_tiles(sparse_config)
+        if sparse_config is not None and scheme not in ("auto", "gather"):
+            raise ValueError(f"kept tiles travel by gather, got scheme={scheme!r}: use auto or gather")
         if key_padding_mask is not None:
-            mask_spans = _spans_of_own_mask(query, lengths)
+            mask_spans = spans_of_own_mask(query.shape[0], query.shape[1], lengths)
         call = _described(query, key, value, branches, settings, scheme, memory_budget, lengths)
     except (AttributeError, TypeError, ValueError) as wrong:
         error = wrong
@@ -124,7 +138,7 @@ def sharded_dilated_attention(
     if shards.tokens == 0:
         raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
     if mask_spans:
-        spans = _joined_spans(ranks, shards, mask_spans)
+        spans = joined_spans(ranks, shards, mask_spans)
     elif lengths:
         spans = document_spans(query.shape[0], shards.tokens, cache=None, **lengths)
     seed = ranks.share_from_first(draw_seed(query.device)) if dropout_p > 0.0 else None
@@ -139,35 +153,6 @@ def sharded_dilated_attention(
     plan = ranks.remember(kind, lambda: _plan(ranks, *kind))
     out, lse = _Sharded.apply(query, key, value, seed, plan, backend)
     return (out, lse) if return_lse else out
-
-
-def _spans_of_own_mask(query: Tensor, lengths: dict[str, Tensor]) -> list[tuple[int, int]]:
-    """`(start, end)` of the valid tokens of each batch row of a shard."""
-    if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} both state the lengths: pass one of them")
-    batch, tokens = query.shape[:2]
-    if tokens == 0:
-        return [(0, 0)] * batch
-    found = document_spans(batch, tokens, cache=None, **lengths)
-    assert found is not None
-    return [(start, end) for start, end in found.tolist()]
-
-
-def _joined_spans(ranks: Ranks, shards: Shards, mine: list[tuple[int, int]]) -> Tensor:
-    """The spans of whole rows, from those that every rank's own mask leaves of its shard."""
-    theirs = ranks.gather_numbers([number for span in mine for number in span])
-    joined = []
-    for b in range(len(mine)):
-        pieces = [(edge + row[2 * b], edge + row[2 * b + 1]) for edge, row in zip(shards.edges, theirs)]
-        pieces = [piece for piece in pieces if piece[0] < piece[1]]
-        for (_, end), (start, _) in pairwise(pieces):
-            if start != end:
-                raise ValueError(
-                    f"key_padding_mask row {b} has a hole at {end} of the whole sequence: valid tokens must form one "
-                    "span; pack with cu_seqlens instead"
-                )
-        joined.append((pieces[0][0], pieces[-1][1]) if pieces else (0, 0))
-    return torch.tensor(joined)
 
 
 def _check_settings(
@@ -220,10 +205,29 @@ def _described(
 
 
 @dataclass(frozen=True)
+class Call:
+    """What a rank computes alone, on some of its tokens: all of them, unless tiles are kept."""
+
+    problem: Problem
+    spans: Tensor | None
+    tokens: slice
+    layout: BlockLayout | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        return x if self.tokens.stop - self.tokens.start == x.shape[1] else x[:, self.tokens].contiguous()
+
+    def tiles(self, query: Tensor, key: Tensor) -> BlockLayout | None:
+        sparse = self.problem.sparse
+        if sparse is None or not sparse.depends_on_content:
+            return self.layout
+        return layout_of(self.problem, query, key)
+
+
+@dataclass(frozen=True)
 class Plan:
     """One rank's part of a kind of call: what it computes alone, and what it exchanges."""
 
-    calls: tuple[tuple[Problem, Tensor | None], ...]
+    calls: tuple[Call, ...]
     exchanges: tuple[Exchange, ...]
     allow_tf32: bool | None
 
@@ -240,7 +244,7 @@ def _plan(
     scheme: str,
     budget: int,
 ) -> Plan:
-    batch, _, heads, head_dim = shape
+    batch, tokens, heads, head_dim = shape
     first, _ = shards.bounds(ranks.rank)
     table = problem.offsets(heads, kv_heads)
     exchanges: list[Exchange] = []
@@ -251,22 +255,36 @@ def _plan(
             continue
         groups = heads // len(offsets)
         wire = Wire(branch, offsets, groups, head_dim, itemsize, max(4, itemsize), problem.is_causal, shards)
-        chosen = choose_scheme(scheme, wire, segments, budget)
-        if chosen == "all_to_all":
+        chosen = "sparse" if problem.sparse is not None else choose_scheme(scheme, wire, segments, budget)
+        if chosen in ("all_to_all", "sparse"):
             elsewhere.add(index)
         mine = [(number, segment) for number, segment in enumerate(segments) if ranks.rank in segment.ranks]
         if mine:
             exchanges.append(_EXCHANGES[chosen](Rows(problem, index, wire, first), mine, ranks))
     found = local_calls(problem.spec, table, shards, documents, batch, ranks.rank, frozenset(elsewhere))
     partial = bool(exchanges) or len(found) > 1
-    calls = tuple(
-        (
-            replace(problem, table=call.table, first_position=first, partial=partial),
-            None if call.spans is None else torch.tensor(call.spans, device=device),
-        )
-        for call in found
-    )
-    return Plan(calls, tuple(exchanges), problem.allow_tf32)
+    calls = []
+    for call in found:
+        share = replace(problem, table=call.table, first_position=first, partial=partial)
+        if problem.sparse is None:
+            spans = None if call.spans is None else torch.tensor(call.spans, device=device)
+            calls.append(Call(share, spans, slice(0, tokens)))
+        else:
+            calls.append(_call_on_tiles(share, call, tokens, heads, kv_heads, device))
+    return Plan(tuple(calls), tuple(exchanges), problem.allow_tf32)
+
+
+def _call_on_tiles(
+    share: Problem, call: LocalCall, tokens: int, heads: int, kv_heads: int, device: torch.device
+) -> Call:
+    """A call on the whole segments that a shard has: a layout has no spans, so the tokens around them are left out."""
+    start, stop = (0, tokens) if call.spans is None else call.spans[0]
+    share = replace(share, first_position=share.first_position + start)
+    layout = None
+    if share.sparse is not None and not share.sparse.depends_on_content:
+        offsets = share.query_head_offsets(heads, kv_heads)
+        layout = layout_for(share.spec, stop - start, offsets, share.sparse, share.is_causal, device)
+    return Call(share, None, slice(start, stop), layout)
 
 
 class _Sharded(torch.autograd.Function):
@@ -296,20 +314,28 @@ def _forward(
     empty = query.new_empty(0)
     x = Tensors(query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty)
     begun = [exchange.begin_forward(x) for exchange in plan.exchanges]
-    for problem, spans in plan.calls:
-        partial = op.forward(query, key, value, spans, seed, problem, backend)
-        if x.out is empty:
+    for call in plan.calls:
+        q, k, v = (call.of(y) for y in (query, key, value))
+        partial = op.forward(q, k, v, call.spans, seed, call.problem, backend, layout=call.tiles(q, k))
+        if x.out is empty and q is query:
             x.out, x.lse = partial
         else:
-            merge_(x.out, x.lse, *partial)
+            if x.out is empty:
+                x.out, x.lse = _nothing(query)
+            merge_(x.out[:, call.tokens], x.lse[:, call.tokens], *partial)
     if x.out is empty:
-        dtype = op.lse_dtype(query.dtype)
-        x.out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-        x.lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+        x.out, x.lse = _nothing(query)
     with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
         for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_forward(pending, x)
     return x.out.to(query.dtype), x.lse
+
+
+def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
+    """The out and lse of rows that see no key."""
+    dtype = op.lse_dtype(query.dtype)
+    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    return out, torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
 
 
 def _backward(
@@ -324,19 +350,29 @@ def _backward(
     seed: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = op.lse_dtype(query.dtype)
+    def zeros() -> list[Tensor]:
+        dtype = op.lse_dtype(query.dtype)
+        return [torch.zeros(y.shape, dtype=dtype, device=y.device) for y in (query, key, value)]
+
     empty = query.new_empty(0)
     x = Tensors(query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty)
     begun = [exchange.begin_backward(x) for exchange in plan.exchanges]
-    for problem, spans in plan.calls:
-        grads = op.backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend)
-        if x.dq is empty:
+    for call in plan.calls:
+        do, q, k, v, rows = (call.of(y) for y in (grad_out, query, key, value, out))
+        dlse = None if grad_lse is None else call.of(grad_lse)
+        merged = lse if q is query else by_head(call.of(lse))
+        grads = op.backward(
+            do, dlse, q, k, v, rows, merged, call.spans, seed, call.problem, backend, layout=call.tiles(q, k)
+        )
+        if x.dq is empty and q is query:
             x.dq, x.dk, x.dv = grads
         else:
+            if x.dq is empty:
+                x.dq, x.dk, x.dv = zeros()
             for total, grad in zip((x.dq, x.dk, x.dv), grads):
-                total += grad
+                total[:, call.tokens] += grad
     if x.dq is empty:
-        x.dq, x.dk, x.dv = (torch.zeros(y.shape, dtype=dtype, device=y.device) for y in (query, key, value))
+        x.dq, x.dk, x.dv = zeros()
     with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
         for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_backward(pending, x)

@@ -19,7 +19,7 @@ from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 
 @dataclass(frozen=True)
-class _Share:
+class Share:
     tag: int
     own: Block
     seen: dict[int, Block]  # by the rank that holds it
@@ -31,7 +31,7 @@ class Gather(Exchange):
         super().__init__(rows, segments, ranks)
         wire, me = rows.wire, ranks.rank
         self.shares = [
-            _Share(
+            Share(
                 self.tag(number),
                 Block(wire, segment, me),
                 {j: Block(wire, segment, j) for j in sources(segment, me, wire.is_causal)},
@@ -39,7 +39,12 @@ class Gather(Exchange):
             )
             for number, segment in segments
         ]
-        self.trailing, self.groups = ((wire.head_dim,),) * 2, (1, 1)
+        self.trailing: tuple[tuple[int, ...], ...] = ((wire.head_dim,),) * 2
+        self.groups: tuple[int, ...] = (1, 1)
+
+    def sent(self, x: Tensors) -> tuple[Tensor, ...]:
+        """What travels forward, and again before backward."""
+        return x.k, x.v
 
     def begin_forward(self, x: Tensors) -> tuple[Posted, list[dict[int, Tensor]]]:
         return self._fetch(x, "forward")
@@ -51,7 +56,7 @@ class Gather(Exchange):
         sends, receives, fetched = [], [], []
         for share in self.shares:
             if share.viewers:
-                packed = share.own.pack((x.k, x.v), self.rows.first, x.k.dtype, self.groups)
+                packed = share.own.pack(self.sent(x), self.rows.first, x.k.dtype, self.groups)
                 sends += [Mail(rank, packed, share.tag) for rank in share.viewers]
             buffers = {rank: x.k.new_empty(self._size(block)) for rank, block in share.seen.items()}
             receives += [Mail(rank, buffer, share.tag) for rank, buffer in buffers.items()]
@@ -89,7 +94,7 @@ class Gather(Exchange):
                 add_gradients(share.own, buffer, x, self.rows.first)
 
     def _joined(
-        self, share: _Share, buffers: dict[int, Tensor]
+        self, share: Share, buffers: dict[int, Tensor]
     ) -> Iterator[tuple[Piece, Tensor, Tensor, list[range], list[tuple[int, int]]]]:
         """Each of the rank's own pieces with all the keys and values it sees, their grids and who holds them."""
         parts = {rank: share.seen[rank].unpack(buffer, self.trailing, self.groups) for rank, buffer in buffers.items()}
@@ -100,7 +105,7 @@ class Gather(Exchange):
                 grids = [share.seen[rank][offset].grid for rank in holders]
                 yield piece, k, v, grids, [(rank, offset) for rank in holders]
 
-    def _or_zero(self, share: _Share, rank: int, grad: Tensor) -> Tensor:
+    def _or_zero(self, share: Share, rank: int, grad: Tensor) -> Tensor:
         """A packed gradient with zeros for the offsets of which this rank has no queries."""
         for offset, views in share.seen[rank].unpack(grad, self.trailing, self.groups).items():
             if offset not in share.own:

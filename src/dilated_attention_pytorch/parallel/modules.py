@@ -66,6 +66,25 @@ class AcrossRanks(DilatedAttention):
             if place is not None:
                 place.ranks()  # what is wrong with it is said when the module is made
 
+    @classmethod
+    def of(cls, plain: DilatedAttention, **places: Any) -> AcrossRanks:
+        """What `plain` computes, across ranks; `places` are the settings above."""
+        made = cls(
+            plain.segment_lengths,
+            plain.dilation_rates,
+            softmax_scale=plain.softmax_scale,
+            attention_dropout=plain.attention_dropout,
+            head_layout=plain.spec.head_layout,
+            backend=plain.backend,
+            allow_tf32=plain.allow_tf32,
+            enable_profiling=plain.enable_profiling,
+            enable_memory_pool=plain.enable_memory_pool,
+            lightweight_pool=plain.lightweight_pool,
+            use_pattern_cache=plain.use_pattern_cache,
+            **places,
+        )
+        return made.train(plain.training)
+
     def sequence_ranks(self) -> Ranks | None:
         """The ranks that share the tokens, or None where one has them all; its `traffic` counts bytes."""
         return _several(self.sequence)
@@ -125,6 +144,7 @@ class AcrossRanks(DilatedAttention):
             head_layout=self.spec.head_layout,
             spans=spans,
             allow_tf32=self.allow_tf32,
+            sparse_config=self.sparse_config,
             backend=self.backend,
             **share,
             **lengths,
@@ -176,8 +196,7 @@ class RingDilatedAttention(AcrossRanks):
 
     @property
     def ring_size(self) -> int:
-        assert self.sequence is not None
-        return self.sequence.ranks().size
+        return 1 if self.sequence is None else self.sequence.ranks().size
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.use_checkpointing and torch.is_grad_enabled():
@@ -210,8 +229,7 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         `tensors` are q, k, v, out, their gradients, and two numbers a row; `messages` the buffers of what is on its way
         in the forward pass, of all branches; `received` what arrives in them. Of each, the busiest rank's.
         """
-        assert self.sequence is not None
-        size = self.sequence.ranks().size
+        size = self.ring_size
         shards = Shards(even_lengths(seq_len, size))
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         itemsize = dtype.itemsize

@@ -5,7 +5,7 @@ process writes that as `state.pt`, before it goes on. Ranks write it as `state/`
 goes on; any number of ranks reads it, and one process too.
 
 The state is model, optimizer (with its learning rate) and step. Batches, learning rates and random numbers are
-functions of (seed, step, data rank), so that the step is their position, whatever the number of ranks.
+functions of (seed, step, token rank), so that the step is their position, whatever the number of ranks.
 """
 
 from __future__ import annotations

@@ -14,7 +14,16 @@ from dilated_attention_pytorch.train.engine import Engine
 from dilated_attention_pytorch.train.monitor import KINDS, parse_address
 
 # How long, where and how a run is carried out; the rest makes it the run it is.
-MAY_CHANGE = ("steps", "device", "engine", "timeout_seconds", "monitors", "prometheus_address")
+MAY_CHANGE = (
+    "steps",
+    "device",
+    "engine",
+    "sequence_parallel",
+    "tensor_parallel",
+    "timeout_seconds",
+    "monitors",
+    "prometheus_address",
+)
 
 # Small enough to learn something visible on two CPU cores in two minutes.
 SMALL_MODEL = ModelConfig(
@@ -32,7 +41,9 @@ class TrainConfig:
     """`data` are text files or folders; none means the source of the running interpreter's standard library.
 
     `batch_size` counts the sequences of all ranks together. `engine` says how ranks share the model: `fsdp` shards its
-    parameters, `ddp` copies them. A rank that is silent for `timeout_seconds`, in a step or a checkpoint, ends the run.
+    parameters, `ddp` copies them. So many ranks as `sequence_parallel` says share the tokens of a sequence, and
+    `tensor_parallel` the heads and features of the model; by default all share the batch alone. A rank that is silent
+    for `timeout_seconds`, in a step or a checkpoint, ends the run.
     """
 
     data: tuple[str, ...] = ()
@@ -52,6 +63,8 @@ class TrainConfig:
     seed: int = 0
     device: str = "auto"
     engine: Engine = "fsdp"
+    sequence_parallel: int = 1
+    tensor_parallel: int = 1
     timeout_seconds: float = 600.0
     monitors: tuple[str, ...] = ()
     prometheus_address: str = "127.0.0.1:9464"
@@ -68,6 +81,8 @@ class TrainConfig:
             "validation_batches",
             "checkpoint_every",
             "keep_checkpoints",
+            "sequence_parallel",
+            "tensor_parallel",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -79,6 +94,10 @@ class TrainConfig:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.engine not in get_args(Engine):
             raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
+        if self.engine == "ddp" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"engine ddp copies parameters, and tensor_parallel={self.tensor_parallel} cuts them: use engine fsdp"
+            )
         if unknown := set(self.monitors) - set(KINDS):
             raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
         parse_address(self.prometheus_address)

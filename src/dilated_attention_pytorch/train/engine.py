@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
+from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths
 
 Engine = Literal["fsdp", "ddp"]
 Result = TypeVar("Result")
@@ -65,38 +67,58 @@ class Ranks:
     @property
     def data_ranks(self) -> int:
         """Into how many parts a batch goes."""
-        return 1 if self.mesh is None else self.mesh["data"].size()
+        return self.axis("data")
+
+    @property
+    def token_rank(self) -> int:
+        """Which part of a batch's tokens is this rank's; ranks that share heads have the same."""
+        return 0 if self.mesh is None else _token_mesh(self.mesh).get_local_rank()
+
+    def axis(self, name: str) -> int:
+        """How many ranks there are along an axis."""
+        return 1 if self.mesh is None else self.mesh[name].size()
 
     def part(self, batch: Tensor) -> Tensor:
-        """This rank's sequences of a batch that all ranks drew alike: `(B, N)` to `(B / data_ranks, N)`."""
-        return batch.chunk(self.data_ranks)[self.data_rank].to(self.device)
+        """This rank's tokens of a batch `(B, N)` that all ranks drew alike: of some sequences, a shard of each."""
+        batch = batch.chunk(self.data_ranks)[self.data_rank]
+        shards = Shards(even_lengths(batch.shape[1], self.axis("sequence")))
+        first, last = shards.bounds(0 if self.mesh is None else self.mesh.get_local_rank("sequence"))
+        return batch[:, first:last].to(self.device)
 
     def share(self, model: LongNetLM, engine: Engine) -> nn.Module:
-        """The model as the ranks train it: parameters sharded (`fsdp`), or copied with averaged gradients (`ddp`)."""
+        """The model as the ranks train it: parameters sharded (`fsdp`), or copied with averaged gradients (`ddp`).
+
+        Gradients are averages over the ranks that have tokens of their own.
+        """
         if self.mesh is None:
             return model
-        if engine == "ddp":
-            return nn.parallel.DistributedDataParallel(model, device_mesh=self.mesh["data"])
-        from torch.distributed.fsdp import fully_shard
-
-        for layer in model.layers:  # each is gathered when its turn comes
-            fully_shard(layer, mesh=self.mesh["data"])
-        fully_shard(model, mesh=self.mesh["data"])
-        return model
+        if engine == "fsdp":
+            return parallelize(model, self.mesh)
+        copied = parallelize(model, self.mesh, shard_parameters=False)
+        return nn.parallel.DistributedDataParallel(copied, process_group=_token_mesh(self.mesh).get_group())
 
     def clip_gradients(self, model: nn.Module, limit: float) -> float:
         """Scale the gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
         from torch.distributed.tensor import DTensor
 
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+        shards: dict[int, list[Tensor]] = {}  # by how many ranks have the same one
+        for gradient in (parameter.grad for parameter in model.parameters()):
+            if isinstance(gradient, DTensor):
+                cut = math.prod(
+                    gradient.device_mesh.size(axis)
+                    for axis, placement in enumerate(gradient.placements)
+                    if not placement.is_replicate()
+                )
+                shards.setdefault(dist.get_world_size() // cut, []).append(gradient.to_local())
         if self.mesh is None or not shards:
             return nn.utils.clip_grad_norm_(model.parameters(), limit).item()
         # On the local shards: DTensor would redistribute the norm, which can abort when a CPU process exits.
-        square = nn.utils.get_total_norm(shards).square()
-        dist.all_reduce(square, group=self.mesh["data"].get_group())
+        squares = [nn.utils.get_total_norm(alike).square() / copies for copies, alike in shards.items()]
+        square = torch.stack(squares).sum()
+        dist.all_reduce(square)
         norm = square.sqrt()
-        torch._foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0))
+        for alike in shards.values():
+            torch._foreach_mul_(alike, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm.item()
 
     def gather(self, *values: float) -> Tensor:
@@ -148,9 +170,18 @@ def under_torchrun() -> bool:
 
 
 @contextlib.contextmanager
-def join_ranks(device: str, timeout: float) -> Iterator[Ranks]:
-    """The ranks that torchrun started, or one process; a rank that is silent for `timeout` seconds ends the others."""
+def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 1) -> Iterator[Ranks]:
+    """The ranks that torchrun started, or one process; a rank that is silent for `timeout` seconds ends the others.
+
+    `sequence` of them share the tokens of a sequence, and `tensor` the heads of the model.
+    """
     if not under_torchrun():
+        if sequence * tensor > 1:
+            raise ValueError(
+                f"sequence_parallel={sequence} and tensor_parallel={tensor} need {sequence * tensor} ranks or a "
+                f"multiple, and this is one process: start it with --ranks {sequence * tensor} or torchrun, or say "
+                "--sequence-parallel 1 --tensor-parallel 1"
+            )
         yield Ranks(device=_device(device))
         return
     if dist.is_initialized():
@@ -165,6 +196,10 @@ def join_ranks(device: str, timeout: float) -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     patience = timedelta(seconds=timeout)
     store, rank, world = next(rendezvous("env://", timeout=patience))
+    if world % (sequence * tensor):
+        raise ValueError(
+            f"sequence_parallel={sequence} times tensor_parallel={tensor} must divide the ranks, and there are {world}"
+        )
     # A prefix of its own: the store outlives a group, and gloo would connect a second run to the first one's addresses.
     store = dist.PrefixStore(f"run-{next(_joined)}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
@@ -177,7 +212,7 @@ def join_ranks(device: str, timeout: float) -> Iterator[Ranks]:
     ):
         setting = " ".join(f"{name}={value}" for name, value in RESTARTABLE.items())
         print(f"torchrun cannot restart ranks on gloo: start it with {setting} in its environment", file=sys.stderr)
-    mesh = build_mesh(chosen.type, {"data": world})
+    mesh = build_mesh(chosen.type, {"data": world // (sequence * tensor), "sequence": sequence, "tensor": tensor})
     try:
         yield Ranks(device=chosen, rank=rank, restarts=restarts, timeout=patience, mesh=mesh)
     except Exception:
@@ -194,6 +229,12 @@ def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
         sizes = " x ".join(f"{name} {size}" for name, size in axes.items())
         raise ValueError(f"the axes of a mesh must take all ranks: {sizes} does not make {dist.get_world_size()}")
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _token_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    found = token_mesh(mesh)
+    assert found is not None
+    return found
 
 
 def launch_ranks(ranks: int, max_restarts: int, arguments: list[str]) -> None:

@@ -65,7 +65,13 @@ def load_whole(
     """Restore what one process wrote: the weights in `folder` and `saved`, its optimizer's state dict."""
     # Tied weights are stored once, so that a name may be missing.
     weights_options = StateDictOptions(full_state_dict=True, strict=False)
-    set_model_state_dict(model, {**load_tensors(folder, plain)}, options=weights_options)
+    try:
+        set_model_state_dict(model, {**load_tensors(folder, plain)}, options=weights_options)
+    except AssertionError as error:
+        raise ValueError(
+            "PyTorch cannot cut what one process wrote both by heads and for ranks that do not divide the rest: resume "
+            "with --tensor-parallel 1, or on another number of ranks"
+        ) from error
     # One process numbers the parameters; ranks go by name.
     names = {parameter: name for name, parameter in plain.named_parameters()}
     by_name: dict[str, Any] = {"state": {}, "param_groups": []}

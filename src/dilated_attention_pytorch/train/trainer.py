@@ -33,7 +33,8 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     A new run wants a folder without checkpoints; `resume` continues from the newest one, and `"auto"` does so if there
     is one. Ranks that torchrun restarts resume by themselves. SIGTERM and Ctrl-C save, then raise `Stopped`.
     """
-    with join_ranks(config.device, config.timeout_seconds) as ranks:
+    shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
+    with join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
         model, records, unigram_bits = _train(config, run, "auto" if ranks.restarts else resume, ranks)
     if not ranks.first:
         return _figures(records, unigram_bits)
@@ -73,7 +74,7 @@ def _train(
         print(f"corpus   {corpus.source}")
         shape = f"{config.model.segment_lengths} / {config.model.dilation_rates}"
         print(f"model    {parameters / 1e6:.1f}M parameters, {shape}")
-        shared = "" if ranks.mesh is None else f", {ranks.data_ranks} ranks ({config.engine})"
+        shared = "" if ranks.mesh is None else f", {ranks.mesh.size()} ranks ({config.engine}{_axes(ranks)})"
         print(f"run      {run}{f', from step {start}' if start else ''} on {ranks.device}{shared}", flush=True)
         if "prometheus" in config.monitors:
             print(f"metrics  http://{config.prometheus_address}/metrics", flush=True)
@@ -131,6 +132,10 @@ def _train(
     return plain, records, unigram_bits
 
 
+def _axes(ranks: Ranks) -> str:
+    return "".join(f", {name} {ranks.axis(name)}" for name in ("sequence", "tensor") if ranks.axis(name) > 1)
+
+
 def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]) -> bool:
     found = bool(list_checkpoints(run))
     if found and not resume:
@@ -182,7 +187,7 @@ def validate(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks
     model.eval()
     with torch.no_grad():
         losses = [
-            _loss(model, ranks.part(tokens), ranks.part(following)).item()
+            _loss(model, tokens, following, ranks).item()
             for tokens, following in corpus.validation_batches(
                 config.batch_size, config.sequence_length, config.validation_batches
             )
@@ -194,12 +199,12 @@ def validate(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: TrainConfig, step: int, ranks: Ranks
 ) -> tuple[float, float]:
-    # Batches and dropout depend on (seed, step, data rank) alone, so that a resumed run is the run that never stopped.
-    torch.manual_seed(config.seed * 1_000_003 + step + (ranks.data_rank << 40))
+    # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
+    torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
     tokens, following = corpus.training_batch(config.batch_size, config.sequence_length, config.seed, step)
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(config, step)
-    loss = _loss(model, ranks.part(tokens), ranks.part(following))
+    loss = _loss(model, tokens, following, ranks)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = ranks.clip_gradients(model, config.clip_norm)
@@ -209,8 +214,11 @@ def _step(
     return value, norm
 
 
-def _loss(model: nn.Module, tokens: Tensor, following: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), following.flatten())
+def _loss(model: nn.Module, tokens: Tensor, following: Tensor, ranks: Ranks) -> Tensor:
+    """This rank's part of a batch's loss, of which the mean over ranks is the mean over tokens."""
+    logits = model(ranks.part(tokens)).flatten(0, 1).float()
+    share = tokens.numel() / (ranks.data_ranks * ranks.axis("sequence"))  # shards may differ in length
+    return F.cross_entropy(logits, ranks.part(following).flatten(), reduction="sum") / share
 
 
 def _learning_rate(config: TrainConfig, step: int) -> float:

@@ -1,0 +1,88 @@
+"""Lengths and positions of a sequence of which a rank holds a shard: what whole models need beside attention."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, Rotation
+from dilated_attention_pytorch.parallel.comm import Place, Ranks
+from dilated_attention_pytorch.parallel.sharding import Shards
+
+
+def spans_of_own_mask(batch: int, tokens: int, lengths: dict[str, Tensor]) -> list[tuple[int, int]]:
+    """`(start, end)` of the valid tokens of each batch row of a shard."""
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} both state the lengths: pass one of them")
+    if tokens == 0:
+        return [(0, 0)] * batch
+    found = document_spans(batch, tokens, cache=None, **lengths)
+    assert found is not None
+    return [(start, end) for start, end in found.tolist()]
+
+
+def joined_spans(ranks: Ranks, shards: Shards, mine: list[tuple[int, int]]) -> Tensor:
+    """The spans of whole rows, from those that every rank's own mask leaves of its shard."""
+    theirs = ranks.gather_numbers([number for span in mine for number in span])
+    joined = []
+    for b in range(len(mine)):
+        pieces = [(edge + row[2 * b], edge + row[2 * b + 1]) for edge, row in zip(shards.edges, theirs)]
+        pieces = [piece for piece in pieces if piece[0] < piece[1]]
+        for (_, end), (start, _) in pairwise(pieces):
+            if start != end:
+                raise ValueError(
+                    f"key_padding_mask row {b} has a hole at {end} of the whole sequence: valid tokens must form one "
+                    "span; pack with cu_seqlens instead"
+                )
+        joined.append((pieces[0][0], pieces[-1][1]) if pieces else (0, 0))
+    return torch.tensor(joined)
+
+
+class SpansAcrossRanks(DocumentSpans):
+    """The spans of the whole sequence: `key_padding_mask` is of the rank's own tokens, other lengths of all.
+
+    Nothing is cached: equal lengths here may stand for others elsewhere.
+    """
+
+    def __init__(self, sequence: Place) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def forward(self, batch: int, tokens: int, *, cache: object = None, **lengths: Any) -> Tensor | None:
+        given = {name: x for name, x in lengths.items() if x is not None}
+        if not given:
+            return None
+        ranks = self.sequence.ranks()
+        own: list[tuple[int, int]] = []
+        call: dict[str, object] = {"lengths": sorted(given), "batch": batch}
+        error = None
+        try:
+            if "key_padding_mask" in given:
+                own = spans_of_own_mask(batch, tokens, given)
+            else:
+                call |= {name: x.tolist() for name, x in given.items()}
+        except (AttributeError, TypeError, ValueError) as wrong:
+            error = wrong
+        shards = Shards(ranks.agree(call, tokens, error))
+        if own:
+            return joined_spans(ranks, shards, own).to(given["key_padding_mask"].device)
+        return document_spans(batch, shards.tokens, cache=None, **given)
+
+
+class PositionsAcrossRanks(nn.Module):
+    """The rotation of a rank's own tokens, by their positions in the whole sequence."""
+
+    def __init__(self, positions: RotaryPositions, sequence: Place) -> None:
+        super().__init__()
+        self.of_whole, self.sequence = positions, sequence
+
+    def forward(
+        self, batch: int, tokens: int, spans: Tensor | None = None, device: torch.device | str | None = None
+    ) -> Rotation:
+        ranks = self.sequence.ranks()
+        shards = Shards(ranks.agree({"batch": batch, "spans": None if spans is None else spans.tolist()}, tokens, None))
+        return self.of_whole(batch, tokens, spans, device, first=shards.bounds(ranks.rank)[0])

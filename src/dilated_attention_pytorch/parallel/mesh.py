@@ -1,0 +1,173 @@
+"""One mesh of named axes, and a model on it: tokens, heads and parameters over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, SCHEMES, Scheme
+from dilated_attention_pytorch.parallel.cross_attention import WholeMemory
+from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks
+from dilated_attention_pytorch.parallel.modules import AcrossRanks
+from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("data", "sequence", "tensor")
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    scheme: Scheme = "auto",
+    memory_budget: int = MEMORY_BUDGET,
+    shard_parameters: bool = True,
+    **fsdp: Any,
+) -> nn.Module:
+    """Spread a model that is built from the modules here over the ranks of a mesh, in place, and return it.
+
+    Args:
+        model: the same on every rank, with the same weights.
+        mesh: its axes are any of `data` (ranks have sequences of their own), `sequence` (they share the tokens of a
+            sequence in contiguous shards, in order) and `tensor` (they have the same tokens, and share heads and
+            feed-forward features).
+        scheme, memory_budget: how rows of a shared segment travel; see `sharded_dilated_attention`.
+        shard_parameters: FSDP2 shards parameters over `data` and `sequence`, and averages gradients over them. False
+            leaves that to the caller, for DDP over `token_mesh(mesh)`.
+        fsdp: settings of `fully_shard`, such as `mp_policy` or `offload_policy`.
+
+    Gradients are averages over the ranks of `data` and `sequence`: let a rank's loss be the sum over its own tokens,
+    divided by the mean number of tokens a rank. Ranks along `tensor` must draw random numbers alike, others not.
+    """
+    found, error = {}, None
+    everyone = _everyone(mesh)
+    try:
+        _check(model, mesh, scheme, memory_budget)
+        found = _described(model)
+    except ValueError as wrong:
+        error = wrong
+    settings = {"scheme": scheme, "memory_budget": memory_budget, "shard_parameters": shard_parameters, **fsdp}
+    everyone.agree({"axes": mesh.mesh_dim_names, "mesh": mesh.mesh.tolist(), **settings, **found}, 0, error)
+    names = mesh.mesh_dim_names or ()
+    sequence, heads = (Place(mesh=mesh, axis=axis) if axis in names else None for axis in ("sequence", "tensor"))
+    if heads is not None and heads.ranks().size > 1:
+        share_features(model, mesh["tensor"])
+    places: dict[str, Any] = {"sequence": sequence, "heads": heads}
+    model = _replace(model, lambda part: _across_ranks(part, places, scheme, memory_budget))
+    if sequence is not None and sequence.ranks().size > 1:
+        for part in model.modules():
+            if isinstance(part, DilatedTransformerDecoderLayer):
+                part.cross_attn.register_forward_pre_hook(WholeMemory(sequence), with_kwargs=True)
+    tokens = token_mesh(mesh)
+    if shard_parameters and tokens is not None and any(True for _ in model.parameters()):
+        from torch.distributed.fsdp import fully_shard
+
+        for unit in _units(model):  # each is gathered when its turn comes
+            fully_shard(unit, mesh=tokens, **fsdp)
+        fully_shard(model, mesh=tokens, **fsdp)
+    return model
+
+
+def token_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that have tokens of their own, as a mesh of one axis: `data` and `sequence`; None if it has neither."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in ("data", "sequence"))
+    if len(names) < 2:
+        return mesh[names[0]] if names else None
+    return mesh[names]._flatten("_".join(names))
+
+
+def _everyone(mesh: DeviceMesh) -> Ranks:
+    """All ranks of a mesh, whatever its axes."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not on the mesh {mesh}: leave out what it has no part in")
+    if mesh.size() == dist.get_world_size():
+        return ranks_of()
+    if mesh.ndim == 1:
+        return ranks_of(mesh.get_group())
+    return ranks_of(dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) -> None:
+    """Everything that may be wrong, before anything is changed."""
+    names = mesh.mesh_dim_names
+    if not names or set(names) - set(AXES):
+        raise ValueError(
+            f"the axes of the mesh must be of {', '.join(AXES)}, got {names or f'{mesh.ndim} axes without names'}: "
+            f"make it with init_device_mesh(..., mesh_dim_names=(...))"
+        )
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    if memory_budget < 0:
+        raise ValueError(f"memory_budget must be a number of bytes from 0 on, got {memory_budget}")
+    sizes = {axis: mesh[axis].size() if axis in names else 1 for axis in AXES}
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise ValueError("the model's parameters are on a mesh already: parallelize it once, before any other engine")
+    attentions = {name: part for name, part in model.named_modules() if isinstance(part, DilatedAttention)}
+    if not attentions:
+        raise ValueError(f"{type(model).__name__} has no dilated attention: parallelize is for models that have")
+    for name, part in attentions.items():
+        if isinstance(part, AcrossRanks):
+            stated = part.sequence and part.sequence.size
+            if stated not in (None, sizes["sequence"]):
+                raise ValueError(
+                    f"ring_size of {name or 'the model'} must be the size of the axis 'sequence', got {stated} and "
+                    f"{sizes['sequence']}: leave ring_size out"
+                )
+        elif type(part) not in (DilatedAttention, ImprovedDilatedAttention):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(part).__name__}, which is not built to attend across ranks: use "
+                "DilatedAttention, or one of the Ring classes"
+            )
+    if sizes["tensor"] > 1 and (problem := indivisible(model, sizes["tensor"])) is not None:
+        raise ValueError(problem)
+
+
+def _described(model: nn.Module) -> dict[str, object]:
+    """What must be the same on every rank: all parameters, by a sum that tells seeds apart."""
+    return {
+        f"parameter {name}": (tuple(x.shape), x.dtype, None if x.is_meta else x.detach().double().sum().item())
+        for name, x in model.named_parameters()
+    }
+
+
+def _across_ranks(part: nn.Module, places: dict[str, Any], scheme: Scheme, memory_budget: int) -> nn.Module:
+    """What stands in the place of a module where tokens and heads are shared."""
+    sequence = places["sequence"]
+    if isinstance(part, AcrossRanks):  # a ring keeps its own scheme
+        part.sequence, part.heads = sequence, places["heads"]
+    elif isinstance(part, DilatedAttention) and any(places.values()):
+        return AcrossRanks.of(part, **places, scheme=scheme, memory_budget=memory_budget)
+    elif sequence is not None and isinstance(part, RotaryPositions):
+        return PositionsAcrossRanks(part, sequence)
+    elif sequence is not None and isinstance(part, DocumentSpans):
+        return SpansAcrossRanks(sequence)
+    return part
+
+
+def _replace(model: nn.Module, by: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Put `by` of each part in its place, in all its places alike."""
+    replaced = {part: by(part) for part in list(model.modules())}
+    for part in replaced:
+        for name, child in part.named_children():
+            if replaced[child] is not child:
+                setattr(part, name, replaced[child])
+    return replaced[model]
+
+
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers and attentions below a model, outermost only."""
+    for child in model.children():
+        if isinstance(child, (DilatedTransformerEncoderLayer, MultiheadDilatedAttention)):
+            yield child
+        else:
+            yield from _units(child)

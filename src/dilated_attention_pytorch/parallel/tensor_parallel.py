@@ -1,0 +1,175 @@
+"""Heads and feed-forward features over the ranks of a mesh's axis, through PyTorch's tensor-parallel plans.
+
+The first linear layers of a pair give each rank its share of the features, the second one sums over ranks; what lies
+between works on a share: attention on some of the heads, the LayerNorm with statistics of all ranks, dropout.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.transformer import FeedForward
+from dilated_attention_pytorch.parallel.comm import Place
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def indivisible(model: nn.Module, ranks: int) -> str | None:
+    """Why `ranks` cannot share the heads and features of a model, or None where they can."""
+    for name, module in model.named_modules():
+        counts: dict[str, int] = {}
+        if isinstance(module, ImprovedMultiheadDilatedAttention):
+            return (
+                f"{_called(name, module)} has one projection for queries, keys and values, whose rows no plan cuts by "
+                "heads: use MultiheadDilatedAttention"
+            )
+        if isinstance(module, MultiheadDilatedAttention):
+            counts = {"heads": module.num_heads, "key/value heads": module.num_kv_heads}
+        elif isinstance(module, FeedForward):
+            counts = {"feed-forward features": module.linear1.out_features}
+        for what, count in counts.items():
+            if count % ranks:
+                return (
+                    f"the {ranks} ranks of the axis 'tensor' must divide the {count} {what} of "
+                    f"{_called(name, module)}: choose another size of the axis, or of the model"
+                )
+    return None
+
+
+def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the projections of every multihead attention and feed-forward network over the ranks of a mesh of one axis.
+
+    The attention within is told of its heads elsewhere, by `AcrossRanks`.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def cut(module: nn.Module, first: tuple[str, ...], last: str) -> None:
+        plan = {**{name: ColwiseParallel() for name in first}, last: RowwiseParallel()}
+        parallelize_module(module, mesh, plan)
+        if module.norm is not None:
+            assert isinstance(module.norm, nn.LayerNorm)
+            module.norm = SharedLayerNorm(module.norm, mesh)
+
+    for module in list(model.modules()):
+        if isinstance(module, MultiheadDilatedAttention):
+            cut(module, ("q_proj", "k_proj", "v_proj"), "out_proj")
+            module.register_forward_pre_hook(_EnterOnce(mesh), with_kwargs=True)
+        elif isinstance(module, FeedForward):
+            cut(module, ("linear1",), "linear2")
+            module._modules["dropout"] = SharedDropout(module.dropout.p, Place(mesh=mesh, axis="tensor"))
+
+
+class _EnterOnce:
+    """Hands query, key and value to the projections as one replicated tensor where they are one.
+
+    So that its gradient, of which every rank has a part, is summed over ranks once instead of three times.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        entered: dict[int, Tensor] = {}
+
+        def enter(x: Tensor) -> Tensor:
+            if id(x) not in entered:
+                entered[id(x)] = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
+            return entered[id(x)]
+
+        named = {name: enter(x) if name in ("query", "key", "value") else x for name, x in kwargs.items()}
+        return (*(enter(x) for x in args[:3]), *args[3:]), named
+
+
+class SharedLayerNorm(nn.Module):
+    """`nn.LayerNorm` over features of which each rank of a mesh has an equal share."""
+
+    def __init__(self, norm: nn.LayerNorm, mesh: DeviceMesh) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__()
+        self.eps = norm.eps
+        self.features = norm.normalized_shape[0]
+        self._ranks = Place(mesh=mesh, axis="tensor")
+        self.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Shard(0)]))
+        self.bias = nn.Parameter(distribute_tensor(norm.bias.detach(), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., features / ranks)` from the rank's share of the features."""
+        from torch.distributed.tensor import DTensor
+
+        weight, bias = (x.to_local() for x in (self.weight, self.bias) if isinstance(x, DTensor))
+        return _LayerNormAcrossRanks.apply(x, weight, bias, self.eps, self._ranks.ranks().group)
+
+    def extra_repr(self) -> str:
+        return f"{self.features}, eps={self.eps}"
+
+
+class _LayerNormAcrossRanks(torch.autograd.Function):
+    """Two numbers a row travel each way: mean and variance, and the two means that the gradient is freed of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+        wide = x.to(_wide(x))
+        own = torch.stack([wide.mean(-1), wide.var(-1, correction=0)])
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, own, group=group)
+        means, variances = torch.stack(every, 1)  # (ranks, ...) each
+        mean = means.mean(0)[..., None]
+        rstd = (variances.mean(0) + means.var(0, correction=0) + eps).rsqrt()[..., None]
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.group = group
+        return ((wide - mean) * rstd * weight + bias).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        grad = grad.to(_wide(x))
+        normal = (x - mean) * rstd
+        inner = grad * weight
+        means = torch.stack([inner.mean(-1), (inner * normal).mean(-1)])
+        dist.all_reduce(means, group=ctx.group)
+        shift, tilt = (means / dist.get_world_size(ctx.group))[..., None].unbind(0)
+        dx = rstd * (inner - shift - normal * tilt)
+        rows = tuple(range(grad.dim() - 1))
+        return dx.to(x.dtype), (grad * normal).sum(rows).to(weight.dtype), grad.sum(rows).to(weight.dtype), None, None
+
+
+class SharedDropout(nn.Module):
+    """`nn.Dropout` on a rank's share of the features, where ranks that draw alike must drop independently.
+
+    Every rank draws one number, the same on all, so that they go on drawing alike.
+    """
+
+    def __init__(self, p: float, ranks: Place) -> None:
+        super().__init__()
+        self.p, self._ranks = p, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0.0 or not self.training:
+            return x
+        seed = int(torch.randint(1 << 48, ()).item()) + self._ranks.ranks().rank
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty_like(x).bernoulli_(1.0 - self.p, generator=generator)
+        return x * kept / (1.0 - self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"

@@ -1,0 +1,228 @@
+"""On four ranks: a model on a mesh has the losses and gradients of one device, whatever the axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    LongNet,
+    LongNetLM,
+    MultiheadDilatedAttention,
+    RingMultiheadDilatedAttention,
+    parallelize,
+)
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseMultiheadDilatedAttention
+from dilated_attention_pytorch.nn.transformer import FeedForward
+from dilated_attention_pytorch.parallel import Shards, even_lengths
+
+SPEC = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4)}
+SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "vocab_size": 50, **SPEC}
+AXES = (
+    {"sequence": 4},
+    {"data": 2, "sequence": 2},
+    {"sequence": 2, "tensor": 2},
+    {"data": 2, "tensor": 2},
+    {"tensor": 2, "data": 1, "sequence": 2},
+    {"tensor": 2, "other": 2},
+)
+B, N = 4, 45
+
+
+def meshes() -> list[DeviceMesh]:
+    whole = [init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)) for axes in AXES]
+    return [*whole[:-1], whole[-1]["tensor"]]
+
+
+def built(make: Callable[..., nn.Module], *args, **settings) -> nn.Module:
+    torch.manual_seed(0)
+    model = make(*args, **settings).double()
+    for x in model.parameters():  # norms and biases that are not ones and zeros
+        nn.init.normal_(x, mean=x.detach().mean().item(), std=0.2)
+    return model
+
+
+def place(mesh: DeviceMesh, axis: str) -> tuple[int, int]:
+    return (mesh.get_local_rank(axis), mesh[axis].size()) if axis in (mesh.mesh_dim_names or ()) else (0, 1)
+
+
+def part(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The rank's tokens of a batch `(B, N, ...)`."""
+    rank, size = place(mesh, "data")
+    x = x.chunk(size)[rank]
+    rank, size = place(mesh, "sequence")
+    first, last = Shards(even_lengths(x.shape[1], size)).bounds(rank)
+    return x[:, first:last]
+
+
+def check_gradients(mesh: DeviceMesh, model: nn.Module, plain: nn.Module, loss: Callable[..., Tensor]) -> None:
+    """`loss(model, cut)` sums over tokens; `cut` takes the rank's part of a tensor."""
+    ranks = place(mesh, "data")[1] * place(mesh, "sequence")[1]
+    torch.manual_seed(1)
+    expected = loss(plain, lambda x: x)
+    torch.manual_seed(1)
+    found = loss(model, lambda x: part(x, mesh)) * ranks
+    expected.backward()
+    found.backward()
+    total = found.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / dist.get_world_size(), expected.detach())
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+        torch.testing.assert_close(
+            grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        # What all keys have in common changes no softmax.
+        assert theirs.grad.abs().max() > 1e-6 or name.endswith("k_proj.bias"), name
+
+
+def language_loss(**lengths) -> Callable[..., Tensor]:
+    tokens = torch.randint(SIZES["vocab_size"], (B, N + 1), generator=torch.Generator().manual_seed(3))
+    mask = lengths.pop("key_padding_mask", None)
+
+    def loss(model: nn.Module, cut: Callable[[Tensor], Tensor]) -> Tensor:
+        given = lengths if mask is None else {"key_padding_mask": cut(mask)}
+        logits = model(cut(tokens[:, :-1]), **given)
+        return F.cross_entropy(logits.flatten(0, 1), cut(tokens[:, 1:]).flatten(), reduction="sum") / (B * N)
+
+    return loss
+
+
+def check_language_models(mesh: DeviceMesh) -> None:
+    mask = torch.arange(N) >= torch.tensor([[N - 2], [20], [N], [33]])
+    for settings, lengths in (
+        ({"attention_dropout": 0.2 if mesh.ndim < 3 and place(mesh, "data")[1] == 1 else 0.0}, {}),
+        ({"head_layout": "blocked", "positions": "xpos"}, {"key_padding_mask": mask}),
+    ):
+        plain, model = (built(LongNetLM, **{**SIZES, **settings}) for _ in range(2))
+        model.gradient_checkpointing_enable("positions" in settings)
+        check_gradients(mesh, parallelize(model, mesh), plain, language_loss(**lengths))
+
+
+def check_packed(mesh: DeviceMesh) -> None:
+    """Lengths that are not a mask speak of the whole sequence."""
+    plain, model = (built(LongNetLM, **SIZES) for _ in range(2))
+    lengths = {"seqlens": torch.tensor([N, 7, 30, 12])}
+    check_gradients(mesh, parallelize(model, mesh, scheme="ring"), plain, language_loss(**lengths))
+
+
+def check_encoder_decoder(mesh: DeviceMesh) -> None:
+    src, tgt = (torch.randn(B, n, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (N, 21))
+    mask = torch.arange(N) >= torch.tensor([[N], [20], [N], [33]])
+    plain, model = (built(LongNet, **{**SIZES, "num_layers": 1, "num_decoder_layers": 1}) for _ in range(2))
+
+    def loss(model: nn.Module, cut: Callable[[Tensor], Tensor]) -> Tensor:
+        return model(cut(src), cut(tgt), src_key_padding_mask=cut(mask)).square().sum()
+
+    check_gradients(mesh, parallelize(model, mesh), plain, loss)
+
+
+def check_multihead(mesh: DeviceMesh) -> None:
+    """Three different inputs, and a ring."""
+    x, y, z = torch.randn(3, B, N, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind(0)
+    for make in (MultiheadDilatedAttention, RingMultiheadDilatedAttention):
+        plain = built(MultiheadDilatedAttention, 32, 4, **SPEC)
+        model = parallelize(built(make, 32, 4, **SPEC), mesh)
+
+        def loss(model: nn.Module, cut: Callable[[Tensor], Tensor]) -> Tensor:
+            return model(cut(x), cut(y), value=cut(z), is_causal=True)[0].square().sum()
+
+        check_gradients(mesh, model, plain, loss)
+
+
+def check_attention(mesh: DeviceMesh) -> None:
+    """Without parameters there is nothing to shard: rows and heads only."""
+    q, k, v = torch.randn(3, B, N, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind(0)
+    rank, size = place(mesh, "tensor")
+    attention = parallelize(DilatedAttention(**SPEC), mesh)
+    found = attention(*(part(x, mesh).chunk(size, 2)[rank] for x in (q, k, v)))
+    torch.testing.assert_close(found, part(DilatedAttention(**SPEC)(q, k, v), mesh).chunk(size, 2)[rank])
+
+
+def check_dropout(mesh: DeviceMesh) -> None:
+    """Ranks that share features drop them independently, and go on drawing alike."""
+    torch.manual_seed(0)
+    attention = MultiheadDilatedAttention(32, 4, **SPEC)
+    model = parallelize(nn.Sequential(attention, FeedForward(32, 4000, dropout=0.25)), mesh)
+    dropout = model[1].dropout
+    kept = dropout(torch.ones(2000))
+    everyone = [torch.empty_like(kept) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, kept)
+    assert {round(x, 4) for x in kept.unique().tolist()} == {0.0, round(1 / 0.75, 4)}
+    other = everyone[dist.get_rank() ^ 2]  # of the same pair along the axis
+    assert 0.7 < (kept > 0).double().mean() < 0.8
+    assert 0.5 < ((kept > 0) & (other > 0)).double().mean() < 0.62  # 0.5625 when independent
+    after = [torch.empty(1) for _ in everyone]
+    dist.all_gather(after, torch.rand(1))
+    assert len({x.item() for x in after}) == 1
+    model.eval()
+    assert torch.equal(dropout(kept), kept)
+
+
+def check_bad_meshes() -> None:
+    rank = dist.get_rank()
+    tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
+    sequence = init_device_mesh("cpu", (4,), mesh_dim_names=("sequence",))
+    data = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    heads = {"embed_dim": 24, "segment_lengths": [256], "dilation_rates": [1]}
+
+    def multihead(num_heads: int = 4, make: type[nn.Module] = MultiheadDilatedAttention, **settings) -> nn.Module:
+        torch.manual_seed(0)
+        return make(num_heads=num_heads, **heads, **settings)
+
+    def unlike() -> nn.Module:
+        torch.manual_seed(rank)
+        return MultiheadDilatedAttention(num_heads=4, **heads)
+
+    ring = multihead(make=RingMultiheadDilatedAttention, ring_size=4)
+    sparse = multihead(make=BlockSparseMultiheadDilatedAttention)
+    fused = multihead(make=ImprovedMultiheadDilatedAttention)
+    no_names = init_device_mesh("cpu", (2, 2))
+    unknown = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "model"))
+    scheme = "auto" if rank else "gahter"
+    cases = {
+        "2 axes without names": (multihead(), no_names, {}),
+        "must be of data, sequence, tensor, got \\('sequence', 'model'\\)": (multihead(), unknown, {}),
+        "4 ranks of the axis 'tensor' must divide the 6 heads of the model": (multihead(6), tensor, {}),
+        "must divide the 2 key/value heads": (multihead(4, num_kv_heads=2), tensor, {}),
+        "must divide the 30 feed-forward features of 1": (nn.Sequential(multihead(), FeedForward(24, 30)), tensor, {}),
+        "no plan cuts by heads": (fused, tensor, {}),
+        "parameter q_proj.weight": (unlike(), data, {}),
+        "must be one of auto": (multihead(), sequence, {"scheme": scheme}),
+        "rank 0 has memory_budget=1, rank 1 has memory_budget=0": (multihead(), data, {"memory_budget": int(not rank)}),
+        "got 4 and 1: leave ring_size out": (ring, data, {}),
+        "not built to attend across ranks": (sparse, sequence, {}),
+        "Linear has no dilated attention": (nn.Linear(4, 4), data, {}),
+    }
+    for message, (model, mesh, settings) in cases.items():
+        before = repr(model)
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, mesh, **settings)
+        assert repr(model) == before
+        assert not any(isinstance(x, DTensor) for x in model.parameters())
+    model = parallelize(multihead(), data)
+    with pytest.raises(ValueError, match="parallelize it once"):
+        parallelize(model, data)
+
+
+def check_parallelize() -> None:
+    check_bad_meshes()
+    sequence, _, both, *_, heads = every = meshes()
+    for mesh in every:
+        check_language_models(mesh)
+    for mesh in (sequence, both):
+        check_packed(mesh)
+        check_attention(mesh)
+        check_encoder_decoder(mesh)
+    check_multihead(both)
+    check_multihead(heads)
+    check_dropout(heads)
