@@ -41,6 +41,7 @@ from dilated_attention_pytorch.nn import (
 )
 from dilated_attention_pytorch.parallel import (
     DistributedImprovedDilatedAttention,
+    RingAdvancedDistributedDilatedAttention,
     RingDilatedAttention,
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
@@ -65,6 +66,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "OptimizedPatternCache",
     "PatternCache",
+    "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",
     "RingDilatedAttentionV2",
     "RingDilatedAttentionV3",

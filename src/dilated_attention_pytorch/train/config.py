@@ -7,14 +7,15 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.engine import Engine
 from dilated_attention_pytorch.train.monitor import KINDS, parse_address
 
 # How long, where and how a run is carried out; the rest makes it the run it is.
-MAY_CHANGE = ("steps", "device", "engine", "timeout_seconds", "monitors", "prometheus_address")
+MAY_CHANGE = ("steps", "device", "engine", "zero", "timeout_seconds", "monitors", "prometheus_address")
 
 # Small enough to learn something visible on two CPU cores in two minutes.
 SMALL_MODEL = ModelConfig(
@@ -32,7 +33,8 @@ class TrainConfig:
     """`data` are text files or folders; none means the source of the running interpreter's standard library.
 
     `batch_size` counts the sequences of all ranks together. `engine` says how ranks share the model: `fsdp` shards its
-    parameters, `ddp` copies them. A rank that is silent for `timeout_seconds`, in a step or a checkpoint, ends the run.
+    parameters, `ddp` copies them, `deepspeed` shards what `zero` says. A rank that is silent for `timeout_seconds`, in a
+    step or a checkpoint, ends the run.
     """
 
     data: tuple[str, ...] = ()
@@ -52,6 +54,7 @@ class TrainConfig:
     seed: int = 0
     device: str = "auto"
     engine: Engine = "fsdp"
+    zero: Zero | None = None
     timeout_seconds: float = 600.0
     monitors: tuple[str, ...] = ()
     prometheus_address: str = "127.0.0.1:9464"
@@ -79,6 +82,10 @@ class TrainConfig:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.engine not in get_args(Engine):
             raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
+        if self.engine == "deepspeed" and self.zero is None:
+            object.__setattr__(self, "zero", Zero())
+        if self.engine != "deepspeed" and self.zero is not None:
+            raise ValueError(f"ZeRO's stage and offload are of the engine deepspeed, and this one is {self.engine}")
         if unknown := set(self.monitors) - set(KINDS):
             raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
         parse_address(self.prometheus_address)
@@ -96,8 +103,23 @@ class TrainConfig:
     def from_json(cls, path: Path) -> TrainConfig:
         try:
             values = json.loads(path.read_text())
+            if values.get("zero"):
+                values["zero"] = Zero(**values["zero"])
             return cls(model=ModelConfig.from_dict(values.pop("model"), path), **values)
         except FileNotFoundError:
             raise FileNotFoundError(f"no training run at {path.parent}: there is no {path.name}") from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the config of a training run: {error}") from None
+
+
+def settings_of(options: RunOptions) -> dict[str, Any]:
+    """The fields of a `TrainConfig` that the options of `RingAdvancedDistributedDilatedAttention` decide.
+
+    What else they decide is for `train` (`options.resume`) and for the launcher (`options.max_restarts`).
+    """
+    return {
+        "engine": "deepspeed" if options.use_deepspeed else "fsdp",
+        "zero": options.zero,
+        "checkpoint_every": options.checkpoint_interval,
+        "monitors": ("jsonl",) if options.enable_monitoring else (),
+    }

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
 
-Engine = Literal["fsdp", "ddp"]
+Engine = Literal["fsdp", "ddp", "deepspeed"]
 Result = TypeVar("Result")
 
 # gloo recovers a killed rank only if torchrun does not lend its own store to the workers.
@@ -73,7 +73,7 @@ class Ranks:
 
     def share(self, model: LongNetLM, engine: Engine) -> nn.Module:
         """The model as the ranks train it: parameters sharded (`fsdp`), or copied with averaged gradients (`ddp`)."""
-        if self.mesh is None:
+        if self.mesh is None or engine == "deepspeed":  # which takes the model together with its optimizer
             return model
         if engine == "ddp":
             return nn.parallel.DistributedDataParallel(model, device_mesh=self.mesh["data"])
@@ -183,9 +183,15 @@ def join_ranks(device: str, timeout: float) -> Iterator[Ranks]:
     except Exception:
         raise  # the other ranks may be gone, and waiting for them: leaving the process ends the group
     except Stopped:
-        dist.destroy_process_group()
+        _leave()
         raise
-    dist.destroy_process_group()
+    _leave()
+
+
+def _leave() -> None:
+    # DeepSpeed, if it was used, remembers the group.
+    comm = sys.modules.get("deepspeed.comm")
+    (dist if comm is None or not comm.is_initialized() else comm).destroy_process_group()
 
 
 def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
