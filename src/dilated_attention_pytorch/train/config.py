@@ -33,8 +33,8 @@ class TrainConfig:
     """`data` are text files or folders; none means the source of the running interpreter's standard library.
 
     `batch_size` counts the sequences of all ranks together. `engine` says how ranks share the model: `fsdp` shards its
-    parameters, `ddp` copies them, `deepspeed` shards what `zero` says. A rank that is silent for `timeout_seconds`, in a
-    step or a checkpoint, ends the run.
+    parameters, `ddp` copies them, `deepspeed` shards what `zero` says. A rank that is silent for `timeout_seconds`, in
+    a step or a checkpoint, ends the run.
     """
 
     data: tuple[str, ...] = ()
