@@ -1,19 +1,23 @@
-"""DeepSpeed's ZeRO trains what one process trains, in every stage, and its checkpoints are those of the other engines."""
+"""DeepSpeed's ZeRO trains what one process trains, in every stage; its checkpoints are those of the other engines."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.parallel import RunOptions, Zero
 from dilated_attention_pytorch.train import TrainConfig, engine
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import settings_of
+from dilated_attention_pytorch.train.zero import check_zero
 
 from .test_ranks import launch, losses, without_newest
 
@@ -22,8 +26,23 @@ STEPS = 20
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'dilated-attention-pytorch[deepspeed]'"
 )
+
 EVERY = ["--checkpoint-every", "10"]
 OPTIONS = RunOptions(use_deepspeed=True, enable_monitoring=True, auto_resume=True, checkpoint_interval=10)
+
+
+class Axes:
+    """A mesh without processes."""
+
+    def __init__(self, **sizes: int) -> None:
+        self._sizes = sizes
+        self.mesh_dim_names = tuple(sizes)
+
+    def __getitem__(self, axis: str) -> Axes:
+        return Axes(**{axis: self._sizes[axis]})
+
+    def size(self) -> int:
+        return math.prod(self._sizes.values())
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +135,20 @@ def test_what_deepspeed_cannot_do_is_refused(arguments, message, folder, flags, 
     assert main([*flags, "--out", str(folder / "refused"), *arguments]) == 1
     assert message in capsys.readouterr().err
     assert not (folder / "refused").exists()
+
+
+def test_a_package_that_is_missing_is_named_with_its_installation(monkeypatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    ranks = engine.Ranks(device=torch.device("cpu"), mesh=Axes(data=2, sequence=2))
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dilated-attention-pytorch\[deepspeed\]'"):
+        check_zero(Zero(), ranks)
+
+
+def test_ranks_that_share_heads_are_refused() -> None:
+    ranks = engine.Ranks(device=torch.device("cpu"), mesh=Axes(data=2, tensor=2))
+    with pytest.raises(ValueError, match="the axis 'tensor' must have one, or use fsdp"):
+        check_zero(Zero(), ranks)
 
 
 def test_the_settings_of_another_engine_are_refused() -> None:

@@ -6,6 +6,7 @@ fits any engine and any number of ranks. DeepSpeed is imported where a run asks 
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -79,7 +80,8 @@ class ZeroModel(nn.Module):
         """One step of the optimizer along the clipped gradient of the ranks' mean loss; the norm before clipping."""
         self._engine.backward(loss)
         self._engine.step()
-        return float(self._engine.get_global_grad_norm())
+        norm = float(self._engine.get_global_grad_norm())
+        return norm if norm >= 0.0 else math.nan  # DeepSpeed says -1 where it is not finite
 
     def state(self) -> dict[str, Any]:
         """Model and optimizer by name, each rank with its rows of every tensor, as FSDP2 has them."""
