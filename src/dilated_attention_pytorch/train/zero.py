@@ -61,12 +61,11 @@ class ZeroModel(nn.Module):
     ) -> None:
         super().__init__()
         deepspeed = _deepspeed(ranks)
-        self._stage = zero.stage
+        self._stage, self._device = zero.stage, ranks.device
         self._optimizer = optimizer
         # By name, for DeepSpeed puts its own flat tensors into the optimizer's groups.
         names = {parameter: name for name, parameter in plain.named_parameters()}
         self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-        self._plain = (plain,)  # in a tuple, for the engine has it as its module
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         config = zero.config(batch_size=batch_size, clip_norm=clip_norm)
         self._engine, *_ = deepspeed.initialize(
@@ -91,8 +90,7 @@ class ZeroModel(nn.Module):
         weights: dict[str, Any] = {}
         moments: dict[str, Any] = {}
         seen: dict[int, str] = {}
-        (plain,) = self._plain
-        for name, tensor in plain.state_dict(keep_vars=True).items():
+        for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
             if id(tensor) in seen:  # tied
                 weights[name] = weights[seen[id(tensor)]]
             elif isinstance(tensor, nn.Parameter):
@@ -114,8 +112,7 @@ class ZeroModel(nn.Module):
         """Continue after `step` with what `read(name, shape)` gives for each parameter."""
         self._make_moments(step)
         error: Exception | None = None
-        (plain,) = self._plain
-        for name, parameter in plain.named_parameters():
+        for name, parameter in self._engine.module.named_parameters():
             values = None
             try:
                 values = read(name, getattr(parameter, "ds_shape", parameter.shape))
@@ -129,8 +126,7 @@ class ZeroModel(nn.Module):
         """Let DeepSpeed lay out AdamW's state, by a step that moves nothing, and set its count of steps."""
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0  # the trainer sets it at every step
-        device = next(self.parameters()).device
-        self.update(self(torch.zeros(1, 2, dtype=torch.long, device=device)).sum() * 0.0)
+        self.update(self(torch.zeros(1, 2, dtype=torch.long, device=self._device)).sum() * 0.0)
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
         self._link_moments()
