@@ -66,7 +66,7 @@ state = lambda: (torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf3
 before, modules = state(), set(sys.modules)
 import {NAME}
 assert state() == before
-optional = ("triton", "transformers", "matplotlib", "safetensors", "torch._dynamo")
+optional = ("triton", "transformers", "matplotlib", "safetensors", "deepspeed", "torch._dynamo")
 print(*[name for name in optional if name in sys.modules and name not in modules])
 print(*[name for name in ("triton", "transformers", "matplotlib") if name in sys.modules])
 """
@@ -93,6 +93,19 @@ MULTIHEAD = {
     "multihead_dilated_attention.MultiheadDilatedAttention": {"gamma_init": 2.0, "layer_norm": True},
     "dilated_attention.MultiheadDilatedAttention": {"dropout": 0.1, "layer_norm": False, "bias": False},
     "ring_multihead_dilated_attention.RingMultiheadDilatedAttention": {"ring_size": 1},
+    "ring_improved_distributed_dilated_attention.RingAdvancedDistributedDilatedAttention": {
+        "model_parallel": True,
+        "sequence_parallel": True,
+        "data_parallel": True,
+        "use_deepspeed": True,
+        "zero_stage": 3,
+        "cpu_offload": True,
+        "nvme_offload": True,
+        "enable_fault_tolerance": True,
+        "enable_monitoring": True,
+        "auto_resume": True,
+        "checkpoint_interval": 100,
+    },
     "improved_multihead_dilated_attention.ImprovedMultiheadDilatedAttention": {"use_tf32": False},
     f"{TILED}.BlockSparseRingMultiheadDilatedAttention": {"sparse_config": TILES},
 }
@@ -122,6 +135,8 @@ def build(path: str, shared: str):
             16, 4, segment_lengths=[4, 8], dilation_rates=[1, 2], **MULTIHEAD[path], **SHARED[shared]
         )
         x = torch.randn(2, 10, 16)
+        if "Advanced" in path:  # it returns a Tensor
+            return module, lambda m: m(x, x, x, is_causal=True)
         return module, lambda m: m(x, x, x, is_causal=True)[0]
     sizes = {"d_model": 16, "num_heads": 4, "num_layers": 1, "segment_lengths": [4, 8], "dilation_rates": [1, 2]}
     module = published(path)(**sizes, **MODELS[path], **SHARED[shared])

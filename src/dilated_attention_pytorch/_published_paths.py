@@ -20,6 +20,7 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "ring_dilated_attention_v3": modules,
     "ring_multihead_dilated_attention": modules,
     "improved_distributed_dilated_attention": modules,
+    "ring_improved_distributed_dilated_attention": modules,
     "long_net": longnet,
 }
 

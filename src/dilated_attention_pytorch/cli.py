@@ -75,9 +75,19 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", type=int, metavar="P", help="share each batch among P processes here; across machines use torchrun"
     )
     train.add_argument("--max-restarts", type=int, metavar="K", help="with --ranks: how often to restart after a death")
-    train.add_argument("--engine", choices=["fsdp", "ddp"], help="ranks shard the parameters, or copy them")
+    train.add_argument(
+        "--engine",
+        choices=["fsdp", "ddp", "deepspeed"],
+        help="ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard",
+    )
     train.add_argument("--sequence-parallel", type=int, metavar="P", help="ranks that share the tokens of a sequence")
     train.add_argument("--tensor-parallel", type=int, metavar="P", help="ranks that share the heads of the model")
+    train.add_argument("--zero-stage", type=int, metavar="Z", help="with deepspeed: 1, 2 or 3 (default: 3)")
+    train.add_argument("--cpu-offload", action="store_true", help="with deepspeed: keep shards in main memory")
+    train.add_argument("--nvme-offload", metavar="FOLDER", help="with deepspeed: keep shards on a disk")
+    train.add_argument(
+        "--options", type=Path, metavar="FILE", help="RunOptions as JSON: engine, checkpoints, monitors, restarts"
+    )
     train.add_argument("--timeout-seconds", type=float, help="silence of a rank after which the others end (600)")
     train.add_argument(
         "--monitors",
@@ -155,8 +165,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.parallel.options import RunOptions
     from dilated_attention_pytorch.train import TrainConfig, train
-    from dilated_attention_pytorch.train.config import MAY_CHANGE
+    from dilated_attention_pytorch.train.config import MAY_CHANGE, settings_of
     from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
 
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
@@ -164,8 +175,17 @@ def _train(arguments: argparse.Namespace) -> None:
     out, auto_resume = given.pop("out", None), given.pop("auto_resume", False)
     resuming = "resume" in given
     run = given.pop("resume", None) if resuming else out
+    if "options" in given:
+        options = RunOptions.from_json(given.pop("options"))
+        if resuming:
+            raise ValueError("--options begins a run: resume it with --auto-resume, or leave --options out")
+        given = settings_of(options) | given
+        auto_resume = auto_resume or options.auto_resume
+        if ranks is not None and max_restarts is None:
+            max_restarts = options.max_restarts
     if auto_resume and (resuming or out is None):
         raise ValueError("--auto-resume continues the run in --out FOLDER: name it, and leave --resume out")
+    _settle_zero(given)
     if max_restarts is not None and ranks is None:
         raise ValueError("--max-restarts goes with --ranks; torchrun has an option of that name itself")
     if under_torchrun():
@@ -195,6 +215,23 @@ def _train(arguments: argparse.Namespace) -> None:
     settled = {"command", "ranks", "max_restarts", "out", "resume"}
     flags = _as_flags({name: value for name, value in vars(arguments).items() if name not in settled})
     launch_ranks(ranks, max_restarts or 0, ["train", *flags, "--resume" if resuming else "--out", str(run)])
+
+
+def _settle_zero(given: dict[str, Any]) -> None:
+    """Make one setting of the flags that concern DeepSpeed; another engine takes back what a resumed run has."""
+    from dilated_attention_pytorch.parallel.options import Zero
+
+    flags = {"zero_stage": "stage", "cpu_offload": "cpu_offload", "nvme_offload": "nvme_path"}
+    stated = {flag: given.pop(flag) for flag in flags if flag in given}
+    if given.get("engine") == "deepspeed":
+        if stated:
+            changes = {flags[flag]: value for flag, value in stated.items()}
+            given["zero"] = dataclasses.replace(given.get("zero") or Zero(), **changes)
+    elif stated:
+        names = ", ".join("--" + flag.replace("_", "-") for flag in stated)
+        raise ValueError(f"{names} goes with --engine deepspeed: add it, or leave {names} out")
+    elif "engine" in given:
+        given["zero"] = None
 
 
 def _as_flags(given: dict[str, Any]) -> list[str]:

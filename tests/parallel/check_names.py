@@ -15,6 +15,7 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     DistributedImprovedDilatedAttention,
     MultiheadDilatedAttention,
+    RingAdvancedDistributedDilatedAttention,
     RingDilatedAttention,
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
@@ -107,6 +108,11 @@ def check_multihead(rank: int, size: int) -> None:
     found, weights = ring(shard, shard, shard, key_padding_mask=own)
     assert weights is None
     torch.testing.assert_close(found, part(expected, rank, size))
+    advanced = RingAdvancedDistributedDilatedAttention(
+        32, 4, **SPEC, num_kv_heads=2, dtype=torch.float64, model_parallel=True, use_deepspeed=True, nvme_offload=True
+    )
+    advanced.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(advanced(shard, shard, shard, key_padding_mask=own), found)
     expected.square().sum().backward()
     found.square().sum().backward()
     for ours, theirs in zip(ring.parameters(), plain.parameters()):
@@ -128,6 +134,12 @@ def check_groups(rank: int, size: int) -> None:
         RingDilatedAttention(**SPEC, group=pairs[1 - rank // 2])
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "sequence"))
     check_rows(RingDilatedAttention(**SPEC, mesh=mesh), plain, rank % 2, 2)
+    for keyword, message in {
+        "data_parallel": "2 ranks on its axis 'data'",
+        "sequence_parallel": "axis 'sequence'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, mesh=mesh, **{keyword: False})
     with pytest.raises(ValueError, match=r"an axis named 'tensor', got .*data.*sequence"):
         DistributedImprovedDilatedAttention(**SPEC, model_parallel=True, mesh=mesh)
 
@@ -145,6 +157,8 @@ def check_heads(rank: int, size: int) -> None:
     both = DistributedImprovedDilatedAttention(**SPEC, **settings, sequence_parallel=True)
     found = both(*(part(x, rank // 2, size // 2) for x in heads))
     torch.testing.assert_close(found, part(expected, rank // 2, size // 2))
+    with pytest.raises(ValueError, match=r"spread its heads with parallelize\(model, mesh\)"):
+        RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, mesh=mesh, model_parallel=True)
     with pytest.raises(ValueError, match="cannot both cut one group"):
         DistributedImprovedDilatedAttention(**SPEC, sequence_parallel=True, model_parallel=True)
 

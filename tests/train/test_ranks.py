@@ -59,15 +59,17 @@ def finish(process: subprocess.Popen) -> str:
         process.wait()
 
 
-def launch(ranks: int, scenario: str, folder: Path, flags: list[str], *, restarts: int = 0) -> str:
-    """Run the worker through torchrun as `launch_ranks` does; its output."""
+def launch(
+    ranks: int, scenario: str, folder: Path, flags: list[str], *, restarts: int = 0, worker: Path = WORKER
+) -> str:
+    """Run a worker through torchrun as `launch_ranks` does; its output."""
     with pytest.MonkeyPatch.context() as patch:
         caught = []
         patch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))
         engine.launch_ranks(ranks, restarts, [scenario, str(folder), *flags])
     python, command, environment = caught[0]
     at = command.index("dilated_attention_pytorch.cli") - 1
-    process = start([python, *command[1:at], str(WORKER), *command[at + 2 :]], environment)
+    process = start([python, *command[1:at], str(worker), *command[at + 2 :]], environment)
     output = finish(process)
     assert process.returncode == 0, output
     return output

@@ -142,7 +142,8 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self._check(query, key, value)
         if query.dim() == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
-            out, _ = self.forward(
+            out, _ = MultiheadDilatedAttention.forward(
+                self,
                 query[None],
                 key[None],
                 value[None],

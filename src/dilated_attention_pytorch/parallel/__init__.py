@@ -11,11 +11,13 @@ from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.modules import (
     AcrossRanks,
     DistributedImprovedDilatedAttention,
+    RingAdvancedDistributedDilatedAttention,
     RingDilatedAttention,
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
 )
+from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
     even_lengths,
@@ -32,14 +34,17 @@ __all__ = [
     "DistributedImprovedDilatedAttention",
     "Place",
     "Ranks",
+    "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",
     "RingDilatedAttentionV2",
     "RingDilatedAttentionV3",
     "RingMultiheadDilatedAttention",
+    "RunOptions",
     "Scheme",
     "Shards",
     "Traffic",
     "Wire",
+    "Zero",
     "branch_traffic",
     "choose_scheme",
     "even_lengths",

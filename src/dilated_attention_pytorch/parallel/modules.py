@@ -31,6 +31,7 @@ from dilated_attention_pytorch.parallel.costs import (
     choose_scheme,
     message_bytes,
 )
+from dilated_attention_pytorch.parallel.options import OPTIONS, RunOptions
 from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths, shared_segments
 
 if TYPE_CHECKING:
@@ -278,6 +279,53 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
         return RingDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
 
 
+class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
+    """`RingMultiheadDilatedAttention` that returns a Tensor, and carries how its run is to be carried out.
+
+    Args:
+        sequence_parallel, model_parallel, data_parallel: which axes of a mesh (`sequence`, `tensor`, `data`) may have
+            several ranks. Without a mesh all ranks share the sequence, if they may.
+        mesh: the ranks, on named axes; `parallelize(model, mesh)` spreads the heads over several on `tensor`.
+        settings: the fields of `RunOptions` (`use_deepspeed`, `zero_stage`, `checkpoint_interval`, ...), kept as
+            `options` for `train`; and the settings of `RingMultiheadDilatedAttention`.
+
+    >>> attention = RingAdvancedDistributedDilatedAttention(32, 4, [16, 64], [1, 4], auto_resume=True)
+    >>> x = torch.randn(2, 100, 32)
+    >>> attention(x, x, x, is_causal=True).shape, attention.options.resume
+    (torch.Size([2, 100, 32]), 'auto')
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        model_parallel: bool = False,
+        sequence_parallel: bool = True,
+        data_parallel: bool = True,
+        mesh: DeviceMesh | None = None,
+        **settings: Any,
+    ) -> None:
+        options = RunOptions(**{name: settings.pop(name) for name in OPTIONS if name in settings})
+        if mesh is not None:
+            settings["mesh"] = mesh
+            _check_axes(mesh, {"sequence": sequence_parallel, "tensor": model_parallel, "data": data_parallel})
+        super().__init__(*args, **settings, sequence_parallel=sequence_parallel)
+        self.options = options
+        self.model_parallel, self.data_parallel = model_parallel, data_parallel
+        self.sequence_parallel = sequence_parallel
+
+    def _make_attention(
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
+    ) -> DilatedAttention:
+        if settings.pop("sequence_parallel"):
+            return super()._make_attention(segment_lengths, dilation_rates, dropout, settings)
+        settings.pop("mesh", None)
+        return DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **settings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """`(B, N, E)`; takes what `MultiheadDilatedAttention` takes."""
+        return super().forward(*args, **kwargs)[0]
+
+
 class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention):
     """`ImprovedDilatedAttention` with tokens, heads or both spread over ranks; shared rows are gathered.
 
@@ -316,3 +364,16 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
 def _several(place: Place | None) -> Ranks | None:
     ranks = None if place is None else place.ranks()
     return None if ranks is None or ranks.size == 1 else ranks
+
+
+def _check_axes(mesh: DeviceMesh, allowed: dict[str, bool]) -> None:
+    sizes = {axis: mesh[axis].size() for axis in allowed if axis in (mesh.mesh_dim_names or ())}
+    for axis, size in sizes.items():
+        if size > 1 and not allowed[axis]:
+            keyword = "model_parallel" if axis == "tensor" else f"{axis}_parallel"
+            raise ValueError(f"{keyword}=False and a mesh with {size} ranks on its axis {axis!r}: change one of them")
+    if sizes.get("tensor", 1) > 1:
+        raise ValueError(
+            f"one module cannot cut its own projections for {sizes['tensor']} ranks: make the model without mesh, and "
+            "spread its heads with parallelize(model, mesh)"
+        )

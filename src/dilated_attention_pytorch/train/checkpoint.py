@@ -165,7 +165,7 @@ class Checkpointer:
         else:
             from dilated_attention_pytorch.train.shards import load_whole
 
-            load_whole(self._plain, self._model, self._optimizer, folder, state["optimizer"])
+            load_whole(self._plain, self._model, self._optimizer, folder, state)
         return int(state["step"])
 
 

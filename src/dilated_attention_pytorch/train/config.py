@@ -7,9 +7,10 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.engine import Engine
 from dilated_attention_pytorch.train.monitor import KINDS, parse_address
 
@@ -18,6 +19,7 @@ MAY_CHANGE = (
     "steps",
     "device",
     "engine",
+    "zero",
     "sequence_parallel",
     "tensor_parallel",
     "timeout_seconds",
@@ -41,9 +43,9 @@ class TrainConfig:
     """`data` are text files or folders; none means the source of the running interpreter's standard library.
 
     `batch_size` counts the sequences of all ranks together. `engine` says how ranks share the model: `fsdp` shards its
-    parameters, `ddp` copies them. So many ranks as `sequence_parallel` says share the tokens of a sequence, and
-    `tensor_parallel` the heads and features of the model; by default all share the batch alone. A rank that is silent
-    for `timeout_seconds`, in a step or a checkpoint, ends the run.
+    parameters, `ddp` copies them, `deepspeed` shards what `zero` says. So many ranks as `sequence_parallel` says share
+    the tokens of a sequence, and `tensor_parallel` the heads and features of the model; by default all share the batch
+    alone. A rank that is silent for `timeout_seconds`, in a step or a checkpoint, ends the run.
     """
 
     data: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ class TrainConfig:
     seed: int = 0
     device: str = "auto"
     engine: Engine = "fsdp"
+    zero: Zero | None = None
     sequence_parallel: int = 1
     tensor_parallel: int = 1
     timeout_seconds: float = 600.0
@@ -94,9 +97,14 @@ class TrainConfig:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.engine not in get_args(Engine):
             raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
-        if self.engine == "ddp" and self.tensor_parallel > 1:
+        if self.engine == "deepspeed" and self.zero is None:
+            object.__setattr__(self, "zero", Zero())
+        if self.engine != "deepspeed" and self.zero is not None:
+            raise ValueError(f"ZeRO's stage and offload are of the engine deepspeed, and this one is {self.engine}")
+        if self.engine != "fsdp" and self.tensor_parallel > 1:
             raise ValueError(
-                f"engine ddp copies parameters, and tensor_parallel={self.tensor_parallel} cuts them: use engine fsdp"
+                f"engine {self.engine} wants every parameter alike on all ranks, and tensor_parallel="
+                f"{self.tensor_parallel} cuts them: use engine fsdp, or tensor_parallel 1"
             )
         if unknown := set(self.monitors) - set(KINDS):
             raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
@@ -115,8 +123,23 @@ class TrainConfig:
     def from_json(cls, path: Path) -> TrainConfig:
         try:
             values = json.loads(path.read_text())
+            if values.get("zero"):
+                values["zero"] = Zero(**values["zero"])
             return cls(model=ModelConfig.from_dict(values.pop("model"), path), **values)
         except FileNotFoundError:
             raise FileNotFoundError(f"no training run at {path.parent}: there is no {path.name}") from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the config of a training run: {error}") from None
+
+
+def settings_of(options: RunOptions) -> dict[str, Any]:
+    """The fields of a `TrainConfig` that the options of `RingAdvancedDistributedDilatedAttention` decide.
+
+    What else they decide is for `train` (`options.resume`) and for the launcher (`options.max_restarts`).
+    """
+    return {
+        "engine": "deepspeed" if options.use_deepspeed else "fsdp",
+        "zero": options.zero,
+        "checkpoint_every": options.checkpoint_interval,
+        "monitors": ("jsonl",) if options.enable_monitoring else (),
+    }

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths
 
-Engine = Literal["fsdp", "ddp"]
+Engine = Literal["fsdp", "ddp", "deepspeed"]
 Result = TypeVar("Result")
 
 # gloo recovers a killed rank only if torchrun does not lend its own store to the workers.
@@ -88,13 +88,15 @@ class Ranks:
     def share(self, model: LongNetLM, engine: Engine) -> nn.Module:
         """The model as the ranks train it: parameters sharded (`fsdp`), or copied with averaged gradients (`ddp`).
 
-        Gradients are averages over the ranks that have tokens of their own.
+        Gradients are averages over the ranks that have tokens of their own; `deepspeed` is left to shard and average.
         """
         if self.mesh is None:
             return model
         if engine == "fsdp":
             return parallelize(model, self.mesh)
         copied = parallelize(model, self.mesh, shard_parameters=False)
+        if engine == "deepspeed":  # which takes the model together with its optimizer
+            return copied
         return nn.parallel.DistributedDataParallel(copied, process_group=_token_mesh(self.mesh).get_group())
 
     def clip_gradients(self, model: nn.Module, limit: float) -> float:
@@ -218,9 +220,15 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
     except Exception:
         raise  # the other ranks may be gone, and waiting for them: leaving the process ends the group
     except Stopped:
-        dist.destroy_process_group()
+        _leave()
         raise
-    dist.destroy_process_group()
+    _leave()
+
+
+def _leave() -> None:
+    # DeepSpeed, if it was used, remembers the group.
+    comm = sys.modules.get("deepspeed.comm")
+    (dist if comm is None or not comm.is_initialized() else comm).destroy_process_group()
 
 
 def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:

@@ -27,7 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import load_tensors
+from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
 
 def start_saving(
@@ -52,6 +54,11 @@ def load_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, shards: Path, group: dist.ProcessGroup | None
 ) -> int:
     """Restore what any number of ranks wrote; returns the step that was finished."""
+    if isinstance(model, ZeroModel):
+        finished = torch.tensor(0)
+        _read({"step": finished}, shards, None)
+        model.restore(int(finished), lambda name, shape: _read_parameter(name, shape, shards))
+        return int(finished)
     state = {**_state(model, optimizer), "step": torch.tensor(0)}
     _read(state, shards, group)
     set_model_state_dict(model, state["model"])
@@ -60,9 +67,27 @@ def load_shards(
 
 
 def load_whole(
-    plain: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, saved: dict[str, Any]
+    plain: LongNetLM, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, saved: dict[str, Any]
 ) -> None:
-    """Restore what one process wrote: the weights in `folder` and `saved`, its optimizer's state dict."""
+    """Restore what one process wrote: the weights in `folder` and `saved`, its step and its optimizer's state dict."""
+    # One process numbers the parameters; ranks go by name.
+    if isinstance(model, ZeroModel):
+        groups = model.groups
+    else:
+        names = {parameter: name for name, parameter in plain.named_parameters()}
+        groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    by_name: dict[str, Any] = {"state": {}, "param_groups": []}
+    for named, numbered in zip(groups, saved["optimizer"]["param_groups"]):
+        by_name["param_groups"].append({**numbered, "params": named})
+        by_name["state"].update(zip(named, (saved["optimizer"]["state"][number] for number in numbered["params"])))
+    if isinstance(model, ZeroModel):
+        with torch.device("meta"):  # the shapes, for DeepSpeed has taken the tensors away
+            weights = load_tensors(folder, LongNetLM(plain.config))
+        state = by_name["state"]
+        model.restore(
+            saved["step"], lambda name, _: Values(weights[name], state[name]["exp_avg"], state[name]["exp_avg_sq"])
+        )
+        return
     # Tied weights are stored once, so that a name may be missing.
     weights_options = StateDictOptions(full_state_dict=True, strict=False)
     try:
@@ -72,13 +97,6 @@ def load_whole(
             "PyTorch cannot cut what one process wrote both by heads and for ranks that do not divide the rest: resume "
             "with --tensor-parallel 1, or on another number of ranks"
         ) from error
-    # One process numbers the parameters; ranks go by name.
-    names = {parameter: name for name, parameter in plain.named_parameters()}
-    by_name: dict[str, Any] = {"state": {}, "param_groups": []}
-    for group, numbered in zip(optimizer.param_groups, saved["param_groups"]):
-        named = [names[parameter] for parameter in group["params"]]
-        by_name["param_groups"].append({**numbered, "params": named})
-        by_name["state"].update(zip(named, (saved["state"][number] for number in numbered["params"])))
     set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
 
 
@@ -94,7 +112,16 @@ def read_model(names: Sequence[str], shards: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _read_parameter(name: str, shape: torch.Size, shards: Path) -> Values:
+    values = Values(*(torch.empty(shape) for _ in Values._fields))
+    moments = {"exp_avg": values.exp_avg, "exp_avg_sq": values.exp_avg_sq}
+    _read({"model": {name: values.weight}, "optimizer": {"state": {name: moments}}}, shards, None)
+    return values
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    if isinstance(model, ZeroModel):
+        return model.state()
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 

@@ -23,6 +23,7 @@ from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Corpus, read_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
+from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
 
 _BITS = 1.0 / math.log(2.0)
 
@@ -54,6 +55,8 @@ def _train(
         raise ValueError(
             f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {config.batch_size}"
         )
+    if config.zero is not None:
+        check_zero(config.zero, ranks)
     corpus = read_corpus(config.data, config.sequence_length)
     ranks.check_same({"corpus, in bytes": (len(corpus.training), len(corpus.validation))})
     torch.manual_seed(config.seed)
@@ -61,8 +64,14 @@ def _train(
     parameters = sum(parameter.numel() for parameter in plain.parameters())
     model = ranks.share(plain, config.engine)
     optimizer = torch.optim.AdamW(
-        _parameter_groups(model, config.weight_decay), lr=config.learning_rate, betas=(0.9, 0.95)
+        _parameter_groups(model, config.weight_decay),
+        lr=config.learning_rate,
+        betas=(0.9, 0.95),
+        fused=True if config.zero is not None and config.zero.offloads else None,  # one pass over main memory
     )
+    if config.zero is not None:
+        part = config.batch_size // ranks.data_ranks
+        model = ZeroModel(plain, optimizer, config.zero, ranks, batch_size=part, clip_norm=config.clip_norm)
     checkpointer = Checkpointer(run, plain, model, optimizer, ranks, config.keep_checkpoints)
     start = checkpointer.restore() if found else 0
     if start >= config.steps and resume != "auto":
@@ -205,6 +214,9 @@ def _step(
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(config, step)
     loss = _loss(model, tokens, following, ranks)
+    if isinstance(model, ZeroModel):
+        value = ranks.gather(loss.item()).mean().item()
+        return value, model.update(loss) if math.isfinite(value) else math.nan
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     norm = ranks.clip_gradients(model, config.clip_norm)

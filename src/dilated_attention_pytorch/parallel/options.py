@@ -1,0 +1,150 @@
+"""How a run is to be carried out, as one frozen value: a module carries it, and `train` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+_RESTARTS = 3  # of a run that is to survive the death of ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """What DeepSpeed's ZeRO shards, and where it keeps the shards.
+
+    Args:
+        stage: 1 shards the optimizer state, 2 gradients too, 3 parameters too.
+        cpu_offload: keep the optimizer state, and in stage 3 the parameters, in main memory, and update them there.
+        nvme_path: a folder on a fast disk to keep them in instead; stage 3 only.
+    """
+
+    stage: int = 3
+    cpu_offload: bool = False
+    nvme_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2, 3):
+            raise ValueError(f"a ZeRO stage is 1, 2 or 3, got {self.stage}: for none, train with FSDP2 or DDP")
+        if self.nvme_path is not None:
+            # Absolute, so that the run can be resumed from anywhere.
+            object.__setattr__(self, "nvme_path", os.path.abspath(self.nvme_path))
+            if self.stage != 3:
+                raise ValueError(f"NVMe offload needs ZeRO stage 3, got {self.stage}: choose 3, or CPU offload")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state is kept, and updated, away from the GPU."""
+        return self.cpu_offload or self.nvme_path is not None
+
+    def config(self, *, batch_size: int = 1, clip_norm: float = 0.0) -> dict[str, Any]:
+        """The configuration for `deepspeed.initialize`, of a float32 model and an optimizer of PyTorch's.
+
+        `batch_size` is a rank's; a `clip_norm` of 0 clips no gradients.
+
+        >>> Zero(stage=2, cpu_offload=True).config(batch_size=4, clip_norm=1.0)["zero_optimization"]
+        {'stage': 2, 'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}
+        """
+        sharding: dict[str, Any] = {"stage": self.stage}
+        if self.offloads:
+            place: dict[str, Any] = {"device": "cpu" if self.nvme_path is None else "nvme", "pin_memory": True}
+            if self.nvme_path is not None:
+                place["nvme_path"] = self.nvme_path
+            sharding["offload_optimizer"] = place
+            if self.stage == 3:
+                sharding["offload_param"] = place
+        return {
+            "train_micro_batch_size_per_gpu": batch_size,
+            "gradient_clipping": clip_norm,
+            "zero_optimization": sharding,
+            # AdamW is PyTorch's here as in the other engines: its fused form needs no compiler on the machine.
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The run-level keywords of `RingAdvancedDistributedDilatedAttention`.
+
+    Args:
+        use_deepspeed: DeepSpeed's ZeRO shards the model, instead of FSDP2.
+        zero_stage: 1, 2 or 3, the default of a run with DeepSpeed; `Zero` says what each shards.
+        cpu_offload: keep what is sharded beside the GPU in main memory.
+        nvme_offload: keep it on the disk of `nvme_path` instead, which training needs to be told.
+        enable_fault_tolerance: ranks that die are restarted, and resume; up to `max_restarts` times.
+        enable_monitoring: figures of every step go to `log.jsonl` in the run's folder.
+        auto_resume: the same command begins a run or continues it.
+        checkpoint_interval: steps between checkpoints.
+
+    >>> options = RunOptions(use_deepspeed=True, zero_stage=2, cpu_offload=True, auto_resume=True)
+    >>> options.zero, options.max_restarts, options.resume
+    (Zero(stage=2, cpu_offload=True, nvme_path=None), 0, 'auto')
+    """
+
+    use_deepspeed: bool = False
+    zero_stage: int | None = None
+    cpu_offload: bool = False
+    nvme_offload: bool = False
+    nvme_path: str | None = None
+    enable_fault_tolerance: bool = False
+    enable_monitoring: bool = False
+    auto_resume: bool = False
+    checkpoint_interval: int = 100
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{field.name} is True or False, got {value!r}")
+        if self.checkpoint_interval < 1:
+            raise ValueError(f"checkpoint_interval must be at least 1 step, got {self.checkpoint_interval}")
+        if self.nvme_path is not None and not self.nvme_offload:
+            raise ValueError(f"nvme_path={self.nvme_path!r} is for nvme_offload=True: pass both, or neither")
+        if not self.use_deepspeed:
+            for name in ("zero_stage", "cpu_offload", "nvme_offload"):
+                if getattr(self, name) not in (None, False):
+                    raise ValueError(f"{name} is DeepSpeed's: pass use_deepspeed=True with it, or leave it out")
+        elif self.nvme_offload and self.nvme_path is None:
+            self._zero("")  # what else is wrong is said now
+        else:
+            _ = self.zero
+
+    @property
+    def zero(self) -> Zero | None:
+        """What DeepSpeed is to do, or None without it."""
+        if not self.use_deepspeed:
+            return None
+        if self.nvme_offload and self.nvme_path is None:
+            raise ValueError("nvme_offload=True does not say where: pass nvme_path=FOLDER, on a local NVMe disk")
+        return self._zero(self.nvme_path)
+
+    def _zero(self, nvme_path: str | None) -> Zero:
+        stage = 3 if self.zero_stage is None else self.zero_stage
+        return Zero(stage=stage, cpu_offload=self.cpu_offload, nvme_path=nvme_path)
+
+    @property
+    def max_restarts(self) -> int:
+        """How often torchrun is to start the ranks again after a death."""
+        return _RESTARTS if self.enable_fault_tolerance else 0
+
+    @property
+    def resume(self) -> Literal[False, "auto"]:
+        """What `train(config, run, resume=...)` is to do about a run that is there."""
+        return "auto" if self.auto_resume else False
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, path: Path) -> RunOptions:
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not hold the options of a run: {error}") from None
+
+
+OPTIONS = tuple(field.name for field in dataclasses.fields(RunOptions))

@@ -1,0 +1,219 @@
+"""DeepSpeed's ZeRO as an engine of a run: it shards the model over all ranks, clips gradients and steps.
+
+Its state is looked at one whole parameter at a time, and kept as the other engines keep theirs, so that a checkpoint
+fits any engine and any number of ranks. DeepSpeed is imported where a run asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.parallel.options import Zero
+from dilated_attention_pytorch.train.engine import Ranks
+
+
+class Values(NamedTuple):
+    """A whole parameter, and what AdamW keeps of it."""
+
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def check_zero(zero: Zero, ranks: Ranks) -> None:
+    """Refuse, on all ranks at once and before the run begins, what DeepSpeed could not do here."""
+    if ranks.mesh is None:
+        raise ValueError("the engine deepspeed wants to be started by torchrun: add --ranks P, or --ranks 1")
+    _deepspeed(ranks)
+    if zero.nvme_path is not None:
+        failures = [reason for reason in ranks.gather_objects(_nvme_problem(zero.nvme_path)) if reason]
+        if failures:
+            raise OSError(failures[0])
+
+
+class ZeroModel(nn.Module):
+    """A model that DeepSpeed trains with a given AdamW; every rank calls every method, in the same order."""
+
+    def __init__(
+        self,
+        plain: LongNetLM,
+        optimizer: torch.optim.AdamW,
+        zero: Zero,
+        ranks: Ranks,
+        *,
+        batch_size: int,
+        clip_norm: float,
+    ) -> None:
+        super().__init__()
+        deepspeed = _deepspeed(ranks)
+        self._stage, self._device = zero.stage, ranks.device
+        self._optimizer = optimizer
+        # By name, for DeepSpeed puts its own flat tensors into the optimizer's groups.
+        names = {parameter: name for name, parameter in plain.named_parameters()}
+        self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        config = zero.config(batch_size=batch_size, clip_norm=clip_norm)
+        self._engine, *_ = deepspeed.initialize(
+            model=plain, optimizer=optimizer, config=config, dist_init_required=False
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self._engine(tokens)
+
+    def update(self, loss: Tensor) -> float:
+        """One step of the optimizer along the clipped gradient of the ranks' mean loss; the norm before clipping."""
+        self._engine.backward(loss)
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        return norm if norm >= 0.0 else math.nan  # DeepSpeed says -1 where it is not finite
+
+    def state(self) -> dict[str, Any]:
+        """Model and optimizer by name, each rank with its rows of every tensor, as FSDP2 has them."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        self._link_moments()
+        weights: dict[str, Any] = {}
+        moments: dict[str, Any] = {}
+        seen: dict[int, str] = {}
+        for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:  # tied
+                weights[name] = weights[seen[id(tensor)]]
+            elif isinstance(tensor, nn.Parameter):
+                seen[id(tensor)] = name
+                weights[name] = self._rows(safe_get_full_fp32_param(tensor))
+                moments[name] = {"step": self._steps()} | {
+                    key: self._rows(safe_get_full_optimizer_state(tensor, key)) for key in Values._fields[1:]
+                }
+            else:
+                weights[name] = tensor
+        settings = [
+            # `fused` is a matter of where the update runs, and the others have their own.
+            {key: group[key] for key in self._optimizer.defaults} | {"fused": None, "params": names}
+            for group, names in zip(self._optimizer.param_groups, self.groups)
+        ]
+        return {"model": weights, "optimizer": {"state": moments, "param_groups": settings}}
+
+    def restore(self, step: int, read: Callable[[str, torch.Size], Values]) -> None:
+        """Continue after `step` with what `read(name, shape)` gives for each parameter."""
+        self._make_moments(step)
+        error: Exception | None = None
+        for name, parameter in self._engine.module.named_parameters():
+            values = None
+            try:
+                values = read(name, getattr(parameter, "ds_shape", parameter.shape))
+            except Exception as caught:  # the other ranks go on, and wait for this one
+                error = error or caught
+            (self._set_sharded if self._stage == 3 else self._set)(parameter, values)
+        if error is not None:
+            raise error
+
+    def _make_moments(self, step: int) -> None:
+        """Let DeepSpeed lay out AdamW's state, by a step that moves nothing, and set its count of steps."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0  # the trainer sets it at every step
+        self.update(self(torch.zeros(1, 2, dtype=torch.long, device=self._device)).sum() * 0.0)
+        for state in self._optimizer.state.values():
+            state["step"].fill_(step)
+        self._link_moments()
+
+    def _link_moments(self) -> None:
+        # In stages 1 and 2 DeepSpeed looks for AdamW's state when only the first group of parameters has one.
+        if self._stage < 3:
+            from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+            sharded = self._engine.optimizer
+            for parameters, shard in zip(sharded.bit16_groups, sharded.single_partition_of_fp32_groups):
+                lazy_init_hp_params_optimizer_state(parameters, shard, self._optimizer.state)
+
+    def _set(self, parameter: nn.Parameter, values: Values | None) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if values is None:
+            return
+        parameter.data.copy_(values.weight)
+        safe_set_full_fp32_param(parameter, values.weight)
+        for key, moment in zip(Values._fields[1:], values[1:]):
+            safe_set_full_optimizer_state(parameter, moment, key)
+
+    def _set_sharded(self, parameter: nn.Parameter, values: Values | None) -> None:
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import (
+            safe_get_local_fp32_param,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        with GatheredParameters([parameter], modifier_rank=0):
+            if values is not None:
+                parameter.data.copy_(values.weight)
+        if values is None:
+            return
+        length = safe_get_local_fp32_param(parameter).numel()  # the last rank's may reach past the end
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+
+        def own(whole: Tensor) -> Tensor:
+            return F.pad(whole.flatten(), (0, length * ranks - whole.numel())).narrow(0, rank * length, length)
+
+        safe_set_local_fp32_param(parameter, own(values.weight))
+        for key, moment in zip(Values._fields[1:], values[1:]):
+            safe_set_local_optimizer_state(parameter, own(moment), key)
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        chunks = whole.chunk(self._mesh.size())
+        rank = self._mesh.get_local_rank()
+        own = chunks[rank] if rank < len(chunks) else whole[:0]
+        # A copy: the whole one goes when the next comes.
+        own = own.detach().to("cpu", copy=True)
+        return DTensor.from_local(
+            own, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def _steps(self) -> Tensor:
+        return next(iter(self._optimizer.state.values()))["step"].detach().to("cpu", copy=True)
+
+
+def _deepspeed(ranks: Ranks) -> Any:
+    # Else it takes a GPU wherever there is one.
+    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":  # it is there, and broken
+            raise
+        raise ModuleNotFoundError(
+            "the engine deepspeed needs DeepSpeed: pip install 'dilated-attention-pytorch[deepspeed]'", name="deepspeed"
+        ) from error
+    # On CPUs it would compile an all-reduce that only its inference uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # PyTorch has new names for what it calls at every step.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    return deepspeed
+
+
+def _nvme_problem(folder: str) -> str | None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        return (
+            "NVMe offload needs libaio and a compiler, which are not here: install libaio-dev (apt) or libaio-devel "
+            "(dnf), or offload to main memory (--cpu-offload)"
+        )
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"NVMe offload cannot use {folder} ({error.strerror}): choose another folder"
+    return None

@@ -1,0 +1,164 @@
+"""DeepSpeed's ZeRO trains what one process trains, in every stage; its checkpoints are those of the other engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.parallel import RunOptions, Zero
+from dilated_attention_pytorch.train import TrainConfig, engine
+from dilated_attention_pytorch.train.checkpoint import list_checkpoints
+from dilated_attention_pytorch.train.config import settings_of
+from dilated_attention_pytorch.train.zero import check_zero
+
+from .test_ranks import launch, losses, without_newest
+
+WORKER = Path(__file__).with_name("zero_worker.py")
+STEPS = 20
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'dilated-attention-pytorch[deepspeed]'"
+)
+
+EVERY = ["--checkpoint-every", "10"]
+OPTIONS = RunOptions(use_deepspeed=True, enable_monitoring=True, auto_resume=True, checkpoint_interval=10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("zero")
+
+
+@pytest.fixture(scope="module")
+def flags(folder) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    # Six sequences, for two ranks and three; sizes that three do not divide.
+    sizes = """
+        --d-model 16 --num-heads 2 --num-layers 2 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
+        --batch-size 6 --warmup-steps 2 --validate-every 10 --sample-bytes 4 --device cpu
+    """
+    return ["train", "--data", str(text), "--steps", str(STEPS), *sizes.split()]
+
+
+@pytest.fixture(scope="module")
+def alone(folder, flags) -> Path:
+    """The run of one process, which the others must equal."""
+    assert main([*flags, "--out", str(folder / "alone"), *EVERY]) == 0
+    return folder / "alone"
+
+
+@pytest.fixture(scope="module")
+def shared(folder, flags, alone) -> str:
+    """What two ranks say that train in every stage, resume what one process did, and refuse NVMe."""
+    damaged = folder / "damaged" / "checkpoints"
+    shutil.copytree(alone, folder / "damaged")
+    broken = damaged / f"step-{STEPS:08d}" / "state.pt"
+    broken.write_bytes(broken.read_bytes()[:1000])
+    (folder / "options.json").write_text(OPTIONS.to_json())
+    return launch(2, "share", folder, flags, worker=WORKER)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_stage_gives_the_losses_of_one_process(stage, folder, alone, shared) -> None:
+    assert losses(folder / f"stage-{stage}") == pytest.approx(losses(alone), abs=1e-5)
+    assert shared.count(", 2 ranks (deepspeed)") >= 3
+
+
+@needs_deepspeed
+def test_ranks_that_share_sequences_have_the_losses_of_one_process(folder, alone, shared) -> None:
+    assert ", 2 ranks (deepspeed, sequence 2)" in shared
+    assert losses(folder / "sequence") == pytest.approx(losses(alone), abs=1e-5)
+
+
+@needs_deepspeed
+def test_two_ranks_go_on_where_one_process_stopped_and_pass_over_what_is_damaged(folder, alone, shared) -> None:
+    assert f"step-{STEPS:08d}: state.pt is broken or truncated" in shared
+    assert losses(folder / "damaged") == pytest.approx(losses(alone), abs=1e-5)
+
+
+@needs_deepspeed
+def test_options_from_a_file_are_those_of_the_run(folder, shared) -> None:
+    run = folder / "stage-3"
+    config = TrainConfig.from_json(run / "config.json")
+    assert (config.engine, config.zero, config.checkpoint_every) == ("deepspeed", Zero(), 10)
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000010", "step-00000020"]
+    logged = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
+    assert logged == list(range(1, STEPS + 1))  # once: the second command found it finished
+
+
+@needs_deepspeed
+def test_nvme_without_libaio_is_refused_by_every_rank(folder, shared) -> None:
+    assert shared.count("NVMe offload needs libaio and a compiler, which are not here: install libaio-dev") == 2
+    assert not (folder / "nvme").exists()
+
+
+@needs_deepspeed
+def test_other_ranks_stages_and_engines_go_on_where_two_ranks_stopped(folder, alone, shared) -> None:
+    without_newest(folder / "stage-2", folder / "three")
+    without_newest(folder / "stage-3", folder / "one")
+    output = launch(3, "resume", folder, [], worker=WORKER)
+    assert ", from step 10 on cpu, 3 ranks (deepspeed)" in output
+    assert main(["train", "--resume", str(folder / "one"), "--engine", "fsdp"]) == 0
+    for name in ("three", "one"):
+        assert losses(folder / name) == pytest.approx(losses(alone), abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--zero-stage", "2"], "--zero-stage goes with --engine deepspeed"),
+        (["--engine", "fsdp", "--cpu-offload"], "--cpu-offload goes with --engine deepspeed"),
+        (["--engine", "deepspeed", "--zero-stage", "5"], "a ZeRO stage is 1, 2 or 3, got 5"),
+        (["--engine", "deepspeed", "--zero-stage", "1", "--nvme-offload", "x"], "NVMe offload needs ZeRO stage 3"),
+        (["--engine", "deepspeed"], "wants to be started by torchrun: add --ranks P, or --ranks 1"),
+        (["--engine", "deepspeed", "--tensor-parallel", "2"], "tensor_parallel=2 cuts them: use engine fsdp"),
+        (["--options", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused(arguments, message, folder, flags, capsys) -> None:
+    assert main([*flags, "--out", str(folder / "refused"), *arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert not (folder / "refused").exists()
+
+
+def test_a_package_that_is_missing_is_named_with_its_installation(monkeypatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    ranks = engine.Ranks(device=torch.device("cpu"), mesh=object())
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dilated-attention-pytorch\[deepspeed\]'"):
+        check_zero(Zero(), ranks)
+
+
+@pytest.mark.parametrize("name", ["ddp", "deepspeed"])
+def test_engines_that_want_whole_parameters_refuse_ranks_that_share_heads(name) -> None:
+    with pytest.raises(ValueError, match=f"engine {name} wants every parameter alike .* tensor_parallel=2 cuts them"):
+        TrainConfig(engine=name, tensor_parallel=2)
+
+
+def test_the_settings_of_another_engine_are_refused() -> None:
+    with pytest.raises(ValueError, match="are of the engine deepspeed, and this one is ddp"):
+        TrainConfig(engine="ddp", zero=Zero())
+
+
+def test_options_decide_what_a_run_is_carried_out_with(folder, flags, monkeypatch) -> None:
+    survives = RunOptions(enable_fault_tolerance=True, enable_monitoring=True, checkpoint_interval=7)
+    config = TrainConfig(**settings_of(survives))
+    assert (config.engine, config.zero, config.checkpoint_every) == ("fsdp", None, 7)
+    assert config.monitors == ("jsonl",)
+    (folder / "survives.json").write_text(survives.to_json())
+    caught = []
+    monkeypatch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments[1]))
+    options = ["--options", str(folder / "survives.json")]
+    assert main([*flags, "--out", "here", "--ranks", "2", *options]) == 0
+    assert main([*flags, "--out", "here", "--ranks", "2", "--max-restarts", "1", *options]) == 0
+    for command, restarts in zip(caught, (3, 1)):
+        assert f"--max-restarts={restarts}" in command
+        assert " ".join(options) in " ".join(command)
