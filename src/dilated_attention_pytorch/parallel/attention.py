@@ -7,9 +7,9 @@ came. Backward does the same against the merged out and lse. Whatever the scheme
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
+from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
 from dilated_attention_pytorch.core.spec import HeadLayout, Problem
@@ -26,10 +28,15 @@ from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
 from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, SCHEMES, Scheme, Wire, choose_scheme
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme, choose_scheme, wires_of
 from dilated_attention_pytorch.parallel.gather import Gather
 from dilated_attention_pytorch.parallel.ring import Ring
-from dilated_attention_pytorch.parallel.sharding import Document, Shards, local_calls, shared_segments
+from dilated_attention_pytorch.parallel.sharding import (
+    Document,
+    Shards,
+    TokenLayout,
+    local_calls,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,6 +59,7 @@ def sharded_dilated_attention(
     scheme: Scheme = "auto",
     memory_budget: int = MEMORY_BUDGET,
     shard_lengths: Sequence[int] | None = None,
+    token_layout: TokenLayout = "contiguous",
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -65,6 +73,7 @@ def sharded_dilated_attention(
     allow_tf32: bool | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    resources: Resources | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`functional.dilated_attention` of a sequence of which each rank holds a contiguous shard, of any length.
 
@@ -77,9 +86,13 @@ def sharded_dilated_attention(
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
         shard_lengths: the tokens of every rank. Ranks that state them check that they agree the first time only; else
             each call begins with a short message between hosts.
-        seqlens, cu_seqlens, spans: of the whole sequence, the same on every rank.
+        token_layout: `zigzag`: a rank holds an early and a late chunk, one after the other, as `zigzag_order` has them,
+            so that causal work is even; by `gather` only.
+        seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
         key_padding_mask: `(B, L)`, of the rank's own tokens.
         dropout_p: which weights are dropped is drawn on the first rank, and is what a single device would draw.
+        resources: a cache and a pool that calls share; None is the global cache, whose schedules always cost more than
+            to find them again.
         The other arguments are those of `dilated_attention`.
 
     Returns:
@@ -103,23 +116,25 @@ def sharded_dilated_attention(
     lengths: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
     branches = (segment_lengths, dilation_rates)
     if ranks.size == 1:
-        settings |= {**lengths, "return_lse": return_lse}
+        settings |= {**lengths, "return_lse": return_lse, "resources": resources}
+        check_scheme(scheme, token_layout)
         return dilated_attention(query, key, value, *branches, **settings)
     query, key, value = autocast_inputs(query, key, value)
     call: dict[str, object] = {}
     problem, mask_spans, error = None, [], None
     try:
         problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
-        _check_settings(ranks, query, scheme, memory_budget, shard_lengths, backend)
+        _check_settings(ranks, query, scheme, memory_budget, shard_lengths, token_layout, backend)
         if key_padding_mask is not None:
             mask_spans = _spans_of_own_mask(query, lengths)
-        call = _described(query, key, value, branches, settings, scheme, memory_budget, lengths)
+        choices = {"scheme": scheme, "memory_budget": memory_budget, "token_layout": token_layout}
+        call = _described(query, key, value, branches, {**settings, **choices}, lengths)
     except (AttributeError, TypeError, ValueError) as wrong:
         error = wrong
     length = query.shape[1] if query.dim() > 1 else 0
     # A mask is each rank's own, and may be wrong at any call.
     known = None if shard_lengths is None or key_padding_mask is not None else tuple(shard_lengths)
-    shards = Shards(ranks.agree(call, length, error, known))
+    shards = Shards.of(ranks.agree(call, length, error, known), token_layout)
     assert problem is not None
     if shards.tokens == 0:
         raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
@@ -136,8 +151,10 @@ def sharded_dilated_attention(
         problem, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
         memory_budget,
     )  # fmt: skip
-    plan = ranks.remember(kind, lambda: _plan(ranks, *kind))
-    out, lse = _Sharded.apply(query, key, value, seed, plan, backend)
+    if resources is None:
+        resources = Resources(get_global_pattern_cache())
+    plan = plan_for(ranks, kind, resources.cache)
+    out, lse = _Sharded.apply(query, key, value, seed, plan, backend, resources)
     return (out, lse) if return_lse else out
 
 
@@ -158,8 +175,13 @@ def _joined_spans(ranks: Ranks, shards: Shards, mine: list[tuple[int, int]]) -> 
     theirs = ranks.gather_numbers([number for span in mine for number in span])
     joined = []
     for b in range(len(mine)):
-        pieces = [(edge + row[2 * b], edge + row[2 * b + 1]) for edge, row in zip(shards.edges, theirs)]
-        pieces = [piece for piece in pieces if piece[0] < piece[1]]
+        pieces = []
+        for piece, edge in enumerate(shards.edges[:-1]):
+            held = shards.held_at(piece)
+            start, end = theirs[shards.rank_of(piece)][2 * b : 2 * b + 2]
+            start, end = max(start, held.start), min(end, held.stop)
+            if start < end:
+                pieces.append((edge + start - held.start, edge + end - held.start))
         for (_, end), (start, _) in pairwise(pieces):
             if start != end:
                 raise ValueError(
@@ -171,10 +193,15 @@ def _joined_spans(ranks: Ranks, shards: Shards, mine: list[tuple[int, int]]) -> 
 
 
 def _check_settings(
-    ranks: Ranks, query: Tensor, scheme: str, budget: int, shard_lengths: Sequence[int] | None, backend: str
+    ranks: Ranks,
+    query: Tensor,
+    scheme: str,
+    budget: int,
+    shard_lengths: Sequence[int] | None,
+    token_layout: str,
+    backend: str,
 ) -> None:
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    check_scheme(scheme, token_layout)
     if budget < 0:
         raise ValueError(f"memory_budget must be a number of bytes from 0 on, got {budget}")
     if backend == "reference":
@@ -196,8 +223,6 @@ def _described(
     value: Tensor,
     branches: tuple[Sequence[int], Sequence[int]],
     settings: dict[str, Any],
-    scheme: str,
-    memory_budget: int,
     lengths: dict[str, Tensor],
 ) -> dict[str, object]:
     """What must be the same on every rank for messages to meet."""
@@ -213,19 +238,23 @@ def _described(
         "key/value heads": key.shape[2:3],
         "head_dim": query.shape[3:],
         "requires_grad": grad,
-        "scheme": scheme,
-        "memory_budget": memory_budget,
         **settings,
     }
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One rank's part of a kind of call: what it computes alone, and what it exchanges."""
+class Plan(NamedTuple):
+    """One rank's part of a kind of call: what each piece of its tokens computes alone, and what it exchanges."""
 
-    calls: tuple[tuple[Problem, Tensor | None], ...]
+    own: tuple[tuple[range, tuple[tuple[Problem, Tensor | None], ...]], ...]
     exchanges: tuple[Exchange, ...]
     allow_tf32: bool | None
+
+
+def plan_for(ranks: Ranks, kind: tuple[Any, ...], cache: PatternCache | None) -> Plan:
+    """The plan of calls of a kind on these ranks, found again in the cache if there is one."""
+    if cache is None:
+        return _plan(ranks, *kind)
+    return cache.remember("ring schedule", (ranks, kind), lambda: _plan(ranks, *kind))
 
 
 def _plan(
@@ -241,42 +270,50 @@ def _plan(
     budget: int,
 ) -> Plan:
     batch, _, heads, head_dim = shape
-    first, _ = shards.bounds(ranks.rank)
+    pieces = shards.pieces_of(ranks.rank)
     table = problem.offsets(heads, kv_heads)
     exchanges: list[Exchange] = []
     elsewhere = set()
-    for index, (branch, offsets) in enumerate(zip(problem.spec.branches, table)):
-        segments = shared_segments(branch, shards, documents)
-        if not segments or all(offset is None for offset in offsets):
-            continue
-        groups = heads // len(offsets)
-        wire = Wire(branch, offsets, groups, head_dim, itemsize, max(4, itemsize), problem.is_causal, shards)
+    for index, segments, wire in wires_of(problem, shards, documents, heads, kv_heads, head_dim, itemsize):
         chosen = choose_scheme(scheme, wire, segments, budget)
         if chosen == "all_to_all":
             elsewhere.add(index)
-        mine = [(number, segment) for number, segment in enumerate(segments) if ranks.rank in segment.ranks]
+        mine = [(number, segment) for number, segment in enumerate(segments) if {*pieces} & {*segment.ranks}]
         if mine:
-            exchanges.append(_EXCHANGES[chosen](Rows(problem, index, wire, first), mine, ranks))
-    found = local_calls(problem.spec, table, shards, documents, batch, ranks.rank, frozenset(elsewhere))
-    partial = bool(exchanges) or len(found) > 1
-    calls = tuple(
-        (
-            replace(problem, table=call.table, first_position=first, partial=partial),
-            None if call.spans is None else torch.tensor(call.spans, device=device),
+            rows = Rows(problem, index, wire, shards.bounds(ranks.rank)[0])
+            exchanges.append(_EXCHANGES[chosen](rows, mine, ranks))
+    found = [
+        local_calls(problem.spec, table, shards, documents, batch, piece, frozenset(elsewhere)) for piece in pieces
+    ]
+    partial = bool(exchanges) or any(len(calls) > 1 for calls in found)
+    own = []
+    for piece, calls in zip(pieces, found):
+        ready = (
+            (
+                replace(problem, table=call.table, first_position=shards.bounds(piece)[0], partial=partial),
+                None if call.spans is None else torch.tensor(call.spans, device=device),
+            )
+            for call in calls
         )
-        for call in found
-    )
-    return Plan(calls, tuple(exchanges), problem.allow_tf32)
+        own.append((shards.held_at(piece), tuple(ready)))
+    return Plan(tuple(own), tuple(exchanges), problem.allow_tf32)
 
 
 class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, plan: Plan, backend: str
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seed: Tensor | None,
+        plan: Plan,
+        backend: str,
+        resources: Resources,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(plan, query, key, value, seed, backend)
+        out, lse = _forward(plan, query, key, value, seed, backend, resources)
         ctx.save_for_backward(query, key, value, out, lse, seed)
-        ctx.plan, ctx.backend = plan, backend
+        ctx.rest = plan, backend, resources
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -286,26 +323,29 @@ class _Sharded(torch.autograd.Function):
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = _backward(ctx.plan, grad_out, grad_lse, query, key, value, out, lse, seed, ctx.backend)
-        return (*grads, None, None, None)
+        plan, backend, resources = ctx.rest
+        grads = _backward(plan, grad_out, grad_lse, query, key, value, out, lse, seed, backend, resources)
+        return (*grads, None, None, None, None)
 
 
 def _forward(
-    plan: Plan, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, backend: str
+    plan: Plan, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, backend: str, resources: Resources
 ) -> tuple[Tensor, Tensor]:
     empty = query.new_empty(0)
     x = Tensors(query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty)
     begun = [exchange.begin_forward(x) for exchange in plan.exchanges]
-    for problem, spans in plan.calls:
-        partial = op.forward(query, key, value, spans, seed, problem, backend)
-        if x.out is empty:
-            x.out, x.lse = partial
-        else:
-            merge_(x.out, x.lse, *partial)
-    if x.out is empty:
-        dtype = op.lse_dtype(query.dtype)
-        x.out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-        x.lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+    parts = []
+    for at, calls in plan.own:
+        q, k, v = (_narrow(y, at) for y in (query, key, value))
+        merged: tuple[Tensor, Tensor] | None = None
+        for problem, spans in calls:
+            partial = op.forward(q, k, v, spans, seed, problem, backend, resources)
+            if merged is None:
+                merged = partial
+            else:
+                merge_(*merged, *partial)
+        parts.append(_nothing_seen(q) if merged is None else merged)
+    x.out, x.lse = (_joined(found) for found in zip(*parts))
     with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
         for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_forward(pending, x)
@@ -323,21 +363,43 @@ def _backward(
     lse: Tensor,
     seed: Tensor | None,
     backend: str,
+    resources: Resources,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = op.lse_dtype(query.dtype)
     empty = query.new_empty(0)
     x = Tensors(query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty)
     begun = [exchange.begin_backward(x) for exchange in plan.exchanges]
-    for problem, spans in plan.calls:
-        grads = op.backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend)
-        if x.dq is empty:
-            x.dq, x.dk, x.dv = grads
-        else:
-            for total, grad in zip((x.dq, x.dk, x.dv), grads):
-                total += grad
-    if x.dq is empty:
-        x.dq, x.dk, x.dv = (torch.zeros(y.shape, dtype=dtype, device=y.device) for y in (query, key, value))
+    parts = []
+    for at, calls in plan.own:
+        above = None if grad_lse is None else _narrow(grad_lse, at)
+        do, q, k, v, mine, own_lse = (_narrow(y, at) for y in (grad_out, query, key, value, out, lse))
+        totals: tuple[Tensor, Tensor, Tensor] | None = None
+        for problem, spans in calls:
+            grads = op.backward(do, above, q, k, v, mine, own_lse, spans, seed, problem, backend, resources)
+            if totals is None:
+                totals = grads
+            else:
+                for total, grad in zip(totals, grads):
+                    total += grad
+        parts.append((_zeros(q), _zeros(k), _zeros(v)) if totals is None else totals)
+    x.dq, x.dk, x.dv = (_joined(found) for found in zip(*parts))
     with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
         for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_backward(pending, x)
     return x.dq.to(query.dtype), x.dk.to(key.dtype), x.dv.to(value.dtype)
+
+
+def _narrow(x: Tensor, at: range) -> Tensor:
+    return x if len(at) == x.shape[1] else x[:, at.start : at.stop]
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=op.lse_dtype(x.dtype), device=x.device)
+
+
+def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+    out = _zeros(q)
+    return out, out.new_full(q.shape[:3], -torch.inf)
