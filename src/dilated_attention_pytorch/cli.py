@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
     bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
 
+    _add_plan(commands)
     show = commands.add_parser(
         "show",
         help="draw who sees whom, with coverage and FLOPs",
@@ -150,6 +153,64 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--width", type=int, default=64, help="characters a line of the drawing (default: 64)")
     show.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="bytes, memory, work and time of attention on many GPUs",
+        description="Compute what attention over a long sequence costs on a number of GPUs, without running it: what "
+        "travels, what each rank holds and computes, and the time that the given rates make of it.",
+    )
+    plan.set_defaults(command=_plan)
+    plan.add_argument("--tokens", type=_whole, required=True, metavar="N", help="of the whole sequence, as in 1e9")
+    plan.add_argument("--gpus", type=_whole, required=True, metavar="P", help="that share it")
+    plan.add_argument(
+        "--segments", nargs="+", type=_whole, default=[2048, 4096, 8192], metavar="W", help="one a branch"
+    )
+    plan.add_argument("--rates", nargs="+", type=_whole, default=[1, 2, 4], metavar="R", help="one a branch")
+    for flag, default, text in (
+        ("--heads", 12, "query heads"),
+        ("--kv-heads", None, "key/value heads (default: as many)"),
+        ("--head-dim", 64, "of a head"),
+        ("--batch", 1, "sequences"),
+        ("--layers", 1, "attention layers"),
+    ):
+        shown = text if default is None else f"{text} (default: {default})"
+        plan.add_argument(flag, type=_whole, default=default, metavar="K", help=shown)
+    plan.add_argument("--layout", default="interleaved", help="of heads: interleaved, blocked or grouped")
+    plan.add_argument("--dtype", default="bfloat16", help="bfloat16, float16, float32 or float64")
+    plan.add_argument("--causal", action="store_true", help="rows see only what is before them")
+    plan.add_argument("--scheme", default="auto", help="auto, gather, ring or all_to_all")
+    plan.add_argument("--token-layout", default="contiguous", help="contiguous or zigzag shards")
+    plan.add_argument("--memory-budget", type=_whole, metavar="BYTES", help="that auto lets gathered rows take (2 GiB)")
+    plan.add_argument(
+        "--tflops", type=float, help="of attention a GPU computes a second (default: 400, bf16 on an H200)"
+    )
+    plan.add_argument("--link-gbps", type=float, help="gigabits a second a GPU sends while it receives (default: 400)")
+    plan.add_argument("--json", action="store_true", help="print JSON, with every rank")
+
+
+def _whole(stated: str) -> int:
+    """A whole number, also as 1e9."""
+    try:
+        number = Decimal(stated.replace(",", ""))
+    except ArithmeticError:
+        number = Decimal("nan")
+    if not number.is_finite() or number != int(number):
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 65536 or 1e9, got {stated!r}")
+    return int(number)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.core.spec import DilatedSpec
+    from dilated_attention_pytorch.inspect.plan import Job, as_json, make_plan, text
+
+    given = {name: value for name, value in vars(arguments).items() if name != "command" and value is not None}
+    spec = DilatedSpec.of(given.pop("segments"), given.pop("rates"), given.pop("layout"))
+    as_data, is_causal = given.pop("json"), given.pop("causal")
+    plan = make_plan(Job(spec=spec, is_causal=is_causal, **given))
+    print(json.dumps(as_json(plan), indent=1) if as_data else "\n".join(text(plan)))
 
 
 def _train(arguments: argparse.Namespace) -> None:

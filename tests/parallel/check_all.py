@@ -15,6 +15,7 @@ import torch.distributed as dist
 from .check_bad_input import check_bad_input
 from .check_invariance import check_invariance
 from .check_names import check_names
+from .check_plan import check_plan
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
         passed("bad input", check_bad_input)
     if size != 3:
         passed(f"names on {size}", check_names)
+        passed(f"plan on {size}", check_plan)
     dist.destroy_process_group()
 
 

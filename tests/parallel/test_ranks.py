@@ -31,5 +31,10 @@ def test_published_classes_give_their_rows_on_every_rank(ranks) -> None:
     check_passed(f"names on {ranks}", ranks)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_planned_is_what_travels_and_is_held(ranks) -> None:
+    check_passed(f"plan on {ranks}", ranks)
+
+
 def test_bad_input_is_an_error_on_every_rank() -> None:
     check_passed("bad input", 2)

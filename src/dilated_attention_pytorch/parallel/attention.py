@@ -243,9 +243,9 @@ def _described(
 
 
 class Plan(NamedTuple):
-    """One rank's part of a kind of call: what each piece of its tokens computes alone, and what it exchanges."""
+    """One rank's part of a kind of call: what some of its tokens compute alone, longest first; what it exchanges."""
 
-    own: tuple[tuple[range, tuple[tuple[Problem, Tensor | None], ...]], ...]
+    calls: tuple[tuple[range, Problem, Tensor | None], ...]
     exchanges: tuple[Exchange, ...]
     allow_tf32: bool | None
 
@@ -283,20 +283,18 @@ def _plan(
             rows = Rows(problem, index, wire, shards.bounds(ranks.rank)[0])
             exchanges.append(_EXCHANGES[chosen](rows, mine, ranks))
     found = [
-        local_calls(problem.spec, table, shards, documents, batch, piece, frozenset(elsewhere)) for piece in pieces
+        (piece, call)
+        for piece in pieces
+        for call in local_calls(problem.spec, table, shards, documents, batch, piece, frozenset(elsewhere))
     ]
-    partial = bool(exchanges) or any(len(calls) > 1 for calls in found)
-    own = []
-    for piece, calls in zip(pieces, found):
-        ready = (
-            (
-                replace(problem, table=call.table, first_position=shards.bounds(piece)[0], partial=partial),
-                None if call.spans is None else torch.tensor(call.spans, device=device),
-            )
-            for call in calls
-        )
-        own.append((shards.held_at(piece), tuple(ready)))
-    return Plan(tuple(own), tuple(exchanges), problem.allow_tf32)
+    partial = bool(exchanges) or len(found) > 1 or any(len(call.at) < shape[1] for _, call in found)
+    calls = []
+    for piece, call in sorted(found, key=lambda one: -len(one[1].at)):
+        before, position = shards.held_at(piece).start, shards.bounds(piece)[0] + call.at.start
+        own = replace(problem, table=call.table, first_position=position, partial=partial)
+        spans = None if call.spans is None else torch.tensor(call.spans, device=device)
+        calls.append((range(before + call.at.start, before + call.at.stop), own, spans))
+    return Plan(tuple(calls), tuple(exchanges), problem.allow_tf32)
 
 
 class _Sharded(torch.autograd.Function):
@@ -334,18 +332,17 @@ def _forward(
     empty = query.new_empty(0)
     x = Tensors(query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty)
     begun = [exchange.begin_forward(x) for exchange in plan.exchanges]
-    parts = []
-    for at, calls in plan.own:
-        q, k, v = (_narrow(y, at) for y in (query, key, value))
-        merged: tuple[Tensor, Tensor] | None = None
-        for problem, spans in calls:
-            partial = op.forward(q, k, v, spans, seed, problem, backend, resources)
-            if merged is None:
-                merged = partial
-            else:
-                merge_(*merged, *partial)
-        parts.append(_nothing_seen(q) if merged is None else merged)
-    x.out, x.lse = (_joined(found) for found in zip(*parts))
+    for at, problem, spans in plan.calls:
+        q, k, v = (_tokens(y, at) for y in (query, key, value))
+        partial = op.forward(q, k, v, spans, seed, problem, backend, resources)
+        if x.out is empty and len(at) == query.shape[1]:
+            x.out, x.lse = partial
+            continue
+        if x.out is empty:
+            x.out, x.lse = _nothing_seen(query)
+        merge_(_tokens(x.out, at), _tokens(x.lse, at), *partial)
+    if x.out is empty:
+        x.out, x.lse = _nothing_seen(query)
     with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
         for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_forward(pending, x)
@@ -368,32 +365,28 @@ def _backward(
     empty = query.new_empty(0)
     x = Tensors(query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty)
     begun = [exchange.begin_backward(x) for exchange in plan.exchanges]
-    parts = []
-    for at, calls in plan.own:
-        above = None if grad_lse is None else _narrow(grad_lse, at)
-        do, q, k, v, mine, own_lse = (_narrow(y, at) for y in (grad_out, query, key, value, out, lse))
-        totals: tuple[Tensor, Tensor, Tensor] | None = None
-        for problem, spans in calls:
-            grads = op.backward(do, above, q, k, v, mine, own_lse, spans, seed, problem, backend, resources)
-            if totals is None:
-                totals = grads
-            else:
-                for total, grad in zip(totals, grads):
-                    total += grad
-        parts.append((_zeros(q), _zeros(k), _zeros(v)) if totals is None else totals)
-    x.dq, x.dk, x.dv = (_joined(found) for found in zip(*parts))
+    for at, problem, spans in plan.calls:
+        above = None if grad_lse is None else _tokens(grad_lse, at)
+        do, q, k, v, mine, its_lse = (_tokens(y, at) for y in (grad_out, query, key, value, out, lse))
+        grads = op.backward(do, above, q, k, v, mine, its_lse, spans, seed, problem, backend, resources)
+        if x.dq is empty and len(at) == query.shape[1]:
+            x.dq, x.dk, x.dv = grads
+            continue
+        if x.dq is empty:
+            x.dq, x.dk, x.dv = _zeros(query), _zeros(key), _zeros(value)
+        for total, grad in zip((x.dq, x.dk, x.dv), grads):
+            _tokens(total, at).add_(grad)
+        del grads, grad  # before the next call makes as many
+    if x.dq is empty:
+        x.dq, x.dk, x.dv = _zeros(query), _zeros(key), _zeros(value)
     with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
         for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_backward(pending, x)
     return x.dq.to(query.dtype), x.dk.to(key.dtype), x.dv.to(value.dtype)
 
 
-def _narrow(x: Tensor, at: range) -> Tensor:
+def _tokens(x: Tensor, at: range) -> Tensor:
     return x if len(at) == x.shape[1] else x[:, at.start : at.stop]
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from dilated_attention_pytorch.core.spec import Branch, Problem
@@ -58,7 +59,15 @@ class Wire:
 
     def bytes_of(self, segment: SharedSegment, rank: int) -> int:
         """`u`: a rank's grid rows of K."""
-        return self.rows(segment, rank) * self.head_dim * self.itemsize
+        place = segment.rows.start, segment.start, rank
+        if place not in self._bytes:
+            self._bytes[place] = self.rows(segment, rank) * self.head_dim * self.itemsize
+        return self._bytes[place]
+
+    @cached_property
+    def _bytes(self) -> dict[tuple[int, int, int], int]:
+        """Sums over ranks of sums over ranks ask for the same bytes again and again."""
+        return {}
 
     def head_share(self, segment: SharedSegment, rank: int) -> range:
         """The key/value heads that a rank computes under all-to-all."""
@@ -209,12 +218,12 @@ def _gather_buffers(wire: Wire, segment: SharedSegment, rank: int, backward: boo
 
 
 def _ring_buffers(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:
-    # The first block that came, the one in use and the one that is coming; before that one's own and the first.
-    blocks = [2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal)]
+    blocks = sorted(2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal))
     own = 2 * wire.bytes_of(segment, rank) if viewers(segment, rank, wire.is_causal) else 0
-    held = own + sum(sorted(blocks)[-2:])
-    # Gradients found here, those of earlier visitors, and those that are coming.
-    return held + (_summed(wire, own + sum(sorted(blocks)[-2:])) if backward else 0)
+    # One's own and the first; then the first, the one in use and the one that is coming.
+    held = max(own + sum(blocks[-1:]), sum(blocks[-3:]))
+    # The gradients found here, earlier visitors' of that block, and those that come: of the next block, or one's own.
+    return held + (_summed(wire, max(own + sum(blocks[-2:]), sum(blocks[-3:]))) if backward else 0)
 
 
 def _all_to_all_buffers(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:

@@ -92,7 +92,7 @@ class Shards:
     @property
     def size(self) -> int:
         """How many ranks there are."""
-        return len(self.lengths) if self.ranks is None else max(self.ranks) + 1
+        return len(self.lengths if self.ranks is None else self._pieces)
 
     def rank_of(self, piece: int) -> int:
         return piece if self.ranks is None else self.ranks[piece]
@@ -101,7 +101,14 @@ class Shards:
         """The pieces that a rank holds, in the order in which they follow each other in its tensors."""
         if self.ranks is None:
             return (rank,)
-        return tuple(piece for piece, holder in enumerate(self.ranks) if holder == rank)
+        return self._pieces[rank]
+
+    @cached_property
+    def _pieces(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for piece, rank in enumerate(self.ranks or ()):
+            found[rank] = (*found.get(rank, ()), piece)
+        return found
 
     def held_at(self, piece: int) -> range:
         """Where a piece stands among its rank's tokens."""
@@ -177,11 +184,13 @@ def shared_segments(branch: Branch, shards: Shards, documents: Sequence[Document
 
 @dataclass(frozen=True)
 class LocalCall:
-    """What a rank computes alone, as one call of an engine on its shard: its rows against its own keys.
+    """What a rank computes alone, as one call of an engine on some tokens of its shard: their rows against their keys.
 
-    `spans` is None for whole rows. `table` shifts the offsets of a branch where the shard begins within a segment.
+    `at` are those tokens, and `spans` the documents in them, None for whole rows. `table` shifts the offsets of a
+    branch where the shard begins within a segment.
     """
 
+    at: range
     spans: Spans | None
     table: OffsetTable
 
@@ -209,9 +218,15 @@ def local_calls(
             shifted = tuple(None if o is None else (o - shift) % branch.dilation_rate for o in table[index])
             if any(o is not None for o in shifted):
                 calls.setdefault(spans, [absent] * len(table))[index] = shifted
-    first, last = shards.bounds(rank)
-    whole = ((0, last - first),) * batch
-    return tuple(LocalCall(None if spans == whole else spans, tuple(rows)) for spans, rows in calls.items())
+    return tuple(_local_call(spans, tuple(rows), batch) for spans, rows in calls.items())
+
+
+def _local_call(spans: Spans, table: OffsetTable, batch: int) -> LocalCall:
+    """A call on no more tokens than it computes, because results are as long as a call's tokens."""
+    first = min(start for start, end in spans if start < end)
+    last = max(end for _, end in spans)
+    moved = tuple((start - first, end - first) if start < end else (0, 0) for start, end in spans)
+    return LocalCall(range(first, last), None if moved == ((0, last - first),) * batch else moved, table)
 
 
 def _pieces(
