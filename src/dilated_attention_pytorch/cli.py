@@ -104,12 +104,14 @@ def _parser() -> argparse.ArgumentParser:
             "memory",
             "cache",
             "pool",
+            "shard",
             "tune",
             "page",
             "report",
         ],
         help="attention, short, scaling, blocksparse: time and memory against baselines; all: these, then page and "
         "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
+        "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
         "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
         "charts, from results",
     )
@@ -120,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", nargs="+", default=[], metavar="WORD", help="cases with all these words, as in D=64 causal forward"
     )
     bench.add_argument("--tokens", nargs="+", type=int, default=[], metavar="N", help="cases of these lengths")
+    for flag in ("--heads", "--head-dim"):
+        bench.add_argument(flag, type=_whole, metavar="K", help="of shard")
     bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
     bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
@@ -204,7 +208,8 @@ def _whole(stated: str) -> int:
 
 def _plan(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.inspect.plan import Job, as_json, make_plan, text
+    from dilated_attention_pytorch.inspect.plan import as_json, text
+    from dilated_attention_pytorch.parallel.plan import Job, make_plan
 
     given = {name: value for name, value in vars(arguments).items() if name != "command" and value is not None}
     spec = DilatedSpec.of(given.pop("segments"), given.pop("rates"), given.pop("layout"))
@@ -294,6 +299,15 @@ def _bench(arguments: argparse.Namespace) -> None:
     if suite in ("cache", "pool"):
         run_shared(suite, _bench_device(arguments.device), arguments.tokens, out)
         return
+    if suite == "shard":
+        from dilated_attention_pytorch.bench.shard import run_shard
+
+        shape = (arguments.heads, arguments.head_dim)
+        for tokens in arguments.tokens or [None]:
+            run_shard(_bench_device(arguments.device), tokens, *shape, out)
+        return
+    if arguments.heads is not None or arguments.head_dim is not None:
+        raise ValueError(f"--heads and --head-dim belong to shard; choose cases of {suite} with --cases")
     if out is None and suite in ("all", "page", "report"):
         raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")
     if suite in ("all", "page"):

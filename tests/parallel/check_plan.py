@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch.core import DilatedSpec
-from dilated_attention_pytorch.inspect.plan import Job, make_plan
 from dilated_attention_pytorch.parallel import Ranks, ranks_of, sharded_dilated_attention
 from dilated_attention_pytorch.parallel.costs import Traffic
+from dilated_attention_pytorch.parallel.plan import Job, make_plan
 
 
 class LiveBytes(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Dilated attention on a rank's shard of a sequence: agree with the other ranks, plan, compute, exchange, merge.
+"""Dilated attention on a rank's shard of a sequence: agree with the other ranks, schedule, compute, exchange, merge.
 
 Forward starts every message, computes what the rank can alone with the engines of a single device, then merges what
 came. Backward does the same against the merged out and lse. Whatever the scheme, forward saves q, k, v, out and lse.
@@ -153,8 +153,8 @@ def sharded_dilated_attention(
     )  # fmt: skip
     if resources is None:
         resources = Resources(get_global_pattern_cache())
-    plan = plan_for(ranks, kind, resources.cache)
-    out, lse = _Sharded.apply(query, key, value, seed, plan, backend, resources)
+    schedule = schedule_for(ranks, kind, resources.cache)
+    out, lse = _Sharded.apply(query, key, value, seed, schedule, backend, resources)
     return (out, lse) if return_lse else out
 
 
@@ -242,7 +242,7 @@ def _described(
     }
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """One rank's part of a kind of call: what some of its tokens compute alone, longest first; what it exchanges."""
 
     calls: tuple[tuple[range, Problem, Tensor | None], ...]
@@ -250,14 +250,14 @@ class Plan(NamedTuple):
     allow_tf32: bool | None
 
 
-def plan_for(ranks: Ranks, kind: tuple[Any, ...], cache: PatternCache | None) -> Plan:
-    """The plan of calls of a kind on these ranks, found again in the cache if there is one."""
+def schedule_for(ranks: Ranks, kind: tuple[Any, ...], cache: PatternCache | None) -> Schedule:
+    """The schedule of calls of a kind on these ranks, found again in the cache if there is one."""
     if cache is None:
-        return _plan(ranks, *kind)
-    return cache.remember("ring schedule", (ranks, kind), lambda: _plan(ranks, *kind))
+        return _schedule(ranks, *kind)
+    return cache.remember("ring schedule", (ranks, kind), lambda: _schedule(ranks, *kind))
 
 
-def _plan(
+def _schedule(
     ranks: Ranks,
     problem: Problem,
     shards: Shards,
@@ -268,7 +268,7 @@ def _plan(
     device: torch.device,
     scheme: str,
     budget: int,
-) -> Plan:
+) -> Schedule:
     batch, _, heads, head_dim = shape
     pieces = shards.pieces_of(ranks.rank)
     table = problem.offsets(heads, kv_heads)
@@ -294,7 +294,7 @@ def _plan(
         own = replace(problem, table=call.table, first_position=position, partial=partial)
         spans = None if call.spans is None else torch.tensor(call.spans, device=device)
         calls.append((range(before + call.at.start, before + call.at.stop), own, spans))
-    return Plan(tuple(calls), tuple(exchanges), problem.allow_tf32)
+    return Schedule(tuple(calls), tuple(exchanges), problem.allow_tf32)
 
 
 class _Sharded(torch.autograd.Function):
@@ -305,13 +305,13 @@ class _Sharded(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         seed: Tensor | None,
-        plan: Plan,
+        schedule: Schedule,
         backend: str,
         resources: Resources,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(plan, query, key, value, seed, backend, resources)
+        out, lse = _forward(schedule, query, key, value, seed, backend, resources)
         ctx.save_for_backward(query, key, value, out, lse, seed)
-        ctx.rest = plan, backend, resources
+        ctx.rest = schedule, backend, resources
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -321,18 +321,24 @@ class _Sharded(torch.autograd.Function):
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        plan, backend, resources = ctx.rest
-        grads = _backward(plan, grad_out, grad_lse, query, key, value, out, lse, seed, backend, resources)
+        schedule, backend, resources = ctx.rest
+        grads = _backward(schedule, grad_out, grad_lse, query, key, value, out, lse, seed, backend, resources)
         return (*grads, None, None, None, None)
 
 
 def _forward(
-    plan: Plan, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, backend: str, resources: Resources
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seed: Tensor | None,
+    backend: str,
+    resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     empty = query.new_empty(0)
     x = Tensors(query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty)
-    begun = [exchange.begin_forward(x) for exchange in plan.exchanges]
-    for at, problem, spans in plan.calls:
+    begun = [exchange.begin_forward(x) for exchange in schedule.exchanges]
+    for at, problem, spans in schedule.calls:
         q, k, v = (_tokens(y, at) for y in (query, key, value))
         partial = op.forward(q, k, v, spans, seed, problem, backend, resources)
         if x.out is empty and len(at) == query.shape[1]:
@@ -343,14 +349,14 @@ def _forward(
         merge_(_tokens(x.out, at), _tokens(x.lse, at), *partial)
     if x.out is empty:
         x.out, x.lse = _nothing_seen(query)
-    with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
-        for exchange, pending in zip(plan.exchanges, begun):
+    with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
+        for exchange, pending in zip(schedule.exchanges, begun):
             exchange.end_forward(pending, x)
     return x.out.to(query.dtype), x.lse
 
 
 def _backward(
-    plan: Plan,
+    schedule: Schedule,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -364,8 +370,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     empty = query.new_empty(0)
     x = Tensors(query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty)
-    begun = [exchange.begin_backward(x) for exchange in plan.exchanges]
-    for at, problem, spans in plan.calls:
+    begun = [exchange.begin_backward(x) for exchange in schedule.exchanges]
+    for at, problem, spans in schedule.calls:
         above = None if grad_lse is None else _tokens(grad_lse, at)
         do, q, k, v, mine, its_lse = (_tokens(y, at) for y in (grad_out, query, key, value, out, lse))
         grads = op.backward(do, above, q, k, v, mine, its_lse, spans, seed, problem, backend, resources)
@@ -379,8 +385,8 @@ def _backward(
         del grads, grad  # before the next call makes as many
     if x.dq is empty:
         x.dq, x.dk, x.dv = _zeros(query), _zeros(key), _zeros(value)
-    with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
-        for exchange, pending in zip(plan.exchanges, begun):
+    with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
+        for exchange, pending in zip(schedule.exchanges, begun):
             exchange.end_backward(pending, x)
     return x.dq.to(query.dtype), x.dk.to(key.dtype), x.dv.to(value.dtype)
 
