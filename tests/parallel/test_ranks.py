@@ -36,5 +36,9 @@ def test_what_is_planned_is_what_travels_and_is_held(ranks) -> None:
     check_passed(f"plan on {ranks}", ranks)
 
 
+def test_published_snippets_run_on_the_eight_ranks_they_ask_for() -> None:
+    check_passed("snippets on 8", 8)
+
+
 def test_bad_input_is_an_error_on_every_rank() -> None:
     check_passed("bad input", 2)

@@ -44,7 +44,7 @@ def run_shard(
     append_line(out, {"machine": found})
     print(describe(found))
     print(f"\n| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}")
-    shape = {"heads": heads or HEADS[device], "head_dim": head_dim or HEAD_DIM}
+    shape: dict[str, Any] = {"heads": heads or HEADS[device], "head_dim": head_dim or HEAD_DIM}
     worst = float("inf")
     for is_causal in (False, True):
         branches = CPU if device == "cpu" else USUAL
