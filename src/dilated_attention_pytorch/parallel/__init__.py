@@ -11,8 +11,10 @@ from dilated_attention_pytorch.parallel.modules import (
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
 )
+from dilated_attention_pytorch.parallel.plan import Job, Plan, make_plan
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
+    TokenLayout,
     even_lengths,
     shared_segments,
     zigzag_lengths,
@@ -23,7 +25,9 @@ from dilated_attention_pytorch.parallel.sharding import (
 __all__ = [
     "AcrossRanks",
     "DistributedImprovedDilatedAttention",
+    "Job",
     "Place",
+    "Plan",
     "Ranks",
     "RingDilatedAttention",
     "RingDilatedAttentionV2",
@@ -31,11 +35,13 @@ __all__ = [
     "RingMultiheadDilatedAttention",
     "Scheme",
     "Shards",
+    "TokenLayout",
     "Traffic",
     "Wire",
     "branch_traffic",
     "choose_scheme",
     "even_lengths",
+    "make_plan",
     "ranks_of",
     "sharded_dilated_attention",
     "shared_segments",
