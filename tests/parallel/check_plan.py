@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from unittest import mock
 
 import torch
@@ -41,23 +40,25 @@ class LiveBytes(TorchDispatchMode):
 
 def check_plan() -> None:
     ranks = ranks_of()
-    for scheme, causal, layout in itertools.product(
-        ("gather", "ring", "all_to_all"), (False, True), ("contiguous", "zigzag")
+    for scheme, is_causal, token_layout in (
+        ("gather", False, "contiguous"),
+        ("gather", True, "zigzag"),
+        ("ring", True, "contiguous"),
+        ("ring", False, "contiguous"),
+        ("all_to_all", True, "contiguous"),
     ):
-        if layout == "zigzag" and scheme != "gather":
-            continue
         job = Job(
-            spec=DilatedSpec.of([64, 1000, 4096], [1, 2, 3]),
-            tokens=4001,
+            spec=DilatedSpec.of([64, 500, 2048], [1, 2, 3]),
+            tokens=2001,
             gpus=ranks.size,
             heads=8,
             kv_heads=4,
             head_dim=16,
             dtype="float32",
             batch=2,
-            is_causal=causal,
+            is_causal=is_causal,
             scheme=scheme,
-            token_layout=layout,
+            token_layout=token_layout,
         )
         check(ranks, job)
 
