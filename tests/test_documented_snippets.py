@@ -7,7 +7,13 @@ import logging
 import torch
 from torch import nn
 
-from dilated_attention_pytorch import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    DistributedImprovedDilatedAttention,
+    ImprovedDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+)
 from dilated_attention_pytorch.core import (
     OptimizedPatternCache,
     SimpleGPUCache,
@@ -102,6 +108,38 @@ def test_the_two_tier_cache_and_pregenerated_patterns() -> None:
             pattern = torch.arange(offset, seg_len, dil_rate)
             cache.put(cache_key, pattern, store_on_gpu=True)
     assert cache.get_stats()["gpu_patterns"] == 3
+
+
+def test_rings_with_a_cache_and_a_pool() -> None:
+    for model in (
+        RingDilatedAttentionV2(segment_lengths=[8, 16, 32], dilation_rates=[1, 2, 4], use_pattern_cache=True),
+        RingDilatedAttentionV2(
+            segment_lengths=[8, 16], dilation_rates=[1, 2], enable_memory_pool=True, lightweight_pool=True
+        ),
+        RingDilatedAttentionV3(
+            segment_lengths=[8, 16, 32],
+            dilation_rates=[1, 2, 4],
+            use_pattern_cache=True,
+            enable_memory_pool=True,
+            cache_on_gpu=True,
+        ),
+        RingDilatedAttentionV3(
+            segment_lengths=[8, 16],
+            dilation_rates=[1, 2],
+            use_pattern_cache=True,
+            enable_memory_pool=True,
+            enable_profiling=True,
+        ),
+    ):
+        assert attend(model).shape == (1, 32, 4, 8)
+        assert model._pattern_cache.get_stats()["size"] > 0
+
+
+def test_distributed_attention_on_one_rank() -> None:
+    distributed_attention = DistributedImprovedDilatedAttention(
+        segment_lengths=[8, 16, 32], dilation_rates=[1, 2, 4], sequence_parallel=True, model_parallel=True
+    )
+    assert attend(distributed_attention).shape == (1, 32, 4, 8)
 
 
 def test_the_simplified_gpu_cache() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +116,14 @@ def _parser() -> argparse.ArgumentParser:
             "memory",
             "cache",
             "pool",
+            "shard",
             "tune",
             "page",
             "report",
         ],
         help="attention, short, scaling, blocksparse: time and memory against baselines; all: these, then page and "
         "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
+        "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
         "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
         "charts, from results",
     )
@@ -130,10 +134,13 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", nargs="+", default=[], metavar="WORD", help="cases with all these words, as in D=64 causal forward"
     )
     bench.add_argument("--tokens", nargs="+", type=int, default=[], metavar="N", help="cases of these lengths")
+    for flag in ("--heads", "--head-dim"):
+        bench.add_argument(flag, type=_whole, metavar="K", help="of shard")
     bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
     bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
 
+    _add_plan(commands)
     show = commands.add_parser(
         "show",
         help="draw who sees whom, with coverage and FLOPs",
@@ -162,6 +169,65 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--width", type=int, default=64, help="characters a line of the drawing (default: 64)")
     show.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="bytes, memory, work and time of attention on many GPUs",
+        description="Compute what attention over a long sequence costs on a number of GPUs, without running it: what "
+        "travels, what each rank holds and computes, and the time that the given rates make of it.",
+    )
+    plan.set_defaults(command=_plan)
+    plan.add_argument("--tokens", type=_whole, required=True, metavar="N", help="of the whole sequence, as in 1e9")
+    plan.add_argument("--gpus", type=_whole, required=True, metavar="P", help="that share it")
+    plan.add_argument(
+        "--segments", nargs="+", type=_whole, default=[2048, 4096, 8192], metavar="W", help="one a branch"
+    )
+    plan.add_argument("--rates", nargs="+", type=_whole, default=[1, 2, 4], metavar="R", help="one a branch")
+    for flag, default, text in (
+        ("--heads", 12, "query heads"),
+        ("--kv-heads", None, "key/value heads (default: as many)"),
+        ("--head-dim", 64, "of a head"),
+        ("--batch", 1, "sequences"),
+        ("--layers", 1, "attention layers"),
+    ):
+        shown = text if default is None else f"{text} (default: {default})"
+        plan.add_argument(flag, type=_whole, default=default, metavar="K", help=shown)
+    plan.add_argument("--layout", default="interleaved", help="of heads: interleaved, blocked or grouped")
+    plan.add_argument("--dtype", default="bfloat16", help="bfloat16, float16, float32 or float64")
+    plan.add_argument("--causal", action="store_true", help="rows see only what is before them")
+    plan.add_argument("--scheme", default="auto", help="auto, gather, ring or all_to_all")
+    plan.add_argument("--token-layout", default="contiguous", help="contiguous or zigzag shards")
+    plan.add_argument("--memory-budget", type=_whole, metavar="BYTES", help="that auto lets gathered rows take (2 GiB)")
+    plan.add_argument(
+        "--tflops", type=float, help="of attention a GPU computes a second (default: 400, bf16 on an H200)"
+    )
+    plan.add_argument("--link-gbps", type=float, help="gigabits a second a GPU sends while it receives (default: 400)")
+    plan.add_argument("--json", action="store_true", help="print JSON, with every rank")
+
+
+def _whole(stated: str) -> int:
+    """A whole number, also as 1e9."""
+    try:
+        number = Decimal(stated.replace(",", ""))
+    except ArithmeticError:
+        number = Decimal("nan")
+    if not number.is_finite() or number != int(number):
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 65536 or 1e9, got {stated!r}")
+    return int(number)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.core.spec import DilatedSpec
+    from dilated_attention_pytorch.inspect.plan import as_json, text
+    from dilated_attention_pytorch.parallel.plan import Job, make_plan
+
+    given = {name: value for name, value in vars(arguments).items() if name != "command" and value is not None}
+    spec = DilatedSpec.of(given.pop("segments"), given.pop("rates"), given.pop("layout"))
+    as_data, is_causal = given.pop("json"), given.pop("causal")
+    plan = make_plan(Job(spec=spec, is_causal=is_causal, **given))
+    print(json.dumps(as_json(plan), indent=1) if as_data else "\n".join(text(plan)))
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -272,6 +338,15 @@ def _bench(arguments: argparse.Namespace) -> None:
     if suite in ("cache", "pool"):
         run_shared(suite, _bench_device(arguments.device), arguments.tokens, out)
         return
+    if suite == "shard":
+        from dilated_attention_pytorch.bench.shard import run_shard
+
+        shape = (arguments.heads, arguments.head_dim)
+        for tokens in arguments.tokens or [None]:
+            run_shard(_bench_device(arguments.device), tokens, *shape, out)
+        return
+    if arguments.heads is not None or arguments.head_dim is not None:
+        raise ValueError(f"--heads and --head-dim belong to shard; choose cases of {suite} with --cases")
     if out is None and suite in ("all", "page", "report"):
         raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")
     if suite in ("all", "page"):

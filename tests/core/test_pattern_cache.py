@@ -43,6 +43,31 @@ def test_what_a_caller_writes_reaches_no_entry(cache) -> None:
         got["pair"][1].clear()
 
 
+def test_what_is_remembered_is_shared_until_its_kind_is_forgotten(cache) -> None:
+    made = [cache.remember("lengths", 5, lambda: (rows(), "name")) for _ in range(3)]
+    assert all(one[0] is made[0][0] for one in made)
+    cache.remember("parts", 5, lambda: "other")
+    cache.forget("lengths")
+    assert cache.remember("lengths", 5, lambda: (rows(7), "name"))[0].shape == (7,)
+    assert cache.remember("parts", 5, lambda: "again") == "other"
+
+
+def test_the_hot_tier_holds_what_is_remembered_within_its_limits() -> None:
+    cache = OptimizedPatternCache(max_gpu_patterns=2)
+    made = {key: cache.remember("lengths", key, lambda: [rows()]) for key in "abc"}
+    stats = cache.get_stats()
+    assert (stats["gpu_patterns"], stats["size"], stats["gpu_hits"]) == (2, 3, 0)
+    assert stats["gpu_memory_used_mb"] == 2 * rows().nbytes / 2**20
+    assert cache.remember("lengths", "c", list)[0] is made["c"][0]
+    assert cache.get_stats()["gpu_hits"] == 1
+    back = cache.remember("lengths", "a", list)  # from the CPU, not made again
+    assert torch.equal(back[0], rows())
+    assert cache.get_stats()["cpu_hits"] == 1
+    assert cache.remember("lengths", "a", list)[0] is back[0]
+    cache.forget("lengths")
+    assert cache.get_stats()["gpu_patterns"] == cache.get_stats()["gpu_memory_used_mb"] == 0
+
+
 def test_the_least_recently_used_goes_first(cache) -> None:
     for key in "abcd":
         cache.put(key, rows())

@@ -17,6 +17,8 @@ from .check_block_sparse import check_block_sparse
 from .check_invariance import check_invariance
 from .check_names import check_names
 from .check_parallelize import check_parallelize
+from .check_plan import check_plan
+from .check_snippets import check_snippets
 
 
 def main() -> None:
@@ -25,14 +27,19 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     seed, count = int(sys.argv[1]), int(sys.argv[2])
     size = dist.get_world_size()
-    passed(f"invariance on {size}", lambda: check_invariance(seed, count))
+    if size == 8:
+        passed("snippets on 8", check_snippets)
+    else:
+        passed(f"invariance on {size}", lambda: check_invariance(seed, count))
     if size == 2:
         alone = [dist.new_group([rank]) for rank in range(2)]
         passed("invariance on 1", lambda: check_invariance(seed, 0, alone[dist.get_rank()]))
         passed("bad input", check_bad_input)
-    if size != 3:
+    if size in (2, 4):
         passed(f"names on {size}", check_names)
-    passed(f"block-sparse on {size}", lambda: check_block_sparse(seed))
+        passed(f"plan on {size}", check_plan)
+    if size in (2, 3, 4):
+        passed(f"block-sparse on {size}", lambda: check_block_sparse(seed))
     if size == 4:
         passed("parallelize", check_parallelize)
     dist.destroy_process_group()

@@ -41,6 +41,23 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
         "causality": (attend(shard(), is_causal=first), "rank 0 has is_causal=True, rank 1 has is_causal=False"),
         "schemes": (attend(shard(), scheme="ring" if first else "gather"), "rank 0 has scheme=ring"),
         "gradients": (attend([x.requires_grad_(first) for x in shard()]), "requires_grad=True"),
+        "layouts": (
+            attend(shard(), token_layout="zigzag" if first else "contiguous"),
+            "rank 0 has token_layout=zigzag",
+        ),
+        "no layout": (attend(shard(), token_layout="zagzig"), "token_layout must be one of contiguous, zigzag"),
+        "a layout that the scheme cannot": (
+            attend(shard(), token_layout="zigzag", scheme="ring"),
+            "'ring' takes contiguous shards.*pass scheme='gather'",
+        ),
+        "tokens that the layout does not give": (
+            attend(shard(tokens=9 if first else 7), token_layout="zigzag"),
+            "for 16 tokens \\[8, 8\\], got \\[9, 7\\]: cut the sequence by zigzag_order",
+        ),
+        "a layout that does not fit": (
+            attend(shard(), ([16], [1]), token_layout="zigzag", memory_budget=100),
+            "over the memory_budget of 100, and token_layout 'zigzag' only gathers",
+        ),
         "lengths": (attend(shard(), seqlens=torch.tensor([9 if first else 10])), "rank 0 has seqlens=\\[9\\]"),
         "lengths on one rank": (attend(shard(), **({"seqlens": torch.tensor([9])} if first else {})), "same call"),
         "too long": (attend(shard(), seqlens=torch.tensor([17])), "outside \\[0, 16\\]"),

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from dilated_attention_pytorch import BlockSparseRingDilatedAttention, SparsePatternConfig
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES
+from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.functional import dilated_attention
-from dilated_attention_pytorch.parallel import Shards, even_lengths, sharded_dilated_attention
+from dilated_attention_pytorch.parallel import Shards, sharded_dilated_attention
 
 BRANCHES = {"segment_lengths": [8, 24, 200], "dilation_rates": [1, 2, 3]}
 
@@ -19,8 +20,9 @@ BRANCHES = {"segment_lengths": [8, 24, 200], "dilation_rates": [1, 2, 3]}
 def check_pattern(chance: random.Random, pattern: str, is_causal: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens, groups = chance.randint(20, 90), chance.choice([1, 2])
-    shards = Shards(even_lengths(tokens, size))
-    if chance.random() < 0.4:
+    layout = chance.choice(["contiguous", "zigzag"])
+    shards = Shards.cut(tokens, size, layout)
+    if layout == "contiguous" and chance.random() < 0.4:
         edges = sorted(chance.randint(0, tokens) for _ in range(size - 1))
         shards = Shards(tuple(b - a for a, b in zip([0, *edges], [*edges, tokens])))
     config = SparsePatternConfig(pattern, sparsity_ratio=chance.choice([0.2, 0.5]), block_size=chance.choice([2, 4]))
@@ -35,17 +37,30 @@ def check_pattern(chance: random.Random, pattern: str, is_causal: bool) -> None:
     q, do = torch.randn(2, 2, tokens, 3 * groups, 4, dtype=torch.float64, generator=generator).unbind(0)
     k, v = torch.randn(2, 2, tokens, 3, 4, dtype=torch.float64, generator=generator).unbind(0)
     whole = [x.requires_grad_() for x in (q, k, v)]
-    first, last = shards.bounds(rank)
-    mine = [x.detach()[:, first:last].clone().requires_grad_() for x in whole]
+    held = [token for piece in shards.pieces_of(rank) for token in range(*shards.bounds(piece))]
+    mine = [x.detach()[:, held].clone().requires_grad_() for x in whole]
     torch.manual_seed(7)
     expected, lse = dilated_attention(*whole, **settings, return_lse=True)
     torch.manual_seed(7)
-    found, own_lse = sharded_dilated_attention(*mine, **settings, return_lse=True)
+    found, own_lse = sharded_dilated_attention(*mine, **settings, token_layout=layout, return_lse=True)
     case = f"{config}, {settings}, {shards}"
     wanted = torch.autograd.grad((expected * do).sum() + lse.sin().nan_to_num().sum(), whole)
-    grads = torch.autograd.grad((found * do[:, first:last]).sum() + own_lse.sin().nan_to_num().sum(), mine)
+    grads = torch.autograd.grad((found * do[:, held]).sum() + own_lse.sin().nan_to_num().sum(), mine)
     for ours, theirs in zip((found, own_lse, *grads), (expected, lse, *wanted)):
-        torch.testing.assert_close(ours, theirs[:, first:last], rtol=1e-9, atol=1e-9, msg=case)
+        torch.testing.assert_close(ours, theirs[:, held], rtol=1e-9, atol=1e-9, msg=case)
+
+
+def check_schedule_is_shared(call) -> None:
+    """A second call finds what the first one made."""
+    cache = get_global_pattern_cache()
+    cache.clear()
+    call()
+    made = cache.get_stats()
+    call()
+    found = cache.get_stats()
+    assert found["hits"] > made["hits"]
+    assert (found["misses"], found["size"]) == (made["misses"], made["size"])
+    assert any(key[0] == "ring schedule" for key in cache._cache)
 
 
 def check_block_sparse(seed: int) -> None:
@@ -57,6 +72,7 @@ def check_block_sparse(seed: int) -> None:
     attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config, ring_size=dist.get_world_size())
     x = torch.randn(1, 12, 4, 8)
     assert attention(x, x, x, is_causal=True).shape == x.shape
+    check_schedule_is_shared(lambda: attention(x, x, x, is_causal=True))
     with pytest.raises(ValueError, match=r"lengths .* cannot be stated with sparse_config"):
         attention(x, x, x, seqlens=torch.tensor([5]))
     with pytest.raises(ValueError, match="kept tiles travel by gather"):

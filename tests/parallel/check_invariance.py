@@ -14,7 +14,13 @@ from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
 from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import Traffic, Wire, branch_traffic
-from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths, shared_segments
+from dilated_attention_pytorch.parallel.sharding import (
+    Shards,
+    even_lengths,
+    shared_segments,
+    zigzag_lengths,
+    zigzag_order,
+)
 
 from ..conformance.checks import BASE, CORNERS, check_errors
 from ..conformance.draws import HEADS, LENGTHS, Draw
@@ -71,15 +77,23 @@ def expected_of(draw: Draw, dtype: torch.dtype, through_lse: bool) -> tuple[tupl
     return (whole, do, dlse), results(whole, *both, do, dlse)
 
 
+def tokens_of(shards: Shards, rank: int) -> Tensor:
+    """Which tokens of the whole a rank has, in its order."""
+    if shards.ranks is None:
+        return torch.arange(*shards.bounds(rank))
+    lengths = zigzag_lengths(shards.tokens, shards.size)
+    return torch.tensor(zigzag_order(shards.tokens, shards.size), dtype=torch.int64).split(lengths)[rank]
+
+
 def check(
     ranks: Ranks, draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: tuple, expected, stated: bool
 ) -> None:
-    first, last = shards.bounds(ranks.rank)
+    here = tokens_of(shards, ranks.rank)
     whole, do, dlse = inputs
     settings = draw.settings()
-    mine = tuple(x.detach()[:, first:last].to(dtype).contiguous().requires_grad_() for x in whole)
+    mine = tuple(x.detach()[:, here].to(dtype).contiguous().requires_grad_() for x in whole)
     if "key_padding_mask" in settings:
-        settings["key_padding_mask"] = settings["key_padding_mask"][:, first:last]
+        settings["key_padding_mask"] = settings["key_padding_mask"][:, here]
     # Only the first rank's draw counts.
     torch.manual_seed(draw.seed % 2**32 if ranks.rank == 0 else ranks.rank)
     ranks.traffic.clear()
@@ -89,14 +103,15 @@ def check(
         ranks=ranks,
         scheme=scheme,
         return_lse=True,
-        shard_lengths=shards.lengths if stated else None,
+        shard_lengths=[shards.tokens_of(rank) for rank in range(ranks.size)] if stated else None,
+        token_layout="contiguous" if shards.ranks is None else "zigzag",
     )
     assert out.dtype == dtype
-    part = None if dlse is None else dlse[:, first:last].to(lse.dtype)
-    found = results(mine, out, lse, do[:, first:last].to(dtype), part)
-    assert torch.equal(found["covered"], expected["covered"][:, first:last])
+    part = None if dlse is None else dlse[:, here].to(lse.dtype)
+    found = results(mine, out, lse, do[:, here].to(dtype), part)
+    assert torch.equal(found["covered"], expected["covered"][:, here])
     names = ("out", "lse", "dq", "dk", "dv")
-    squares = torch.stack([(found[name] - expected[name][:, first:last]).square().sum() for name in names])
+    squares = torch.stack([(found[name] - expected[name][:, here]).square().sum() for name in names])
     dist.all_reduce(squares, group=ranks.group)
     errors = {name: square**0.5 for name, square in zip(names, squares.tolist())}
     if dtype != torch.float64:
@@ -156,10 +171,11 @@ def check_invariance(seed: int, count: int, group: dist.ProcessGroup | None = No
         if dtype != torch.float64 and expected["covered"].sum() < 256:
             dtype = torch.float64
             inputs, expected = expected_of(draw, dtype, through_lse)
-        for scheme in ("gather", "ring", "all_to_all", "auto") if ranks.size > 1 else ("auto",):
-            if able(draw, ranks.size, scheme):
-                try:
-                    check(ranks, draw, shards, scheme, dtype, inputs, expected, stated)
-                except BaseException:
-                    print(f"rank {ranks.rank}: {draw} {shards} {scheme=} {dtype=} {through_lse=} {seed=}", flush=True)
-                    raise
+        schemes = ("gather", "ring", "all_to_all", "auto") if ranks.size > 1 else ("auto",)
+        runs = [(shards, scheme) for scheme in schemes if able(draw, ranks.size, scheme)]
+        for cut_into, scheme in [*runs, (Shards.zigzag(draw.tokens, ranks.size), "gather")]:
+            try:
+                check(ranks, draw, cut_into, scheme, dtype, inputs, expected, stated)
+            except BaseException:
+                print(f"rank {ranks.rank}: {draw} {cut_into} {scheme=} {dtype=} {through_lse=} {seed=}", flush=True)
+                raise

@@ -20,8 +20,9 @@ from dilated_attention_pytorch import (
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
+    get_global_pattern_cache,
 )
-from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of
+from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of, zigzag_lengths, zigzag_order
 
 SPEC = {"segment_lengths": [8, 16, 64], "dilation_rates": [1, 2, 4]}
 N, H, D = 50, 4, 8
@@ -67,6 +68,44 @@ def check_attention(rank: int, size: int) -> None:
     dropped = {"dropout": 0.3, "softmax_scale": 0.2, "head_layout": "blocked", "use_checkpointing": True}
     check_rows(RingDilatedAttention(**SPEC, **dropped), DilatedAttention(**SPEC, **dropping), rank, size)
     check_rows(RingDilatedAttentionV2(**SPEC), plain, rank, size, seqlens=torch.tensor([33, 50]))
+
+
+def check_zigzag(rank: int, size: int) -> None:
+    """A module in the balanced layout gives its rows, and its multihead twin too."""
+    order = torch.tensor(zigzag_order(N, size)).split(zigzag_lengths(N, size))[rank]
+    q, k, v = whole()
+    settings = {**SPEC, "token_layout": "zigzag", "scheme": "gather"}
+    for module in (RingDilatedAttention(**settings), RingDilatedAttentionV3(**settings, ring_size=size)):
+        found = module(*(x[:, order] for x in (q, k, v)), is_causal=True, seqlens=torch.tensor([33, 50]))
+        expected = DilatedAttention(**SPEC)(q, k, v, is_causal=True, seqlens=torch.tensor([33, 50]))
+        torch.testing.assert_close(found, expected[:, order])
+    torch.manual_seed(4)
+    ring = RingMultiheadDilatedAttention(32, 4, **settings, dtype=torch.float64)
+    plain = MultiheadDilatedAttention(32, 4, **SPEC, dtype=torch.float64)
+    plain.load_state_dict(ring.state_dict())
+    x = torch.randn(2, N, 32, dtype=torch.float64)
+    torch.testing.assert_close(ring(*[x[:, order]] * 3, is_causal=True)[0], plain(x, x, x, is_causal=True)[0][:, order])
+
+
+def check_cache(rank: int, size: int) -> None:
+    """A schedule is made once, and anew when buffers are cleaned up or nothing is cached."""
+    shard = [part(x, rank, size) for x in whole()]
+    for module in (RingDilatedAttentionV2(**SPEC), RingDilatedAttentionV3(**SPEC, cache_on_gpu=True)):
+        cache = module._pattern_cache
+        cache.clear()
+        for calls in range(1, 4):
+            module(*shard)
+            schedules = [key for key in cache._cache if key[0] == "ring schedule"]
+            assert len(schedules) == 1
+            assert cache.get_stats()["hits"] >= calls - 1
+        module.cleanup_buffers()
+        assert not [key for key in cache._cache if key[0] == "ring schedule"]
+        module(*shard)
+    off, before = RingDilatedAttentionV2(**SPEC, use_pattern_cache=False), get_global_pattern_cache().get_stats()
+    off(*shard)
+    assert get_global_pattern_cache().get_stats() == before
+    pooled = RingDilatedAttentionV2(**SPEC, enable_memory_pool=True, lightweight_pool=True)
+    torch.testing.assert_close(pooled(*shard), off(*shard))
 
 
 def check_memory(rank: int, size: int) -> None:
@@ -165,6 +204,7 @@ def check_heads(rank: int, size: int) -> None:
 
 def check_names() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    checks = [check_attention, check_memory, check_aligned_branches_send_nothing, check_multihead]
+    checks = [check_attention, check_zigzag, check_cache, check_memory]
+    checks += [check_aligned_branches_send_nothing, check_multihead]
     for check in [*checks, *([check_groups, check_heads] if size == 4 else [])]:
         check(rank, size)

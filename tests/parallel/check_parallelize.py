@@ -18,12 +18,15 @@ from dilated_attention_pytorch import (
     LongNet,
     LongNetLM,
     MultiheadDilatedAttention,
+    RingAdvancedDistributedDilatedAttention,
     RingMultiheadDilatedAttention,
     parallelize,
 )
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel import Shards, even_lengths
+
+from .check_block_sparse import check_schedule_is_shared
 
 SPEC = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4)}
 SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "vocab_size": 50, **SPEC}
@@ -127,14 +130,15 @@ def check_encoder_decoder(mesh: DeviceMesh) -> None:
 
 
 def check_multihead(mesh: DeviceMesh) -> None:
-    """Three different inputs, and a ring."""
+    """Three different inputs, and rings."""
     x, y, z = torch.randn(3, B, N, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind(0)
-    for make in (MultiheadDilatedAttention, RingMultiheadDilatedAttention):
+    for make in (MultiheadDilatedAttention, RingMultiheadDilatedAttention, RingAdvancedDistributedDilatedAttention):
         plain = built(MultiheadDilatedAttention, 32, 4, **SPEC)
         model = parallelize(built(make, 32, 4, **SPEC), mesh)
 
         def loss(model: nn.Module, cut: Callable[[Tensor], Tensor]) -> Tensor:
-            return model(cut(x), cut(y), value=cut(z), is_causal=True)[0].square().sum()
+            out = model(cut(x), cut(y), value=cut(z), is_causal=True)
+            return (out if isinstance(out, Tensor) else out[0]).square().sum()
 
         check_gradients(mesh, model, plain, loss)
 
@@ -144,7 +148,9 @@ def check_attention(mesh: DeviceMesh) -> None:
     q, k, v = torch.randn(3, B, N, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind(0)
     rank, size = place(mesh, "tensor")
     attention = parallelize(DilatedAttention(**SPEC), mesh)
-    found = attention(*(part(x, mesh).chunk(size, 2)[rank] for x in (q, k, v)))
+    mine = [part(x, mesh).chunk(size, 2)[rank] for x in (q, k, v)]
+    found = attention(*mine)
+    check_schedule_is_shared(lambda: attention(*mine))
     torch.testing.assert_close(found, part(DilatedAttention(**SPEC)(q, k, v), mesh).chunk(size, 2)[rank])
 
 
@@ -184,6 +190,7 @@ def check_bad_meshes() -> None:
         return MultiheadDilatedAttention(num_heads=4, **heads)
 
     ring = multihead(make=RingMultiheadDilatedAttention, ring_size=4)
+    zigzag = multihead(make=RingMultiheadDilatedAttention, scheme="gather", token_layout="zigzag")
     sparse = multihead(make=BlockSparseMultiheadDilatedAttention)
     fused = multihead(make=ImprovedMultiheadDilatedAttention)
     no_names = init_device_mesh("cpu", (2, 2))
@@ -200,6 +207,7 @@ def check_bad_meshes() -> None:
         "must be one of auto": (multihead(), sequence, {"scheme": scheme}),
         "rank 0 has memory_budget=1, rank 1 has memory_budget=0": (multihead(), data, {"memory_budget": int(not rank)}),
         "got 4 and 1: leave ring_size out": (ring, data, {}),
+        "token_layout='zigzag', and a model's sequences are cut into contiguous shards": (zigzag, sequence, {}),
         "not built to attend across ranks": (sparse, sequence, {}),
         "Linear has no dilated attention": (nn.Linear(4, 4), data, {}),
     }

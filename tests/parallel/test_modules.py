@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch import DilatedAttention, DistributedImprovedDilatedAttention, RingDilatedAttentionV3
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    DistributedImprovedDilatedAttention,
+    RingDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    RingMultiheadDilatedAttention,
+    get_global_pattern_cache,
+)
 
 
 def test_without_a_process_group_a_ring_is_its_plain_class() -> None:
@@ -22,8 +30,38 @@ def test_without_a_process_group_a_ring_is_its_plain_class() -> None:
 def test_a_ring_of_more_ranks_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="got ring_size=8 and 1 rank: start as many processes with torchrun"):
         RingDilatedAttentionV3([8], [1], ring_size=8)
-    with pytest.raises(ValueError, match="leave cache_on_gpu False"):
-        RingDilatedAttentionV3([8], [1], cache_on_gpu=True)
+
+
+def test_rings_share_schedules_and_tables_unless_told_otherwise() -> None:
+    shared = get_global_pattern_cache()
+    for kind in (RingDilatedAttention, RingDilatedAttentionV2, DistributedImprovedDilatedAttention):
+        assert kind([8], [1])._pattern_cache is shared
+        assert kind([8], [1], use_pattern_cache=False)._pattern_cache is None
+    assert RingMultiheadDilatedAttention(16, 4, [8], [1])._pattern_cache is shared
+
+
+def test_v3_keeps_what_calls_share_in_two_tiers_of_its_own() -> None:
+    module = RingDilatedAttentionV3([8, 16], [1, 2], cache_on_gpu=True)
+    x, lengths = torch.randn(1, 64, 4, 8), torch.tensor([0, 30, 64])
+    for _ in range(3):
+        module(x, x, x, cu_seqlens=lengths)
+    stats = module._pattern_cache.get_stats()
+    assert stats["gpu_patterns"] == stats["misses"] > 0
+    assert stats["gpu_hits"] == stats["hits"] == 2 * stats["misses"]
+    assert stats["gpu_memory_used_mb"] > 0
+    assert RingDilatedAttentionV3([8], [1])._pattern_cache.get_stats()["gpu_patterns"] == 0
+    assert RingDilatedAttentionV3([8], [1], cache_on_gpu=False)._pattern_cache is get_global_pattern_cache()
+    assert RingDilatedAttentionV3([8], [1], use_pattern_cache=False).cache_on_gpu is False
+    with pytest.raises(ValueError, match="pass use_pattern_cache=True with it"):
+        RingDilatedAttentionV3([8], [1], use_pattern_cache=False, cache_on_gpu=True)
+
+
+def test_a_layout_that_a_scheme_cannot_take_is_refused_when_a_module_is_made() -> None:
+    with pytest.raises(ValueError, match="pass scheme='gather', or leave token_layout out"):
+        RingDilatedAttention([8], [1], token_layout="zigzag")
+    x = torch.randn(1, 20, 4, 8)
+    zigzag = RingDilatedAttention([8], [1], token_layout="zigzag", scheme="gather")
+    assert torch.equal(zigzag(x, x, x), DilatedAttention([8], [1])(x, x, x))  # of one rank it is token order
 
 
 def test_on_one_rank_nothing_is_sent() -> None:

@@ -40,5 +40,14 @@ def test_models_on_a_mesh_have_the_losses_and_gradients_of_one_device() -> None:
     check_passed("parallelize", 4)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_planned_is_what_travels_and_is_held(ranks) -> None:
+    check_passed(f"plan on {ranks}", ranks)
+
+
+def test_published_snippets_run_on_the_eight_ranks_they_ask_for() -> None:
+    check_passed("snippets on 8", 8)
+
+
 def test_bad_input_is_an_error_on_every_rank() -> None:
     check_passed("bad input", 2)

@@ -80,9 +80,10 @@ def test_own_calls_and_shared_rows_make_every_pair_exactly_once(cut, spec, data)
     swapped = frozenset(data.draw(st.sets(st.sampled_from(range(len(table))))))
     pairs = torch.zeros(batch, len(table), 3, shards.tokens, shards.tokens, dtype=torch.int)
     for rank in range(len(shards.lengths)):
-        first, last = shards.bounds(rank)
         for call in local_calls(spec, table, shards, documents, batch, rank, swapped):
-            spans = ((0, last - first),) * batch if call.spans is None else call.spans
+            first = shards.bounds(rank)[0] + call.at.start
+            assert range(*shards.bounds(rank))[call.at.start : call.at.stop] == range(first, first + len(call.at))
+            spans = ((0, len(call.at)),) * batch if call.spans is None else call.spans
             owners = range(batch) if batch > 1 or call.spans is None else [0] * len(spans)
             assert batch == 1 or len(spans) == batch
             for b, (start, end) in zip(owners, spans):

@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
+
+from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.parallel import Zero
+from dilated_attention_pytorch.train.engine import join_ranks
 
 
 def share(folder: Path, flags: list[str]) -> None:
-    """All stages from the beginning, one by sequences, resumed, and what every rank must refuse."""
+    """All stages, one by sequences too, resumed, a loop of one's own, and what every rank must refuse."""
     for stage, offload in ((1, []), (2, ["--cpu-offload"])):
         run = ["--checkpoint-every", "10", "--engine", "deepspeed", "--zero-stage", str(stage), *offload]
         assert main([*flags, "--out", str(folder / f"stage-{stage}"), *run]) == 0
@@ -20,11 +26,35 @@ def share(folder: Path, flags: list[str]) -> None:
         assert main([*flags, "--out", str(folder / "stage-3"), "--options", str(folder / "options.json")]) == 0
     resumed = ["--engine", "deepspeed", "--zero-stage", "2", "--cpu-offload"]
     assert main(["train", "--resume", str(folder / "damaged"), *resumed]) == 0
+    loop_of_ones_own()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     AsyncIOBuilder.is_compatible = lambda *_, **__: False  # as where libaio is missing
     nvme = ["--engine", "deepspeed", "--nvme-offload", str(folder / "disk")]
     assert main([*flags, "--out", str(folder / "nvme"), *nvme]) == 1
+
+
+def loop_of_ones_own() -> None:
+    """The published way to DeepSpeed, with the configuration that `Zero` makes."""
+    import deepspeed
+
+    with join_ranks("cpu", 60.0):
+        torch.manual_seed(0)
+        model = LongNetLM(d_model=16, num_heads=2, num_layers=1, segment_lengths=(8,), dilation_rates=(1,))
+        model_engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            config=Zero(stage=3, cpu_offload=True).config(batch_size=2),
+            dist_init_required=False,
+        )
+        tokens = torch.randint(256, (2, 17))
+        losses = []
+        for _ in range(3):
+            loss = F.cross_entropy(model_engine(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            model_engine.backward(loss)
+            model_engine.step()
+            losses.append(loss.item())
+        assert losses[0] > losses[1] > losses[2]
 
 
 def resume(folder: Path, flags: list[str]) -> None:

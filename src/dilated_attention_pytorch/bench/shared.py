@@ -35,10 +35,14 @@ from dilated_attention_pytorch.nn import (
     ImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
 )
-from dilated_attention_pytorch.parallel.block_sparse import (
+from dilated_attention_pytorch.parallel import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
+    Ranks,
+    Shards,
 )
+from dilated_attention_pytorch.parallel.attention import schedule_for
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET
 
 SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
 SPARSE = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.25, block_size=32)
@@ -144,6 +148,7 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
             lambda: layout_of(sparse, like, like, cache),
         ),
         *_segment_table(device, problem, spans, like, cache),
+        *_ring_schedule(device, problem, like, cache),
         (
             "padding mask",
             f"padding mask, {tokens} tokens",
@@ -178,6 +183,18 @@ def _segment_table(device: str, problem: Problem, spans: Tensor, like: Tensor, c
     return [
         ("segment table", "segment table", lambda: _table(branch, spans, None), lambda: _table(branch, spans, cache))
     ]
+
+
+def _ring_schedule(device: str, problem: Problem, like: Tensor, cache: PatternCache) -> list[Any]:
+    """Of one of eight ranks whose shards every branch cuts."""
+    ranks = Ranks(None)
+    ranks.rank, ranks.size = 3, 8
+    shards = Shards((like.shape[1] // 8 - 1,) * 8)
+    mine = torch.Size((1, shards.lengths[3], HEADS, HEAD_DIM))
+    documents = ((range(1), 0, shards.tokens),)
+    kind = (problem, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
+    rebuild, hit = (partial(schedule_for, ranks, kind, found) for found in (None, cache))
+    return [("ring schedule", "ring schedule, 8 ranks", rebuild, hit)]
 
 
 def _in_threads(run: Callable[[], object], threads: int = 8, seconds: float = 0.25) -> float:

@@ -105,21 +105,32 @@ def uncovered_share(spec: DilatedSpec, heads: int | None = None, n: int | None =
     return 1.0 - covered_rows(spec, spec.offsets(heads), n).double().mean().item()
 
 
-def visible_pairs(branch: Branch, offset: int | None, n: int, *, is_causal: bool = False) -> int:
+def visible_pairs(
+    branch: Branch, offset: int | None, n: int, *, is_causal: bool = False, start: int = 0, stop: int | None = None
+) -> int:
     """How many (query, key) pairs of a document of `n` tokens the branch computes for one head.
+
+    Of all queries, or of those at positions `[start, stop)`.
 
     >>> visible_pairs(Branch(4, 2), 0, 8), visible_pairs(Branch(4, 2), 0, 8, is_causal=True)
     (8, 6)
+    >>> visible_pairs(Branch(4, 2), 0, 8, is_causal=True, start=5)  # the row at 6 sees 4 and 6
+    2
     """
     if offset is None:
         return 0
+    w, r = branch.segment_length, branch.dilation_rate
 
-    def pairs(segment: int) -> int:
-        rows = grid_rows(segment, branch.dilation_rate, offset)
-        return rows * (rows + 1) // 2 if is_causal else rows * rows
+    def within(segment: int, queries: int) -> int:
+        """Of the first `queries` positions of a segment."""
+        rows = grid_rows(queries, r, offset)
+        return rows * (rows + 1) // 2 if is_causal else rows * grid_rows(segment, r, offset)
 
-    full, tail = divmod(n, branch.segment_length)
-    return full * pairs(branch.segment_length) + pairs(tail)
+    def before(position: int) -> int:
+        full, rest = divmod(position, w)
+        return full * within(w, w) + within(min(w, n - full * w), rest)
+
+    return before(n if stop is None else stop) - before(start)
 
 
 def forward_flops(

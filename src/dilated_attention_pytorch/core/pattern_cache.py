@@ -30,6 +30,7 @@ KINDS: Mapping[str, bool] = MappingProxyType(
         "parts": True,
         "segment table": True,
         "block layout": True,
+        "ring schedule": True,
         "padding mask": False,  # to compare one takes about as long as to read it, and its key is as large
         "offset table": False,  # a few divisions
     }
@@ -98,14 +99,18 @@ class PatternCache:
         if not KINDS[kind]:
             return make()
         began = time.perf_counter() if self.enable_profiling else 0.0
-        found = self._find((kind, key))
-        if found is not None:
-            value: Value = found.shared()
-        else:
-            value = self._store((kind, key), Entry(make()), keep_earlier=True).shared()
+        found = self._find_shared((kind, key))
+        value: Value = (self._share((kind, key), make()) if found is None else found).shared()
         if self.enable_profiling:
             self._note(kind, found is not None, time.perf_counter() - began)
         return value
+
+    def forget(self, kind: str) -> None:
+        """Drop what was remembered of a kind."""
+        with self._lock:
+            found = [key for key in self._cache if isinstance(key, tuple) and key[:1] == (kind,)]
+            dropped = [self._cache.pop(key) for key in found]
+        del dropped  # outside the lock
 
     def pin(self, key: Hashable) -> None:
         """Never evict this pattern, until `unpin`."""
@@ -183,6 +188,13 @@ class PatternCache:
             self._cache[key] = entry
         return entry
 
+    def _find_shared(self, key: Hashable) -> Entry | None:
+        return self._find(key)
+
+    def _share(self, key: Hashable, made: Any) -> Entry:
+        """Keep what was made, or give what somebody else has kept meanwhile."""
+        return self._store(key, Entry(made), keep_earlier=True)
+
     def _note(self, kind: str, hit: bool, seconds: float) -> None:
         with self._lock:
             totals = self._profile.setdefault(kind, [0, 0.0, 0, 0.0])
@@ -233,7 +245,8 @@ class OptimizedPatternCache(PatternCache):
 
     Copies run on a stream of their own (`enable_async`), from pinned memory, and whoever gets a pattern is ordered
     behind its copy. With `enable_prefetch`, the pattern that followed this one last time is copied ahead. Where there
-    is no GPU, the hot tier lies on the CPU, and everything else is the same.
+    is no GPU, the hot tier lies on the CPU, and everything else is the same. What the library remembers is hot from the
+    start, where it was made; pushed out of there, it comes back from its copy on the CPU.
 
     Args:
         max_gpu_patterns, max_cpu_patterns: how many patterns each tier holds at most.
@@ -315,10 +328,39 @@ class OptimizedPatternCache(PatternCache):
             dropped = [self._cool(one) for one in list(self._hot) if one[0] == key]  # what it was before
         del dropped
         if store_on_gpu:
-            place = hot_device() if entry.home is None or entry.home.type == "cpu" else entry.home
-            self._copy_to(place, {key: entry})
+            place = _place_of(entry)
+            self._copy_to(place if place.type != "cpu" else hot_device(), {key: entry})
         if pin:
             self.pin(key)
+
+    def forget(self, kind: str) -> None:
+        super().forget(kind)
+        with self._lock:
+            found = [hot for hot in self._hot if isinstance(hot[0], tuple) and hot[0][:1] == (kind,)]
+            dropped = [self._cool(hot) for hot in found]
+        del dropped
+
+    def _find_shared(self, key: Hashable) -> Entry | None:
+        with self._lock:
+            cold = self._find(key)
+            if cold is None:
+                return None
+            hot = self._hot.get((key, _place_of(cold)))
+            if hot is not None:
+                self._hot.move_to_end((key, _place_of(cold)))
+                self._gpu_hits += 1
+                return hot
+        return self._copy_to(_place_of(cold), {key: cold})[key]
+
+    def _share(self, key: Hashable, made: Any) -> Entry:
+        cold = Entry.copied(made)
+        kept = self._store(key, cold, keep_earlier=True)
+        place = _place_of(kept)
+        if kept is not cold:
+            return self._hot.get((key, place)) or self._copy_to(place, {key: kept})[key]
+        hot = Entry(made, place)
+        self._warm((key, place), hot, cold)
+        return hot
 
     def clear(self) -> None:
         with self._lock:
@@ -450,6 +492,11 @@ class SimpleGPUCache:
 def hot_device() -> torch.device:
     """Where patterns live that are always at hand: the current GPU, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _place_of(entry: Entry) -> torch.device:
+    """Where an entry was put from or made; what has no tensors is nowhere, which is as good as the CPU."""
+    return torch.device("cpu") if entry.home is None else entry.home
 
 
 _global: DilatedPatternCache | None = None

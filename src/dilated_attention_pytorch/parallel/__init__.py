@@ -18,8 +18,10 @@ from dilated_attention_pytorch.parallel.modules import (
     RingMultiheadDilatedAttention,
 )
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
+from dilated_attention_pytorch.parallel.plan import Job, Plan, make_plan
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
+    TokenLayout,
     even_lengths,
     shared_segments,
     zigzag_lengths,
@@ -32,7 +34,9 @@ __all__ = [
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "DistributedImprovedDilatedAttention",
+    "Job",
     "Place",
+    "Plan",
     "Ranks",
     "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",
@@ -42,12 +46,14 @@ __all__ = [
     "RunOptions",
     "Scheme",
     "Shards",
+    "TokenLayout",
     "Traffic",
     "Wire",
     "Zero",
     "branch_traffic",
     "choose_scheme",
     "even_lengths",
+    "make_plan",
     "parallelize",
     "ranks_of",
     "sharded_dilated_attention",

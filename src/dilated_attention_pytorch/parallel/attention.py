@@ -1,4 +1,4 @@
-"""Dilated attention on a rank's shard of a sequence: agree with the other ranks, plan, compute, exchange, merge.
+"""Dilated attention on a rank's shard of a sequence: agree with the other ranks, schedule, compute, exchange, merge.
 
 Forward starts every message, computes what the rank can alone with the engines of a single device, then merges what
 came. Backward does the same against the merged out and lse. Whatever the scheme, forward saves q, k, v, out and lse.
@@ -7,8 +7,8 @@ came. Backward does the same against the merged out and lse. Whatever the scheme
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for,
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
+from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
 from dilated_attention_pytorch.core.spec import HeadLayout, Problem
@@ -28,15 +30,15 @@ from dilated_attention_pytorch.functional import (
     refuse_lengths_of_tiles,
 )
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.kernels.eager import by_head, tf32
+from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
 from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, SCHEMES, Scheme, Wire, choose_scheme
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme, choose_scheme, wires_of
 from dilated_attention_pytorch.parallel.gather import Gather
 from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
 from dilated_attention_pytorch.parallel.ring import Ring
-from dilated_attention_pytorch.parallel.sharding import Document, LocalCall, Shards, local_calls, shared_segments
+from dilated_attention_pytorch.parallel.sharding import Document, Shards, TokenLayout, local_calls
 from dilated_attention_pytorch.parallel.sparse import SparseGather
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def sharded_dilated_attention(
     scheme: Scheme = "auto",
     memory_budget: int = MEMORY_BUDGET,
     shard_lengths: Sequence[int] | None = None,
+    token_layout: TokenLayout = "contiguous",
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -74,6 +77,7 @@ def sharded_dilated_attention(
     sparse_config: SparsePatternConfig | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    resources: Resources | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`functional.dilated_attention` of a sequence of which each rank holds a contiguous shard, of any length.
 
@@ -86,10 +90,14 @@ def sharded_dilated_attention(
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
         shard_lengths: the tokens of every rank. Ranks that state them check that they agree the first time only; else
             each call begins with a short message between hosts.
-        seqlens, cu_seqlens, spans: of the whole sequence, the same on every rank.
+        token_layout: `zigzag`: a rank holds an early and a late chunk, one after the other, as `zigzag_order` has them,
+            so that causal work is even; by `gather` only.
+        seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
         key_padding_mask: `(B, L)`, of the rank's own tokens.
         sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`.
         dropout_p: which weights are dropped is drawn on the first rank, and is what a single device would draw.
+        resources: a cache and a pool that calls share; None is the global cache, whose schedules always cost more than
+            to find them again.
         The other arguments are those of `dilated_attention`.
 
     Returns:
@@ -113,27 +121,29 @@ def sharded_dilated_attention(
     lengths: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
     branches = (segment_lengths, dilation_rates)
     if ranks.size == 1:
-        settings |= {**lengths, "return_lse": return_lse}
+        settings |= {**lengths, "return_lse": return_lse, "resources": resources}
+        check_scheme(scheme, token_layout)
         return dilated_attention(query, key, value, *branches, **settings)
     query, key, value = autocast_inputs(query, key, value)
     call: dict[str, object] = {}
     problem, mask_spans, error = None, [], None
     try:
         problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
-        _check_settings(ranks, query, scheme, memory_budget, shard_lengths, backend)
+        _check_settings(ranks, query, scheme, memory_budget, shard_lengths, token_layout, backend)
         if lengths:
             refuse_lengths_of_tiles(sparse_config)
         if sparse_config is not None and scheme not in ("auto", "gather"):
             raise ValueError(f"kept tiles travel by gather, got scheme={scheme!r}: use auto or gather")
         if key_padding_mask is not None:
             mask_spans = spans_of_own_mask(query.shape[0], query.shape[1], lengths)
-        call = _described(query, key, value, branches, settings, scheme, memory_budget, lengths)
+        choices = {"scheme": scheme, "memory_budget": memory_budget, "token_layout": token_layout}
+        call = _described(query, key, value, branches, {**settings, **choices}, lengths)
     except (AttributeError, TypeError, ValueError) as wrong:
         error = wrong
     length = query.shape[1] if query.dim() > 1 else 0
     # A mask is each rank's own, and may be wrong at any call.
     known = None if shard_lengths is None or key_padding_mask is not None else tuple(shard_lengths)
-    shards = Shards(ranks.agree(call, length, error, known))
+    shards = Shards.of(ranks.agree(call, length, error, known), token_layout)
     assert problem is not None
     if shards.tokens == 0:
         raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
@@ -150,16 +160,23 @@ def sharded_dilated_attention(
         problem, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
         memory_budget,
     )  # fmt: skip
-    plan = ranks.remember(kind, lambda: _plan(ranks, *kind))
-    out, lse = _Sharded.apply(query, key, value, seed, plan, backend)
+    if resources is None:
+        resources = Resources(get_global_pattern_cache())
+    schedule = schedule_for(ranks, kind, resources.cache)
+    out, lse = _Sharded.apply(query, key, value, seed, schedule, backend, resources)
     return (out, lse) if return_lse else out
 
 
 def _check_settings(
-    ranks: Ranks, query: Tensor, scheme: str, budget: int, shard_lengths: Sequence[int] | None, backend: str
+    ranks: Ranks,
+    query: Tensor,
+    scheme: str,
+    budget: int,
+    shard_lengths: Sequence[int] | None,
+    token_layout: str,
+    backend: str,
 ) -> None:
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    check_scheme(scheme, token_layout)
     if budget < 0:
         raise ValueError(f"memory_budget must be a number of bytes from 0 on, got {budget}")
     if backend == "reference":
@@ -181,8 +198,6 @@ def _described(
     value: Tensor,
     branches: tuple[Sequence[int], Sequence[int]],
     settings: dict[str, Any],
-    scheme: str,
-    memory_budget: int,
     lengths: dict[str, Tensor],
 ) -> dict[str, object]:
     """What must be the same on every rank for messages to meet."""
@@ -198,41 +213,43 @@ def _described(
         "key/value heads": key.shape[2:3],
         "head_dim": query.shape[3:],
         "requires_grad": grad,
-        "scheme": scheme,
-        "memory_budget": memory_budget,
         **settings,
     }
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a rank computes alone, on some of its tokens: all of them, unless tiles are kept."""
+class Call(NamedTuple):
+    """What some of a rank's tokens compute alone; with a layout where positions choose the tiles that are kept."""
 
+    at: range
     problem: Problem
     spans: Tensor | None
-    tokens: slice
-    layout: BlockLayout | None = None
+    layout: BlockLayout | None
 
     def of(self, x: Tensor) -> Tensor:
-        return x if self.tokens.stop - self.tokens.start == x.shape[1] else x[:, self.tokens].contiguous()
+        """Its tokens of `(B, L, ...)`."""
+        return x if len(self.at) == x.shape[1] else x[:, self.at.start : self.at.stop]
 
     def tiles(self, query: Tensor, key: Tensor) -> BlockLayout | None:
         sparse = self.problem.sparse
-        if sparse is None or not sparse.depends_on_content:
-            return self.layout
-        return layout_of(self.problem, query, key)
+        return layout_of(self.problem, query, key) if sparse is not None and sparse.depends_on_content else self.layout
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One rank's part of a kind of call: what it computes alone, and what it exchanges."""
+class Schedule(NamedTuple):
+    """One rank's part of a kind of call: what it computes alone, longest first, and what it exchanges."""
 
     calls: tuple[Call, ...]
     exchanges: tuple[Exchange, ...]
     allow_tf32: bool | None
 
 
-def _plan(
+def schedule_for(ranks: Ranks, kind: tuple[Any, ...], cache: PatternCache | None) -> Schedule:
+    """The schedule of calls of a kind on these ranks, found again in the cache if there is one."""
+    if cache is None:
+        return _schedule(ranks, *kind)
+    return cache.remember("ring schedule", (ranks, kind), lambda: _schedule(ranks, *kind))
+
+
+def _schedule(
     ranks: Ranks,
     problem: Problem,
     shards: Shards,
@@ -243,58 +260,56 @@ def _plan(
     device: torch.device,
     scheme: str,
     budget: int,
-) -> Plan:
-    batch, tokens, heads, head_dim = shape
-    first, _ = shards.bounds(ranks.rank)
+) -> Schedule:
+    batch, _, heads, head_dim = shape
+    pieces = shards.pieces_of(ranks.rank)
     table = problem.offsets(heads, kv_heads)
     exchanges: list[Exchange] = []
     elsewhere = set()
-    for index, (branch, offsets) in enumerate(zip(problem.spec.branches, table)):
-        segments = shared_segments(branch, shards, documents)
-        if not segments or all(offset is None for offset in offsets):
-            continue
-        groups = heads // len(offsets)
-        wire = Wire(branch, offsets, groups, head_dim, itemsize, max(4, itemsize), problem.is_causal, shards)
+    for index, segments, wire in wires_of(problem, shards, documents, heads, kv_heads, head_dim, itemsize):
         chosen = "sparse" if problem.sparse is not None else choose_scheme(scheme, wire, segments, budget)
         if chosen in ("all_to_all", "sparse"):
             elsewhere.add(index)
-        mine = [(number, segment) for number, segment in enumerate(segments) if ranks.rank in segment.ranks]
+        mine = [(number, segment) for number, segment in enumerate(segments) if {*pieces} & {*segment.ranks}]
         if mine:
-            exchanges.append(_EXCHANGES[chosen](Rows(problem, index, wire, first), mine, ranks))
-    found = local_calls(problem.spec, table, shards, documents, batch, ranks.rank, frozenset(elsewhere))
-    partial = bool(exchanges) or len(found) > 1
+            rows = Rows(problem, index, wire, shards.bounds(ranks.rank)[0])
+            exchanges.append(_EXCHANGES[chosen](rows, mine, ranks))
+    found = [
+        (piece, call)
+        for piece in pieces
+        for call in local_calls(problem.spec, table, shards, documents, batch, piece, frozenset(elsewhere))
+    ]
+    partial = bool(exchanges) or len(found) > 1 or any(len(call.at) < shape[1] for _, call in found)
     calls = []
-    for call in found:
-        share = replace(problem, table=call.table, first_position=first, partial=partial)
-        if problem.sparse is None:
-            spans = None if call.spans is None else torch.tensor(call.spans, device=device)
-            calls.append(Call(share, spans, slice(0, tokens)))
-        else:
-            calls.append(_call_on_tiles(share, call, tokens, heads, kv_heads, device))
-    return Plan(tuple(calls), tuple(exchanges), problem.allow_tf32)
-
-
-def _call_on_tiles(
-    share: Problem, call: LocalCall, tokens: int, heads: int, kv_heads: int, device: torch.device
-) -> Call:
-    """A call on the whole segments that a shard has: a layout has no spans, so the tokens around them are left out."""
-    start, stop = (0, tokens) if call.spans is None else call.spans[0]
-    share = replace(share, first_position=share.first_position + start)
-    layout = None
-    if share.sparse is not None and not share.sparse.depends_on_content:
-        offsets = share.query_head_offsets(heads, kv_heads)
-        layout = layout_for(share.spec, stop - start, offsets, share.sparse, share.is_causal, device)
-    return Call(share, None, slice(start, stop), layout)
+    for piece, call in sorted(found, key=lambda one: -len(one[1].at)):
+        before, position = shards.held_at(piece).start, shards.bounds(piece)[0] + call.at.start
+        own = replace(problem, table=call.table, first_position=position, partial=partial)
+        spans = None if call.spans is None else torch.tensor(call.spans, device=device)
+        layout = None
+        if own.sparse is not None:
+            assert spans is None, "kept tiles are of whole segments in all rows"
+            if not own.sparse.depends_on_content:
+                offsets = own.query_head_offsets(heads, kv_heads)
+                layout = layout_for(own.spec, len(call.at), offsets, own.sparse, own.is_causal, device)
+        calls.append(Call(range(before + call.at.start, before + call.at.stop), own, spans, layout))
+    return Schedule(tuple(calls), tuple(exchanges), problem.allow_tf32)
 
 
 class _Sharded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, plan: Plan, backend: str
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seed: Tensor | None,
+        schedule: Schedule,
+        backend: str,
+        resources: Resources,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(plan, query, key, value, seed, backend)
+        out, lse = _forward(schedule, query, key, value, seed, backend, resources)
         ctx.save_for_backward(query, key, value, out, lse, seed)
-        ctx.plan, ctx.backend = plan, backend
+        ctx.rest = schedule, backend, resources
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -304,42 +319,42 @@ class _Sharded(torch.autograd.Function):
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = _backward(ctx.plan, grad_out, grad_lse, query, key, value, out, lse, seed, ctx.backend)
-        return (*grads, None, None, None)
+        schedule, backend, resources = ctx.rest
+        grads = _backward(schedule, grad_out, grad_lse, query, key, value, out, lse, seed, backend, resources)
+        return (*grads, None, None, None, None)
 
 
 def _forward(
-    plan: Plan, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, backend: str
+    schedule: Schedule,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seed: Tensor | None,
+    backend: str,
+    resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     empty = query.new_empty(0)
     x = Tensors(query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty)
-    begun = [exchange.begin_forward(x) for exchange in plan.exchanges]
-    for call in plan.calls:
+    begun = [exchange.begin_forward(x) for exchange in schedule.exchanges]
+    for call in schedule.calls:
         q, k, v = (call.of(y) for y in (query, key, value))
-        partial = op.forward(q, k, v, call.spans, seed, call.problem, backend, layout=call.tiles(q, k))
-        if x.out is empty and q is query:
+        partial = op.forward(q, k, v, call.spans, seed, call.problem, backend, resources, call.tiles(q, k))
+        if x.out is empty and len(call.at) == query.shape[1]:
             x.out, x.lse = partial
-        else:
-            if x.out is empty:
-                x.out, x.lse = _nothing(query)
-            merge_(x.out[:, call.tokens], x.lse[:, call.tokens], *partial)
+            continue
+        if x.out is empty:
+            x.out, x.lse = _nothing_seen(query)
+        merge_(call.of(x.out), call.of(x.lse), *partial)
     if x.out is empty:
-        x.out, x.lse = _nothing(query)
-    with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
-        for exchange, pending in zip(plan.exchanges, begun):
+        x.out, x.lse = _nothing_seen(query)
+    with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
+        for exchange, pending in zip(schedule.exchanges, begun):
             exchange.end_forward(pending, x)
     return x.out.to(query.dtype), x.lse
 
 
-def _nothing(query: Tensor) -> tuple[Tensor, Tensor]:
-    """The out and lse of rows that see no key."""
-    dtype = op.lse_dtype(query.dtype)
-    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    return out, torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
-
-
 def _backward(
-    plan: Plan,
+    schedule: Schedule,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     query: Tensor,
@@ -349,31 +364,36 @@ def _backward(
     lse: Tensor,
     seed: Tensor | None,
     backend: str,
+    resources: Resources,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def zeros() -> list[Tensor]:
-        dtype = op.lse_dtype(query.dtype)
-        return [torch.zeros(y.shape, dtype=dtype, device=y.device) for y in (query, key, value)]
-
     empty = query.new_empty(0)
     x = Tensors(query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty)
-    begun = [exchange.begin_backward(x) for exchange in plan.exchanges]
-    for call in plan.calls:
-        do, q, k, v, rows = (call.of(y) for y in (grad_out, query, key, value, out))
-        dlse = None if grad_lse is None else call.of(grad_lse)
-        merged = lse if q is query else by_head(call.of(lse))
-        grads = op.backward(
-            do, dlse, q, k, v, rows, merged, call.spans, seed, call.problem, backend, layout=call.tiles(q, k)
-        )
-        if x.dq is empty and q is query:
+    begun = [exchange.begin_backward(x) for exchange in schedule.exchanges]
+    for call in schedule.calls:
+        above = None if grad_lse is None else call.of(grad_lse)
+        do, q, k, v, mine, its_lse = (call.of(y) for y in (grad_out, query, key, value, out, lse))
+        rest = (call.spans, seed, call.problem, backend, resources, call.tiles(q, k))
+        grads = op.backward(do, above, q, k, v, mine, its_lse, *rest)
+        if x.dq is empty and len(call.at) == query.shape[1]:
             x.dq, x.dk, x.dv = grads
-        else:
-            if x.dq is empty:
-                x.dq, x.dk, x.dv = zeros()
-            for total, grad in zip((x.dq, x.dk, x.dv), grads):
-                total[:, call.tokens] += grad
+            continue
+        if x.dq is empty:
+            x.dq, x.dk, x.dv = _zeros(query), _zeros(key), _zeros(value)
+        for total, grad in zip((x.dq, x.dk, x.dv), grads):
+            call.of(total).add_(grad)
+        del grads, grad  # before the next call makes as many
     if x.dq is empty:
-        x.dq, x.dk, x.dv = zeros()
-    with op.no_autocast(query.device.type), tf32(plan.allow_tf32, query.device):
-        for exchange, pending in zip(plan.exchanges, begun):
+        x.dq, x.dk, x.dv = _zeros(query), _zeros(key), _zeros(value)
+    with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
+        for exchange, pending in zip(schedule.exchanges, begun):
             exchange.end_backward(pending, x)
     return x.dq.to(query.dtype), x.dk.to(key.dtype), x.dv.to(value.dtype)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=op.lse_dtype(x.dtype), device=x.device)
+
+
+def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
+    out = _zeros(q)
+    return out, out.new_full(q.shape[:3], -torch.inf)

@@ -8,7 +8,7 @@ step), so that they meet whatever the backend matches them by.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # some builds of PyTorch have none
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_MOST_PLANS = 512
+_MOST_KINDS_AGREED = 512
 
 
 class Mail(NamedTuple):
@@ -61,7 +61,6 @@ class Ranks:
             raise ValueError("this process is not in the process group: pass a group that it belongs to")
         self.traffic: dict[tuple[str, int], Traffic] = {}
         self._agreed: set[str] = set()
-        self._plans: dict[Any, Any] = {}
         self._host: ProcessGroup | None = None
 
     def post(self, sends: Iterable[Mail], receives: Iterable[Mail], entry: tuple[str, int]) -> Posted:
@@ -77,19 +76,6 @@ class Ranks:
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
         return Posted(works, [mail.buffer for mail in (*sends, *receives)])
-
-    def remember(self, kind: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives for calls of a kind, made once."""
-        found = self._plans.get(kind)
-        if found is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self.forget()
-            found = self._plans[kind] = make()
-        return found
-
-    def forget(self) -> None:
-        """Drop what is remembered of earlier calls: plans and the tensors in them."""
-        self._plans.clear()
 
     def share_from_first(self, x: Tensor) -> Tensor:
         """The first rank's value of `x`, in place."""
@@ -127,7 +113,7 @@ class Ranks:
         if len({digest for digest, _, _ in table}) > 1:
             raise ValueError(self._difference(call))
         if lengths is not None:
-            if len(self._agreed) >= _MOST_PLANS:
+            if len(self._agreed) >= _MOST_KINDS_AGREED:
                 self._agreed.clear()  # on every rank at the same call, since all have agreed to the same ones
             self._agreed.add(text)
             return lengths

@@ -7,12 +7,19 @@ and ring leave that out. Gradients and lse travel in the dtype they are summed i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
-from dilated_attention_pytorch.core.spec import Branch
-from dilated_attention_pytorch.parallel.sharding import Shards, SharedSegment
+from dilated_attention_pytorch.core.spec import Branch, Problem
+from dilated_attention_pytorch.parallel.sharding import (
+    Document,
+    Shards,
+    SharedSegment,
+    check_token_layout,
+    shared_segments,
+)
 
 Scheme = Literal["auto", "gather", "ring", "all_to_all"]
 SCHEMES: tuple[str, ...] = get_args(Scheme)
@@ -52,7 +59,15 @@ class Wire:
 
     def bytes_of(self, segment: SharedSegment, rank: int) -> int:
         """`u`: a rank's grid rows of K."""
-        return self.rows(segment, rank) * self.head_dim * self.itemsize
+        place = segment.rows.start, segment.start, rank
+        if place not in self._bytes:
+            self._bytes[place] = self.rows(segment, rank) * self.head_dim * self.itemsize
+        return self._bytes[place]
+
+    @cached_property
+    def _bytes(self) -> dict[tuple[int, int, int], int]:
+        """Sums over ranks of sums over ranks ask for the same bytes again and again."""
+        return {}
 
     def head_share(self, segment: SharedSegment, rank: int) -> range:
         """The key/value heads that a rank computes under all-to-all."""
@@ -61,14 +76,50 @@ class Wire:
         return range(index * share, (index + 1) * share)
 
 
+def wires_of(
+    problem: Problem,
+    shards: Shards,
+    documents: Sequence[Document],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+) -> Iterator[tuple[int, tuple[SharedSegment, ...], Wire]]:
+    """The branches of a call that pieces share, by number, each with its shared segments."""
+    for index, (branch, offsets) in enumerate(zip(problem.spec.branches, problem.offsets(heads, kv_heads))):
+        segments = shared_segments(branch, shards, documents)
+        if segments and any(offset is not None for offset in offsets):
+            groups = heads // kv_heads
+            sums = max(4, itemsize)
+            yield index, segments, Wire(branch, offsets, groups, head_dim, itemsize, sums, problem.is_causal, shards)
+
+
 def sources(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
-    """The other ranks whose rows a rank's queries see."""
+    """The other ranks whose rows a rank's queries see; the other pieces, where a rank holds several."""
     return [j for j in segment.ranks if j != rank and (j < rank or not is_causal)]
 
 
 def viewers(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
-    """The other ranks whose queries see a rank's rows."""
+    """The other ranks whose queries see a rank's rows; the other pieces, where a rank holds several."""
     return [j for j in segment.ranks if j != rank and (j > rank or not is_causal)]
+
+
+def held_pieces(shards: Shards, segment: SharedSegment, rank: int) -> list[int]:
+    """The pieces of a segment that a rank holds."""
+    return [piece for piece in shards.pieces_of(rank) if piece in segment.ranks]
+
+
+def fetched_pieces(shards: Shards, segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
+    """The pieces of other ranks that a rank's queries see: each comes once, whichever of its own pieces see it."""
+    mine = held_pieces(shards, segment, rank)
+    seen = sources(segment, mine[-1], is_causal) if mine else []
+    return [piece for piece in seen if shards.rank_of(piece) != rank]
+
+
+def addressees(shards: Shards, segment: SharedSegment, piece: int, is_causal: bool) -> list[int]:
+    """The other ranks whose queries see a piece's rows."""
+    ranks = {shards.rank_of(viewer) for viewer in viewers(segment, piece, is_causal)}
+    return sorted(ranks - {shards.rank_of(piece)})
 
 
 def neighbours(segment: SharedSegment, rank: int, is_causal: bool) -> tuple[int | None, int | None]:
@@ -85,13 +136,19 @@ def segment_traffic(scheme: str, wire: Wire, segment: SharedSegment, rank: int, 
 
 
 def _gather(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> Traffic:
-    seen_by = len(viewers(segment, rank, wire.is_causal))
-    mine = 2 * wire.bytes_of(segment, rank) * seen_by
-    theirs = sum(2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal))
+    mine, theirs = _gathered(wire, segment, rank)
     if not backward:
         return Traffic(mine, theirs)
     # The rows come again, and their gradients go back.
     return Traffic(mine + _summed(wire, theirs), theirs + _summed(wire, mine))
+
+
+def _gathered(wire: Wire, segment: SharedSegment, rank: int) -> tuple[int, int]:
+    """The bytes of K and V that a rank sends, as often as it sends them, and those that it fetches."""
+    shards, causal = wire.shards, wire.is_causal
+    mine = held_pieces(shards, segment, rank)
+    sent = sum(2 * wire.bytes_of(segment, i) * len(addressees(shards, segment, i, causal)) for i in mine)
+    return sent, sum(2 * wire.bytes_of(segment, j) for j in fetched_pieces(shards, segment, rank, causal))
 
 
 def _ring(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> Traffic:
@@ -112,12 +169,16 @@ def _all_to_all(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -
     # (row, KV head) pairs: mine that others compute, and theirs that I compute
     out = sum(wire.rows(segment, rank, wire.head_share(segment, j)) for j in others)
     back = sum(wire.rows(segment, j, wire.head_share(segment, rank)) for j in others)
+    there, again = _swapped(wire, backward)
+    return Traffic(out * there + back * again, back * there + out * again)
+
+
+def _swapped(wire: Wire, backward: bool) -> tuple[int, int]:
+    """Bytes a (row, key/value head) under all-to-all: to the rank that computes it, and back."""
     heads, item, total = wire.groups, wire.itemsize * wire.head_dim, wire.sum_itemsize * wire.head_dim
     if backward:  # q, k, v, do, lse and delta there; dq, dk, dv back
-        there, again = 2 * (heads + 1) * item + 2 * heads * wire.sum_itemsize, (heads + 2) * total
-    else:  # q, k, v there; out and lse back
-        there, again = (heads + 2) * item, heads * (item + wire.sum_itemsize)
-    return Traffic(out * there + back * again, back * there + out * again)
+        return 2 * (heads + 1) * item + 2 * heads * wire.sum_itemsize, (heads + 2) * total
+    return (heads + 2) * item, heads * (item + wire.sum_itemsize)  # q, k, v there; out and lse back
 
 
 def _summed(wire: Wire, size: int) -> int:
@@ -128,8 +189,9 @@ def branch_traffic(
     scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int, *, backward: bool = False
 ) -> Traffic:
     """The bytes that a rank sends and receives for one branch."""
-    mine = [segment_traffic(scheme, wire, s, rank, backward=backward) for s in segments if rank in s.ranks]
-    return sum(mine, start=Traffic(0, 0))
+    mine = [s for s in segments if held_pieces(wire.shards, s, rank)]
+    traffic = (segment_traffic(scheme, wire, segment, rank, backward=backward) for segment in mine)
+    return sum(traffic, start=Traffic(0, 0))
 
 
 def gathered_bytes(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> int:
@@ -137,22 +199,39 @@ def gathered_bytes(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> 
     return branch_traffic("gather", wire, segments, rank).received
 
 
-def message_bytes(scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int) -> int:
-    """The memory that message buffers of one branch take at once on a rank, forward."""
-    held = 0
-    for segment in (segment for segment in segments if rank in segment.ranks):
-        blocks = [2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal)]
-        if scheme == "all_to_all":  # q, k, v of all heads to send, and of all ranks to receive, some of it its own
-            there = (wire.groups + 2) * wire.head_dim * wire.itemsize
-            away = wire.rows(segment, rank)
-            here = sum(wire.rows(segment, j, wire.head_share(segment, rank)) for j in segment.ranks)
-            held += (away + here - wire.rows(segment, rank, wire.head_share(segment, rank))) * there
-            continue
-        if viewers(segment, rank, wire.is_causal):
-            held += 2 * wire.bytes_of(segment, rank)
-        # A ring holds the block that has come and the one that is coming.
-        held += sum(blocks) if scheme == "gather" else sum(sorted(blocks)[-2:])
-    return held
+def message_bytes(
+    scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int, *, backward: bool = False
+) -> int:
+    """The memory that message buffers of one branch take at once on a rank, forward or backward."""
+    mine = [segment for segment in segments if held_pieces(wire.shards, segment, rank)]
+    held = {"gather": _gather_buffers, "ring": _ring_buffers, "all_to_all": _all_to_all_buffers}[scheme]
+    return sum(held(wire, segment, rank, backward) for segment in mine)
+
+
+def _gather_buffers(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:
+    sent, fetched = _gathered(wire, segment, rank)
+    if backward:  # what was sent is gone when gradients of what came go back, and those of one's own come
+        return fetched + _summed(wire, fetched) + _summed(wire, sent)
+    mine = held_pieces(wire.shards, segment, rank)
+    to_send = [i for i in mine if addressees(wire.shards, segment, i, wire.is_causal)]
+    return fetched + sum(2 * wire.bytes_of(segment, i) for i in to_send)
+
+
+def _ring_buffers(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:
+    blocks = sorted(2 * wire.bytes_of(segment, j) for j in sources(segment, rank, wire.is_causal))
+    own = 2 * wire.bytes_of(segment, rank) if viewers(segment, rank, wire.is_causal) else 0
+    # One's own and the first; then the first, the one in use and the one that is coming.
+    held = max(own + sum(blocks[-1:]), sum(blocks[-3:]))
+    # The gradients found here, earlier visitors' of that block, and those that come: of the next block, or one's own.
+    return held + (_summed(wire, max(own + sum(blocks[-2:]), sum(blocks[-3:]))) if backward else 0)
+
+
+def _all_to_all_buffers(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:
+    there, again = _swapped(wire, backward)
+    here = sum(wire.rows(segment, j, wire.head_share(segment, rank)) for j in segment.ranks)
+    away = wire.rows(segment, rank) - wire.rows(segment, rank, wire.head_share(segment, rank))
+    # Rows that leave beside those that come; then these beside their results, and one's own that come back.
+    return max((away + here) * there, here * (there + again) + away * again)
 
 
 def why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | None:
@@ -165,15 +244,36 @@ def why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | N
     return None
 
 
+def check_scheme(scheme: str, token_layout: str = "contiguous") -> None:
+    """Refuse what is no scheme, or none for a layout of the tokens."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    check_token_layout(token_layout)
+    if token_layout != "contiguous" and scheme not in ("auto", "gather"):
+        raise ValueError(
+            f"scheme {scheme!r} takes contiguous shards, and token_layout is {token_layout!r}: pass scheme='gather', "
+            "or leave token_layout out"
+        )
+
+
 def choose_scheme(scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int = MEMORY_BUDGET) -> str:
     """The scheme that runs a branch with shared segments; the same on every rank, since it weighs all of them.
 
     all_to_all where the ranks divide the heads and the busiest rank then receives less than by gather; else gather
     where the gathered rows fit the budget on every rank; else ring. A scheme given by name is taken, or refused with a
-    reason.
+    reason. In the zigzag layout it is gather, or an error where that does not fit.
     """
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    if wire.shards.ranks is not None:
+        check_scheme(scheme, "zigzag")
+        gathered = max(gathered_bytes(wire, segments, rank) for rank in range(wire.shards.size))
+        if scheme == "auto" and gathered > budget:
+            raise ValueError(
+                f"gathered rows of branch {wire.branch} take {gathered} bytes on a rank, over the memory_budget of "
+                f"{budget}, and token_layout 'zigzag' only gathers: raise memory_budget, or leave shards contiguous, "
+                "whose rows can go round a ring"
+            )
+        return "gather"
+    check_scheme(scheme)
     reason = why_not_all_to_all(wire, segments)
     if scheme == "all_to_all" and reason is not None:
         raise ValueError(f"scheme 'all_to_all' cannot take this call: {reason}; gather or ring can")

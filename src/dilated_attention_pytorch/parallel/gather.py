@@ -2,128 +2,183 @@
 
 Forward, each rank sends its packed rows to the ranks that see them: `2(R - 1)u` bytes arrive. Backward, the rows come
 again rather than being kept, and each rank sends the gradients it finds back to the rows' owners, who add them up.
+A rank that holds several pieces of a segment attends from each, also to its own other ones, which do not travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.parallel.blocks import Block, Exchange, Piece, Rows, Tensors
 from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
-from dilated_attention_pytorch.parallel.costs import sources, viewers
+from dilated_attention_pytorch.parallel.costs import addressees, fetched_pieces, held_pieces, sources
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
+
+Buffers = dict[int, Tensor]
+"""Packed rows by the piece that holds them."""
 
 
 @dataclass(frozen=True)
 class Share:
-    tag: int
-    own: Block
-    seen: dict[int, Block]  # by the rank that holds it
-    viewers: list[int]
+    """A segment as one rank sees it; blocks by piece."""
+
+    segment: SharedSegment
+    tags: dict[int, int]
+    own: dict[int, Block]
+    seen: dict[int, Block]  # other ranks'
+    sources: dict[int, list[int]]  # the pieces that each of its own sees
+    to: dict[int, list[int]]  # the ranks that see each of its own
 
 
 class Gather(Exchange):
     def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: Ranks) -> None:
         super().__init__(rows, segments, ranks)
-        wire, me = rows.wire, ranks.rank
-        self.shares = [
-            Share(
-                self.tag(number),
-                Block(wire, segment, me),
-                {j: Block(wire, segment, j) for j in sources(segment, me, wire.is_causal)},
-                viewers(segment, me, wire.is_causal),
+        wire, causal, shards = rows.wire, rows.wire.is_causal, rows.wire.shards
+        self.shares = []
+        for number, segment in segments:
+            mine = held_pieces(shards, segment, ranks.rank)
+            seen = fetched_pieces(shards, segment, ranks.rank, causal)
+            self.shares.append(
+                Share(
+                    segment,
+                    {piece: self.tag(number, piece) for piece in segment.ranks},
+                    {piece: Block(wire, segment, piece) for piece in mine},
+                    {piece: Block(wire, segment, piece) for piece in seen},
+                    {piece: sources(segment, piece, causal) for piece in mine},
+                    {piece: addressees(shards, segment, piece, causal) for piece in mine},
+                )
             )
-            for number, segment in segments
-        ]
+        self.rows_of = {
+            piece: replace(rows, first=shards.bounds(piece)[0] - shards.held_at(piece).start)
+            for piece in shards.pieces_of(ranks.rank)
+        }
+        self.rank_of = shards.rank_of
         self.trailing: tuple[tuple[int, ...], ...] = ((wire.head_dim,),) * 2
         self.groups: tuple[int, ...] = (1, 1)
 
     def sent(self, x: Tensors) -> tuple[Tensor, ...]:
-        """What travels forward, and again before backward."""
+        """What travels forward, and again before backward; gradients are of K and V in any case."""
         return x.k, x.v
 
-    def begin_forward(self, x: Tensors) -> tuple[Posted, list[dict[int, Tensor]]]:
+    def begin_forward(self, x: Tensors) -> tuple[Posted, list[Buffers]]:
         return self._fetch(x, "forward")
 
-    def begin_backward(self, x: Tensors) -> tuple[Posted, list[dict[int, Tensor]]]:
+    def begin_backward(self, x: Tensors) -> tuple[Posted, list[Buffers]]:
         return self._fetch(x, "backward")
 
-    def _fetch(self, x: Tensors, stage: str) -> tuple[Posted, list[dict[int, Tensor]]]:
+    def _fetch(self, x: Tensors, stage: str) -> tuple[Posted, list[Buffers]]:
         sends, receives, fetched = [], [], []
         for share in self.shares:
-            if share.viewers:
-                packed = share.own.pack(self.sent(x), self.rows.first, x.k.dtype, self.groups)
-                sends += [Mail(rank, packed, share.tag) for rank in share.viewers]
-            buffers = {rank: x.k.new_empty(self._size(block)) for rank, block in share.seen.items()}
-            receives += [Mail(rank, buffer, share.tag) for rank, buffer in buffers.items()]
+            for piece, to in share.to.items():
+                if to:
+                    packed = self._pack(share, piece, x)
+                    sends += [Mail(rank, packed, share.tags[piece]) for rank in to]
+            sizes = {piece: block.size(self.trailing, self.groups) for piece, block in share.seen.items()}
+            buffers = {piece: x.k.new_empty(size) for piece, size in sizes.items()}
+            receives += [Mail(self.rank_of(piece), buffer, share.tags[piece]) for piece, buffer in buffers.items()]
             fetched.append(buffers)
         return self.ranks.post(sends, receives, (stage, self.rows.index)), fetched
 
-    def end_forward(self, begun: tuple[Posted, list[dict[int, Tensor]]], x: Tensors) -> None:
+    def end_forward(self, begun: tuple[Posted, list[Buffers]], x: Tensors) -> None:
         posted, fetched = begun
         posted.wait()
         for share, buffers in zip(self.shares, fetched):
-            for piece, k, v, grids, _ in self._joined(share, buffers):
-                self.rows.forward(x, piece, k, v, grids)
+            self.attend(share, buffers, x)
 
-    def end_backward(self, begun: tuple[Posted, list[dict[int, Tensor]]], x: Tensors) -> None:
+    def end_backward(self, begun: tuple[Posted, list[Buffers]], x: Tensors) -> None:
         posted, fetched = begun
         posted.wait()
         sends, receives, returned = [], [], []
         for share, buffers in zip(self.shares, fetched):
-            grads = {rank: x.dk.new_empty(self._size(block)) for rank, block in share.seen.items()}
-            for piece, k, v, grids, holders in self._joined(share, buffers):
-                found = [
-                    grad.split([len(grid) for grid in grids], 1) for grad in self.rows.backward(x, piece, k, v, grids)
-                ]
-                for at, (rank, offset) in enumerate(holders):
-                    views = share.seen[rank].unpack(grads[rank], self.trailing, self.groups)[offset]
-                    for view, grad in zip(views, found):
-                        view.copy_(grad[at])
-            sends += [Mail(rank, self._or_zero(share, rank, grad), share.tag) for rank, grad in grads.items()]
-            back = {rank: x.dk.new_empty(self._size(share.own)) for rank in share.viewers}
-            receives += [Mail(rank, buffer, share.tag) for rank, buffer in back.items()]
+            grads = {piece: x.dk.new_zeros(_gradients_size(block, x)) for piece, block in share.seen.items()}
+            into = {piece: _gradients_in(share.seen[piece], grad, x) for piece, grad in grads.items()}
+            for offset, holders, found in self.gradients(share, buffers, x):
+                split = [grad.split(list(holders.values()), 1) for grad in found]
+                for at, holder in enumerate(holders):
+                    totals = (
+                        into[holder][offset]
+                        if holder in into
+                        else self.views(share.own[holder][offset], holder, x.dk, x.dv)
+                    )
+                    for total, grad in zip(totals, split):
+                        total += grad[at]
+            sends += [Mail(self.rank_of(piece), grad, share.tags[piece]) for piece, grad in grads.items()]
+            back = [
+                (piece, rank, x.dk.new_empty(_gradients_size(share.own[piece], x)))
+                for piece, to in share.to.items()
+                for rank in to
+            ]
+            receives += [Mail(rank, buffer, share.tags[piece]) for piece, rank, buffer in back]
             returned.append(back)
         self.ranks.post(sends, receives, ("backward", self.rows.index)).wait()
         for share, back in zip(self.shares, returned):
-            for buffer in back.values():
-                add_gradients(share.own, buffer, x, self.rows.first)
+            for piece, _, buffer in back:
+                add_gradients(share.own[piece], buffer, x, self.rows_of[piece].first)
+
+    def attend(self, share: Share, buffers: Buffers, x: Tensors) -> None:
+        """Merge what this rank's rows of a segment see of the pieces that came."""
+        for mine, _, queries, k, v, grids in self._joined(share, buffers, x):
+            self.rows_of[mine].forward(x, queries, k, v, [*grids.values()])
+
+    def gradients(
+        self, share: Share, buffers: Buffers, x: Tensors
+    ) -> Iterator[tuple[int, dict[int, int], tuple[Tensor, Tensor]]]:
+        """An offset, how many of its rows each piece holds, and these rows' dk and dv in order; adds to dq."""
+        for mine, offset, queries, k, v, grids in self._joined(share, buffers, x):
+            found = self.rows_of[mine].backward(x, queries, k, v, [*grids.values()])
+            yield offset, {piece: len(grid) for piece, grid in grids.items()}, found
 
     def _joined(
-        self, share: Share, buffers: dict[int, Tensor]
-    ) -> Iterator[tuple[Piece, Tensor, Tensor, list[range], list[tuple[int, int]]]]:
-        """Each of the rank's own pieces with all the keys and values it sees, their grids and who holds them."""
-        parts = {rank: share.seen[rank].unpack(buffer, self.trailing, self.groups) for rank, buffer in buffers.items()}
-        for offset, piece in share.own.items():
-            holders = [rank for rank in parts if offset in parts[rank]]
-            if holders:
-                k, v = (_cat([parts[rank][offset][i] for rank in holders]) for i in range(2))
-                grids = [share.seen[rank][offset].grid for rank in holders]
-                yield piece, k, v, grids, [(rank, offset) for rank in holders]
+        self, share: Share, buffers: Buffers, x: Tensors
+    ) -> Iterator[tuple[int, int, Piece, Tensor, Tensor, dict[int, range]]]:
+        """The rank's own rows, by piece and offset, with all keys and values they see, and the grids of these."""
+        parts = self.parts(share, buffers, x if len(share.own) > 1 else None)
+        blocks = share.own | share.seen
+        for mine, seen in share.sources.items():
+            for offset, rows in share.own[mine].items():
+                holders = [piece for piece in seen if offset in parts[piece]]
+                if holders:
+                    k, v = (joined([parts[piece][offset][i] for piece in holders]) for i in range(2))
+                    yield mine, offset, rows, k, v, {piece: blocks[piece][offset].grid for piece in holders}
 
-    def _or_zero(self, share: Share, rank: int, grad: Tensor) -> Tensor:
-        """A packed gradient with zeros for the offsets of which this rank has no queries."""
-        for offset, views in share.seen[rank].unpack(grad, self.trailing, self.groups).items():
-            if offset not in share.own:
-                for view in views:
-                    view.zero_()
-        return grad
+    def parts(self, share: Share, buffers: Buffers, own: Tensors | None) -> dict[int, dict[int, list[Tensor]]]:
+        """By piece and offset: the rows that came, and those of the rank's `own` tensors."""
+        found = {
+            piece: share.seen[piece].unpack(buffer, self.trailing, self.groups) for piece, buffer in buffers.items()
+        }
+        if own is not None:
+            for piece, block in share.own.items():
+                found[piece] = {offset: self.views(rows, piece, *self.sent(own)) for offset, rows in block.items()}
+        return found
 
-    def _size(self, block: Block) -> int:
-        return block.size(self.trailing, self.groups)
+    def views(self, rows: Piece, piece: int, *tensors: Tensor) -> list[Tensor]:
+        """A piece's rows of the rank's tensors, of which the third, if any, has query heads."""
+        first = self.rows_of[piece].first
+        return [rows.view(x, first, groups=groups) for x, groups in zip(tensors, self.groups)]
+
+    def _pack(self, share: Share, piece: int, x: Tensors) -> Tensor:
+        return share.own[piece].pack(self.sent(x), self.rows_of[piece].first, x.k.dtype, self.groups)
+
+
+def _gradients_size(block: Block, x: Tensors) -> int:
+    return block.size(((x.dk.shape[3],),) * 2, (1, 1))
+
+
+def _gradients_in(block: Block, buffer: Tensor, x: Tensors) -> dict[int, list[Tensor]]:
+    """Views of packed gradients of K and V, by offset."""
+    return block.unpack(buffer, ((x.dk.shape[3],),) * 2, (1, 1))
 
 
 def add_gradients(own: Block, buffer: Tensor, x: Tensors, first: int) -> None:
     """Add packed gradients of a rank's own rows to its dk and dv."""
-    trailing = ((x.dk.shape[3],),) * 2
-    for offset, views in own.unpack(buffer, trailing, (1, 1)).items():
+    for offset, views in _gradients_in(own, buffer, x).items():
         for total, view in zip((x.dk, x.dv), views):
             own[offset].view(total, first).add_(view)
 
 
-def _cat(tensors: list[Tensor]) -> Tensor:
+def joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)

@@ -30,8 +30,13 @@ def joined_spans(ranks: Ranks, shards: Shards, mine: list[tuple[int, int]]) -> T
     theirs = ranks.gather_numbers([number for span in mine for number in span])
     joined = []
     for b in range(len(mine)):
-        pieces = [(edge + row[2 * b], edge + row[2 * b + 1]) for edge, row in zip(shards.edges, theirs)]
-        pieces = [piece for piece in pieces if piece[0] < piece[1]]
+        pieces = []
+        for piece, edge in enumerate(shards.edges[:-1]):
+            held = shards.held_at(piece)
+            start, end = theirs[shards.rank_of(piece)][2 * b : 2 * b + 2]
+            start, end = max(start, held.start), min(end, held.stop)
+            if start < end:
+                pieces.append((edge + start - held.start, edge + end - held.start))
         for (_, end), (start, _) in pairwise(pieces):
             if start != end:
                 raise ValueError(

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, SCHEMES, Scheme
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.cross_attention import WholeMemory
 from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks
 from dilated_attention_pytorch.parallel.modules import AcrossRanks
@@ -43,7 +43,7 @@ def parallelize(
             feed-forward features).
         scheme, memory_budget: how rows of a shared segment travel; see `sharded_dilated_attention`.
         shard_parameters: FSDP2 shards parameters over `data` and `sequence`, and averages gradients over them. False
-            leaves that to the caller, for DDP over `token_mesh(mesh)`.
+            leaves that to the caller, for DDP over `token_mesh(mesh)`, or for DeepSpeed.
         fsdp: settings of `fully_shard`, such as `mp_policy` or `offload_policy`.
 
     Gradients are averages over the ranks of `data` and `sequence`: let a rank's loss be the sum over its own tokens,
@@ -105,8 +105,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
             f"the axes of the mesh must be of {', '.join(AXES)}, got {names or f'{mesh.ndim} axes without names'}: "
             f"make it with init_device_mesh(..., mesh_dim_names=(...))"
         )
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    check_scheme(scheme)
     if memory_budget < 0:
         raise ValueError(f"memory_budget must be a number of bytes from 0 on, got {memory_budget}")
     sizes = {axis: mesh[axis].size() if axis in names else 1 for axis in AXES}
@@ -122,6 +121,11 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
                 raise ValueError(
                     f"ring_size of {name or 'the model'} must be the size of the axis 'sequence', got {stated} and "
                     f"{sizes['sequence']}: leave ring_size out"
+                )
+            if part.token_layout != "contiguous":  # positions and documents of a whole model would need it too
+                raise ValueError(
+                    f"{name or 'the model'} has token_layout={part.token_layout!r}, and a model's sequences are cut "
+                    "into contiguous shards: leave token_layout out"
                 )
         elif type(part) not in (DilatedAttention, ImprovedDilatedAttention):
             raise ValueError(

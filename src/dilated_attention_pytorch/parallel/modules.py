@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.pattern import training_bytes
+from dilated_attention_pytorch.core.pattern_cache import OptimizedPatternCache
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
@@ -24,15 +25,15 @@ from dilated_attention_pytorch.parallel.attention import sharded_dilated_attenti
 from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
-    SCHEMES,
     Scheme,
-    Wire,
     branch_traffic,
+    check_scheme,
     choose_scheme,
     message_bytes,
+    wires_of,
 )
 from dilated_attention_pytorch.parallel.options import OPTIONS, RunOptions
-from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths, shared_segments
+from dilated_attention_pytorch.parallel.sharding import Shards, TokenLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +47,9 @@ class AcrossRanks(DilatedAttention):
         sequence, heads: places; None for one that is not shared.
         scheme: `gather`, `ring`, `all_to_all`, or `auto` to choose for each branch by its costs.
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
+        token_layout: `contiguous` shards, or `zigzag`, which evens out causal work, by `gather` or `auto` only: the
+            rank has an early and a late chunk, one after the other, as `zigzag_order` has them.
+        use_pattern_cache: share schedules and tables between calls; False makes them anew in every call.
         settings: passed on to the plain class.
     """
 
@@ -56,20 +60,24 @@ class AcrossRanks(DilatedAttention):
         heads: Place | None = None,
         scheme: Scheme = "auto",
         memory_budget: int = MEMORY_BUDGET,
+        token_layout: TokenLayout = "contiguous",
+        use_pattern_cache: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(*args, **settings)
-        if scheme not in SCHEMES:
-            raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+        super().__init__(*args, use_pattern_cache=use_pattern_cache, **settings)
+        check_scheme(scheme, token_layout)
         self.sequence, self.heads = sequence, heads
-        self.scheme, self.memory_budget = scheme, memory_budget
+        self.scheme, self.memory_budget, self.token_layout = scheme, memory_budget, token_layout
         for place in (sequence, heads):
             if place is not None:
                 place.ranks()  # what is wrong with it is said when the module is made
 
     @classmethod
     def of(cls, plain: DilatedAttention, **places: Any) -> AcrossRanks:
-        """What `plain` computes, across ranks; `places` are the settings above."""
+        """What `plain` computes, across ranks; `places` are the settings above.
+
+        Schedules are shared between calls whatever `plain` does about tables: to make one takes longer than a call.
+        """
         made = cls(
             plain.segment_lengths,
             plain.dilation_rates,
@@ -81,7 +89,6 @@ class AcrossRanks(DilatedAttention):
             enable_profiling=plain.enable_profiling,
             enable_memory_pool=plain.enable_memory_pool,
             lightweight_pool=plain.lightweight_pool,
-            use_pattern_cache=plain.use_pattern_cache,
             **places,
         )
         return made.train(plain.training)
@@ -139,6 +146,7 @@ class AcrossRanks(DilatedAttention):
             self.spec.dilation_rates,
             scheme=self.scheme,
             memory_budget=self.memory_budget,
+            token_layout=self.token_layout,
             is_causal=is_causal,
             scale=self.softmax_scale,
             dropout_p=self.attention_dropout if self.training else 0.0,
@@ -147,6 +155,7 @@ class AcrossRanks(DilatedAttention):
             allow_tf32=self.allow_tf32,
             sparse_config=self.sparse_config,
             backend=self.backend,
+            resources=self.resources,
             **share,
             **lengths,
         )
@@ -164,7 +173,8 @@ class RingDilatedAttention(AcrossRanks):
         use_checkpointing: keep nothing but q, k and v for the backward pass, which then computes forward again.
         block_size: refused; the kernels choose their tiles.
         group, mesh, axis: the ranks: a process group, or the axis of that name of a mesh; else the default group.
-        settings: `scheme` and `memory_budget` of `AcrossRanks`, and those of `DilatedAttention`.
+        scheme: `gather` with `token_layout="zigzag"`.
+        settings: the others of `AcrossRanks`, and those of `DilatedAttention`.
 
     >>> attention = RingDilatedAttention(segment_lengths=[16, 64], dilation_rates=[1, 4], ring_size=1)
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
@@ -209,10 +219,9 @@ class RingDilatedAttentionV2(RingDilatedAttention):
     """`RingDilatedAttention` that tells what it takes, and drops what it keeps between calls."""
 
     def cleanup_buffers(self) -> None:
-        """Forget plans and tables of earlier calls; message buffers do not outlive a call."""
-        ranks = self.sequence_ranks()
-        if ranks is not None:
-            ranks.forget()
+        """Forget schedules of earlier calls; message buffers do not outlive a call."""
+        if self._pattern_cache is not None:
+            self._pattern_cache.forget("ring schedule")
 
     def get_memory_estimate(
         self,
@@ -231,25 +240,24 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         in the forward pass, of all branches; `received` what arrives in them. Of each, the busiest rank's.
         """
         size = self.ring_size
-        shards = Shards(even_lengths(seq_len, size))
+        shards = Shards.cut(seq_len, size, self.token_layout)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         itemsize = dtype.itemsize
-        tokens = batch_size * max(shards.lengths)
+        most = max(shards.tokens_of(rank) for rank in range(size))
+        tokens = batch_size * most
         tensors = training_bytes(tokens, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
         received, held = [0] * size, [0] * size
-        table = Problem(spec=self.spec).offsets(num_heads, kv_heads)
-        for branch, offsets in zip(self.spec.branches, table):
-            segments = shared_segments(branch, shards, [(range(batch_size), 0, seq_len)])
-            if segments and any(offset is not None for offset in offsets):
-                groups = num_heads // kv_heads
-                wire = Wire(branch, offsets, groups, head_dim, itemsize, max(4, itemsize), is_causal, shards)
-                chosen = choose_scheme(self.scheme, wire, segments, self.memory_budget)
-                for rank in range(size):
-                    received[rank] += branch_traffic(chosen, wire, segments, rank).received
-                    held[rank] += message_bytes(chosen, wire, segments, rank)
+        problem = Problem(spec=self.spec, is_causal=is_causal)
+        documents = [(range(batch_size), 0, seq_len)]
+        shape = (num_heads, kv_heads, head_dim, itemsize)
+        for _, segments, wire in wires_of(problem, shards, documents, *shape):
+            chosen = choose_scheme(self.scheme, wire, segments, self.memory_budget)
+            for rank in range(size):
+                received[rank] += branch_traffic(chosen, wire, segments, rank).received
+                held[rank] += message_bytes(chosen, wire, segments, rank)
         return {
             "ring_size": size,
-            "tokens_per_rank": max(shards.lengths),
+            "tokens_per_rank": most,
             "tensors": tensors,
             "messages": max(held),
             "received": max(received),
@@ -258,13 +266,21 @@ class RingDilatedAttentionV2(RingDilatedAttention):
 
 
 class RingDilatedAttentionV3(RingDilatedAttentionV2):
-    """`RingDilatedAttentionV2` with `cache_on_gpu`, which this release, having no pattern cache, must refuse."""
+    """`RingDilatedAttentionV2` with a pattern cache of its own that has two tiers.
 
-    def __init__(self, *args: Any, cache_on_gpu: bool = False, **settings: Any) -> None:
-        if cache_on_gpu:
-            raise ValueError("a branch is a row stride and needs no cached indices: leave cache_on_gpu False")
+    Args:
+        cache_on_gpu: keep what calls share on their GPU as long as the hot tier of `OptimizedPatternCache` has room,
+            and on the CPU beyond that; False shares the global cache. By default wherever the pattern cache is on.
+        settings: those of `RingDilatedAttention`.
+    """
+
+    def __init__(self, *args: Any, cache_on_gpu: bool | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.cache_on_gpu = cache_on_gpu
+        if cache_on_gpu and not self.use_pattern_cache:
+            raise ValueError("cache_on_gpu says where the pattern cache lies: pass use_pattern_cache=True with it")
+        self.cache_on_gpu = self.use_pattern_cache if cache_on_gpu is None else cache_on_gpu
+        if self.cache_on_gpu:
+            self._pattern_cache = OptimizedPatternCache()
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):

@@ -1,8 +1,9 @@
-"""Who holds what when a sequence is cut into contiguous shards: pure mathematics, no tensors and no communication.
+"""Who holds what when a sequence is cut into pieces: pure mathematics, no tensors and no communication.
 
-Positions are global. A branch's segment that lies inside one shard is that rank's own affair; one that a shard boundary
-cuts is *shared*, and each of its ranks holds some of its grid rows. Phases never restart at a shard: position `p` is on
-the grid when `(p - segment start) mod r` is the head's offset.
+A rank holds one piece, its contiguous shard, or in the zigzag layout an early one and a late one. Positions are global.
+A branch's segment that lies inside one piece is that rank's own affair; one that a boundary cuts is *shared*, and each
+of its pieces holds some of its grid rows. Phases never restart at a piece: position `p` is on the grid when
+`(p - segment start) mod r` is the head's offset.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal, get_args
 
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
+
+TokenLayout = Literal["contiguous", "zigzag"]
+TOKEN_LAYOUTS: tuple[str, ...] = get_args(TokenLayout)
 
 Document = tuple[range, int, int]
 """The batch rows it stands in, its start and its end."""
@@ -32,19 +37,86 @@ def even_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(most, max(0, tokens - most * rank)) for rank in range(ranks))
 
 
+def check_token_layout(layout: str) -> None:
+    if layout not in TOKEN_LAYOUTS:
+        raise ValueError(f"token_layout must be one of {', '.join(TOKEN_LAYOUTS)}, got {layout!r}")
+
+
 @dataclass(frozen=True)
 class Shards:
-    """A sequence cut into contiguous pieces, one a rank, of any lengths.
+    """A sequence cut into contiguous pieces of any lengths: one a rank, unless `ranks` says which rank has which.
 
     >>> Shards((3, 3, 1)).bounds(2)
     (6, 7)
+    >>> zigzag = Shards.zigzag(16, 4)
+    >>> zigzag.lengths, zigzag.ranks
+    ((2, 2, 2, 4, 2, 2, 2), (0, 1, 2, 3, 2, 1, 0))
+    >>> [(zigzag.bounds(piece), zigzag.held_at(piece)) for piece in zigzag.pieces_of(1)]
+    [((2, 4), range(0, 2)), ((12, 14), range(2, 4))]
     """
 
     lengths: tuple[int, ...]
+    ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.lengths or any(length < 0 for length in self.lengths):
             raise ValueError(f"shard lengths must be whole numbers from 0 on, one a rank, got {list(self.lengths)}")
+
+    @classmethod
+    def zigzag(cls, tokens: int, ranks: int) -> Shards:
+        """The balanced layout; the last rank's two chunks follow each other, and are one piece."""
+        chunks = even_lengths(tokens, 2 * ranks)
+        middle = chunks[ranks - 1] + chunks[ranks]
+        lengths = (*chunks[: ranks - 1], middle, *chunks[ranks + 1 :])
+        return cls(lengths, (*range(ranks), *reversed(range(ranks - 1))))
+
+    @classmethod
+    def cut(cls, tokens: int, ranks: int, layout: str = "contiguous") -> Shards:
+        """A sequence as a layout cuts it by default."""
+        return cls.of((zigzag_lengths if layout == "zigzag" else even_lengths)(tokens, ranks), layout)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], layout: str = "contiguous") -> Shards:
+        """The shards of ranks that have these many tokens each."""
+        check_token_layout(layout)
+        if layout == "contiguous":
+            return cls(tuple(lengths))
+        balanced = zigzag_lengths(sum(lengths), len(lengths))
+        if tuple(lengths) != balanced:
+            raise ValueError(
+                f"token_layout 'zigzag' fixes the tokens of each rank, for {sum(lengths)} tokens {list(balanced)}, got "
+                f"{list(lengths)}: cut the sequence by zigzag_order and zigzag_lengths"
+            )
+        return cls.zigzag(sum(lengths), len(lengths))
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.lengths if self.ranks is None else self._pieces)
+
+    def rank_of(self, piece: int) -> int:
+        return piece if self.ranks is None else self.ranks[piece]
+
+    def pieces_of(self, rank: int) -> tuple[int, ...]:
+        """The pieces that a rank holds, in the order in which they follow each other in its tensors."""
+        if self.ranks is None:
+            return (rank,)
+        return self._pieces[rank]
+
+    @cached_property
+    def _pieces(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for piece, rank in enumerate(self.ranks or ()):
+            found[rank] = (*found.get(rank, ()), piece)
+        return found
+
+    def held_at(self, piece: int) -> range:
+        """Where a piece stands among its rank's tokens."""
+        before = sum(self.lengths[other] for other in self.pieces_of(self.rank_of(piece)) if other < piece)
+        return range(before, before + self.lengths[piece])
+
+    def tokens_of(self, rank: int) -> int:
+        return sum(self.lengths[piece] for piece in self.pieces_of(rank))
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
@@ -54,19 +126,22 @@ class Shards:
     def tokens(self) -> int:
         return self.edges[-1]
 
-    def bounds(self, rank: int) -> tuple[int, int]:
-        return self.edges[rank], self.edges[rank + 1]
+    def bounds(self, piece: int) -> tuple[int, int]:
+        return self.edges[piece], self.edges[piece + 1]
 
     def holders(self, start: int, stop: int) -> tuple[int, ...]:
-        """The ranks that hold any of the positions `[start, stop)`."""
+        """The pieces that have any of the positions `[start, stop)`."""
         first = bisect_right(self.edges, start) - 1
         last = bisect_left(self.edges, stop)
-        return tuple(rank for rank in range(first, last) if self.lengths[rank])
+        return tuple(piece for piece in range(first, last) if self.lengths[piece])
 
 
 @dataclass(frozen=True)
 class SharedSegment:
-    """A segment `[start, stop)` of the batch rows `rows` that more than one rank holds a piece of."""
+    """A segment `[start, stop)` of the batch rows `rows` that lies on more than one piece.
+
+    `ranks` are its pieces, which in contiguous shards are ranks; so is each `rank` here.
+    """
 
     rows: range
     start: int
@@ -109,11 +184,13 @@ def shared_segments(branch: Branch, shards: Shards, documents: Sequence[Document
 
 @dataclass(frozen=True)
 class LocalCall:
-    """What a rank computes alone, as one call of an engine on its shard: its rows against its own keys.
+    """What a rank computes alone, as one call of an engine on some tokens of its shard: their rows against their keys.
 
-    `spans` is None for whole rows. `table` shifts the offsets of a branch where the shard begins within a segment.
+    `at` are those tokens, and `spans` the documents in them, None for whole rows. `table` shifts the offsets of a
+    branch where the shard begins within a segment.
     """
 
+    at: range
     spans: Spans | None
     table: OffsetTable
 
@@ -127,7 +204,7 @@ def local_calls(
     rank: int,
     without_shared: frozenset[int] = frozenset(),
 ) -> tuple[LocalCall, ...]:
-    """The calls that compute each of a rank's rows against the keys it holds, each pair once.
+    """The calls that compute each of a rank's rows against the keys it holds, each pair once; of a piece's likewise.
 
     The tokens of a shard from the first boundary of a segment on are documents as on a single device. What comes before
     that is the rest of a segment that began on an earlier rank: a document with shifted offsets. Branches that cut a
@@ -141,9 +218,15 @@ def local_calls(
             shifted = tuple(None if o is None else (o - shift) % branch.dilation_rate for o in table[index])
             if any(o is not None for o in shifted):
                 calls.setdefault(spans, [absent] * len(table))[index] = shifted
-    first, last = shards.bounds(rank)
-    whole = ((0, last - first),) * batch
-    return tuple(LocalCall(None if spans == whole else spans, tuple(rows)) for spans, rows in calls.items())
+    return tuple(_local_call(spans, tuple(rows), batch) for spans, rows in calls.items())
+
+
+def _local_call(spans: Spans, table: OffsetTable, batch: int) -> LocalCall:
+    """A call on no more tokens than it computes, because results are as long as a call's tokens."""
+    first = min(start for start, end in spans if start < end)
+    last = max(end for _, end in spans)
+    moved = tuple((start - first, end - first) if start < end else (0, 0) for start, end in spans)
+    return LocalCall(range(first, last), None if moved == ((0, last - first),) * batch else moved, table)
 
 
 def _pieces(

@@ -1,6 +1,6 @@
 """Gather for kept tiles: a rank's rows of a shared segment attend to the tiles that the whole segment's pattern keeps.
 
-Tiles are numbered over the segment's grid rows, whoever holds them, so that a boundary between ranks may lie within
+Tiles are numbered over the segment's grid rows, whoever holds them, so that a boundary between pieces may lie within
 one. The rows of all ranks come as in `gather`; where content chooses the tiles, the queries come too.
 """
 
@@ -20,22 +20,23 @@ from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
 from dilated_attention_pytorch.core.spec import Branch
 from dilated_attention_pytorch.kernels import tiles
 from dilated_attention_pytorch.kernels.dense import Keep
-from dilated_attention_pytorch.parallel.blocks import Block, Piece, Rows, Tensors
-from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
-from dilated_attention_pytorch.parallel.gather import Gather, Share, add_gradients
+from dilated_attention_pytorch.parallel.blocks import Piece, Rows, Tensors
+from dilated_attention_pytorch.parallel.comm import Ranks
+from dilated_attention_pytorch.parallel.gather import Buffers, Gather, Share, joined
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """The rows of a segment at one offset, as far as this rank's queries may see them: `(S, M, heads, D)`."""
+    """The rows of a segment at one offset, as far as some of this rank's queries may see them: `(S, M, heads, D)`."""
 
     offset: int
-    piece: Piece  # this rank's rows
+    piece: Piece  # those queries' rows
+    first: int  # their positions less their places among the rank's tokens
     before: int  # how many rows of the grid come before them
     origin: int  # the position of the grid's first row
     total: int  # the grid's rows, seen or not
-    holders: dict[int, int]  # the rows that each rank holds, in order
+    holders: dict[int, int]  # how many of them each piece of the segment holds, in order
     k: Tensor
     v: Tensor
     q: Tensor | None  # (S, M, heads, groups, D), where content chooses
@@ -57,50 +58,28 @@ class SparseGather(Gather):
     def sent(self, x: Tensors) -> tuple[Tensor, ...]:
         return (x.k, x.v, x.q) if self.config.depends_on_content else (x.k, x.v)
 
-    def end_forward(self, begun: tuple[Posted, list[dict[int, Tensor]]], x: Tensors) -> None:
-        posted, fetched = begun
-        posted.wait()
+    def attend(self, share: Share, buffers: Buffers, x: Tensors) -> None:
         problem, groups = self.rows.problem, self.rows.wire.groups
-        for share, (_, segment), buffers in zip(self.shares, self.segments, fetched):
-            for grid in self._grids(share, segment, buffers, x):
-                for g, tiling in enumerate(self._tilings(grid)):
-                    q, out, lse = (grid.piece.view(y, self.rows.first, g, groups) for y in (x.q, x.out, x.lse))
-                    found = tiles.forward(
-                        self._in_tiles(q, grid).to(lse.dtype),
-                        grid.k.to(lse.dtype),
-                        grid.v.to(lse.dtype),
-                        problem.softmax_scale(q.shape[-1]),
-                        problem.is_causal,
-                        self._keep(x.seed, grid, g, lse.dtype),
-                        FROM_ALLOCATOR,
-                        tiling,
-                    )
-                    merge_(out, lse, *(y[:, self._lead(grid) :] for y in found))
+        for grid in self._grids(share, buffers, x):
+            for g, tiling in enumerate(self._tilings(grid)):
+                q, out, lse = (grid.piece.view(y, grid.first, g, groups) for y in (x.q, x.out, x.lse))
+                found = tiles.forward(
+                    self._in_tiles(q, grid).to(lse.dtype),
+                    grid.k.to(lse.dtype),
+                    grid.v.to(lse.dtype),
+                    problem.softmax_scale(q.shape[-1]),
+                    problem.is_causal,
+                    self._keep(x.seed, grid, g, lse.dtype),
+                    FROM_ALLOCATOR,
+                    tiling,
+                )
+                merge_(out, lse, *(y[:, self._lead(grid) :] for y in found))
 
-    def end_backward(self, begun: tuple[Posted, list[dict[int, Tensor]]], x: Tensors) -> None:
-        posted, fetched = begun
-        posted.wait()
-        sends, receives, returned = [], [], []
-        trailing = ((self.rows.wire.head_dim,),) * 2
-        for share, (_, segment), buffers in zip(self.shares, self.segments, fetched):
-            grads = {rank: x.dk.new_zeros(block.size(trailing, (1, 1))) for rank, block in share.seen.items()}
-            views = {rank: share.seen[rank].unpack(grad, trailing, (1, 1)) for rank, grad in grads.items()}
-            for grid in self._grids(share, segment, buffers, x):
-                for found, total in zip(self._gradients(grid, x), (x.dk, x.dv)):
-                    which = 0 if total is x.dk else 1
-                    for rank, part in zip(grid.holders, found.split(list(grid.holders.values()), 1)):
-                        if rank == self.ranks.rank:
-                            grid.piece.view(total, self.rows.first).add_(part)
-                        else:
-                            views[rank][grid.offset][which].add_(part)
-            sends += [Mail(rank, grad, share.tag) for rank, grad in grads.items()]
-            back = {rank: x.dk.new_empty(share.own.size(trailing, (1, 1))) for rank in share.viewers}
-            receives += [Mail(rank, buffer, share.tag) for rank, buffer in back.items()]
-            returned.append(back)
-        self.ranks.post(sends, receives, ("backward", self.rows.index)).wait()
-        for share, back in zip(self.shares, returned):
-            for buffer in back.values():
-                add_gradients(share.own, buffer, x, self.rows.first)
+    def gradients(
+        self, share: Share, buffers: Buffers, x: Tensors
+    ) -> Iterator[tuple[int, dict[int, int], tuple[Tensor, Tensor]]]:
+        for grid in self._grids(share, buffers, x):
+            yield grid.offset, grid.holders, self._gradients(grid, x)
 
     def _gradients(self, grid: _Grid, x: Tensors) -> tuple[Tensor, Tensor]:
         """Adds to the grid's own dq; gives dk and dv of all its rows."""
@@ -108,7 +87,7 @@ class SparseGather(Gather):
         dk, dv = (torch.zeros(y.shape, dtype=x.lse.dtype, device=y.device) for y in (grid.k, grid.v))
         for g, tiling in enumerate(self._tilings(grid)):
             do, q, lse, delta, dq = (
-                grid.piece.view(y, self.rows.first, g, groups) for y in (x.do, x.q, x.lse, x.delta, x.dq)
+                grid.piece.view(y, grid.first, g, groups) for y in (x.do, x.q, x.lse, x.delta, x.dq)
             )
             found = tiles.backward(
                 self._in_tiles(do, grid).to(lse.dtype),
@@ -127,34 +106,33 @@ class SparseGather(Gather):
                 total += grad
         return dk, dv
 
-    def _grids(self, share: Share, segment: SharedSegment, buffers: dict[int, Tensor], x: Tensors) -> Iterator[_Grid]:
-        parts = {rank: share.seen[rank].unpack(buffer, self.trailing, self.groups) for rank, buffer in buffers.items()}
-        blocks: dict[int, Block] = {**share.seen, self.ranks.rank: share.own}
-        rate = self.rows.wire.branch.dilation_rate
-        for offset, piece in share.own.items():
-            own = [piece.view(y, self.rows.first, groups=g) for y, g in zip(self.sent(x), self.groups)]
-            holders = {rank: len(blocks[rank][offset].grid) for rank in sorted(blocks) if offset in blocks[rank]}
-            whole = [
-                torch.cat([own[i] if rank == self.ranks.rank else parts[rank][offset][i] for rank in holders], 1)
-                for i in range(len(own))
-            ]
-            k, v, *queries = whole
-            # A single query head a key/value head stands there without a dimension of its own.
-            q = queries[0].reshape(*k.shape[:3], -1, k.shape[3]) if queries else None
-            yield _Grid(
-                offset,
-                piece,
-                sum(count for rank, count in holders.items() if rank < self.ranks.rank),
-                segment.start + offset,
-                len(range(segment.start + offset, segment.stop, rate)),
-                holders,
-                k,
-                v,
-                q,
-            )
+    def _grids(self, share: Share, buffers: Buffers, x: Tensors) -> Iterator[_Grid]:
+        parts = self.parts(share, buffers, x)
+        segment, rate = share.segment, self.rows.wire.branch.dilation_rate
+        blocks = share.own | share.seen
+        for mine, seen in share.sources.items():
+            for offset, piece in share.own[mine].items():
+                pieces = [number for number in sorted((mine, *seen)) if offset in parts[number]]
+                rows = zip(*(parts[number][offset] for number in pieces))
+                k, v, *queries = (joined([*one]) for one in rows)
+                # A single query head a key/value head stands there without a dimension of its own.
+                q = queries[0].reshape(*k.shape[:3], -1, k.shape[3]) if queries else None
+                holders = {number: len(blocks[number][offset].grid) for number in pieces}
+                yield _Grid(
+                    offset,
+                    piece,
+                    self.rows_of[mine].first,
+                    sum(count for number, count in holders.items() if number < mine),
+                    segment.start + offset,
+                    len(range(segment.start + offset, segment.stop, rate)),
+                    holders,
+                    k,
+                    v,
+                    q,
+                )
 
     def _tilings(self, grid: _Grid) -> Iterator[tiles.Tiling]:
-        """The kept tiles of this rank's rows, for each query head of the key/value heads."""
+        """The kept tiles of those queries' rows, for each query head of the key/value heads."""
         size, groups = self.config.block_size, self.rows.wire.groups
         first, last = grid.rows.start // size, tiles_of(grid.rows.stop, size)
         if grid.q is None:
@@ -177,11 +155,11 @@ class SparseGather(Gather):
             yield tiles.Tiling(chosen[:, :, g], size, first)
 
     def _lead(self, grid: _Grid) -> int:
-        """The rows of the first tile that are an earlier rank's."""
+        """The rows of the first tile that are in an earlier piece."""
         return grid.before % self.config.block_size
 
     def _in_tiles(self, x: Tensor, grid: _Grid) -> Tensor:
-        """Rows `(S, M, ...)`, after zeros for the rows of their first tile that are an earlier rank's."""
+        """Rows `(S, M, ...)`, after zeros for the rows of their first tile that are in an earlier piece."""
         lead = self._lead(grid)
         return x if lead == 0 else torch.cat([x.new_zeros((x.shape[0], lead, *x.shape[2:])), x], 1)
 

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.core.pattern import dense_mask, forward_flops, training_bytes, visible_pairs
+from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, Branch, DilatedSpec
+from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, make_plan
+from dilated_attention_pytorch.parallel.sharding import Shards, zigzag_lengths, zigzag_order
+
+pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
+
+specs = st.builds(
+    lambda pairs, layout: DilatedSpec(tuple(Branch(w, r) for w, r in pairs), layout),
+    st.lists(st.tuples(st.integers(1, 45), st.integers(1, 6)), min_size=1, max_size=3),
+    st.sampled_from(HEAD_LAYOUTS),
+)
+
+
+@given(st.integers(1, 50), st.integers(1, 6), st.integers(1, 60), st.booleans(), st.data())
+def test_pairs_of_some_rows_are_those_of_the_mask(w, r, n, is_causal, data) -> None:
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
+    offset = data.draw(st.integers(0, r - 1))
+    mask = dense_mask(DilatedSpec((Branch(w, r),)), ((offset,),), n, is_causal=is_causal)[0, 0]
+    assert visible_pairs(Branch(w, r), offset, n, is_causal=is_causal, start=start, stop=stop) == mask[start:stop].sum()
+
+
+@settings(max_examples=60)
+@given(
+    specs, st.integers(1, 60), st.integers(1, 5), st.booleans(), st.sampled_from(["contiguous", "zigzag", "all_to_all"])
+)
+def test_the_work_of_ranks_is_that_of_the_mask(spec, tokens, gpus, is_causal, kind) -> None:
+    heads = 60  # which up to five ranks divide
+    scheme, layout = ("all_to_all", "contiguous") if kind == "all_to_all" else ("gather", kind)
+    job = Job(
+        spec=spec,
+        tokens=tokens,
+        gpus=gpus,
+        heads=2 * heads,
+        kv_heads=heads,
+        head_dim=3,
+        batch=2,
+        is_causal=is_causal,
+        scheme=scheme,
+        token_layout=layout,
+    )
+    plan = make_plan(job)
+    flops = forward_flops(spec, tokens, 2 * heads, 3, kv_heads=heads, is_causal=is_causal)
+    assert sum(rank.flops for rank in plan.ranks) == 2 * flops
+    assert all(rank.flops >= rank.flops_on_fetched >= 0 for rank in plan.ranks)
+    if kind == "all_to_all":
+        return
+    mask = dense_mask(spec, spec.offsets(heads), tokens, is_causal=is_causal).sum((0, 1))  # (N, N)
+    order, lengths = torch.arange(tokens), Shards.cut(tokens, gpus).lengths
+    if layout == "zigzag":
+        order, lengths = torch.tensor(zigzag_order(tokens, gpus)), zigzag_lengths(tokens, gpus)
+    for rank, mine in zip(plan.ranks, order.split(lengths)):
+        assert rank.tokens == len(mine)
+        assert rank.flops == 4 * 3 * 2 * 2 * mask[mine].sum()
+        if layout == "contiguous":
+            assert rank.flops - rank.flops_on_fetched == 4 * 3 * 2 * 2 * mask[mine][:, mine].sum()
+
+
+def test_a_shard_that_shares_nothing_holds_what_one_device_would() -> None:
+    spec = DilatedSpec.of([2048, 4096, 8192], [1, 2, 4])
+    plan = make_plan(Job(spec=spec, tokens=1 << 30, gpus=64, heads=4))
+    assert {rank.peak for rank in plan.ranks} == {training_bytes(1 << 24, 4, 64)}
+    assert all(branch.scheme is None and {*branch.forward} == {(0, 0)} for branch in plan.branches)
+    flops = forward_flops(spec, 1 << 30, 4, 64)
+    assert plan.step_seconds == pytest.approx((1 + BACKWARD_WORK) * flops / 64 / 400e12)
+    twelve = make_plan(Job(spec=spec, tokens=1 << 30, gpus=64, heads=4, layers=12))
+    assert twelve.step_seconds == pytest.approx(12 * plan.step_seconds)
+    assert twelve.fullest.saved == 12 * plan.fullest.saved
+
+
+def test_zigzag_evens_out_causal_work() -> None:
+    job = Job(spec=DilatedSpec.of([1 << 20], [64]), tokens=1 << 20, gpus=16, is_causal=True)
+    balance = make_plan(job).balance
+    assert balance["contiguous"] > 1.9
+    assert balance["zigzag"] < 1.01
+
+
+def test_a_slower_link_costs_time_and_nothing_else() -> None:
+    job = {"spec": DilatedSpec.of([1 << 20], [64]), "tokens": 1 << 20, "gpus": 16}
+    fast, slow = (make_plan(Job(**job, link_gbps=rate)) for rate in (400.0, 0.4))
+    assert slow.step_seconds > 10 * fast.step_seconds
+    assert slow.fullest.peak == fast.fullest.peak
+
+
+def test_the_command_prints_a_table_or_json(capsys) -> None:
+    flags = ["plan", "--tokens", "1e9", "--gpus", "64", "--causal", "--segments", "2048", "1e9", "--rates", "1", "4096"]
+    assert main(flags) == 0
+    printed = capsys.readouterr().out
+    assert "1,000,000,000 tokens on 64 GPUs, 15,625,000 a rank" in printed
+    assert printed.index("COMPUTED") < printed.index("704.08 MiB") < printed.index("MODELLED") < printed.index(" ms")
+    assert main([*flags, "--json", "--token-layout", "zigzag", "--layers", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["job"]["segment_lengths"] == [2048, 10**9]
+    assert len(found["ranks"]) == 64
+    assert {*found["ranks"][0]} == {"computed", "modelled"}
+    assert found["computed"]["branches"][1]["scheme"] == "gather"
+    assert found["modelled"]["step_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 0", "gpus must be at least 1, got 0"),
+        ("--gpus 2 --rates 1 2", "must pair up, got 3 lengths"),
+        ("--gpus 2 --kv-heads 5", "key/value heads must divide the 12 heads, got 5"),
+        ("--gpus 2 --dtype int8", "dtype must be one of bfloat16"),
+        ("--gpus 2 --tflops 0", "tflops must be above 0, got 0.0"),
+        ("--gpus 2 --link-gbps nan", "link_gbps must be above 0, got nan"),
+        ("--gpus 2 --scheme rign", "scheme must be one of auto"),
+        ("--gpus 2 --token-layout zigzag --scheme ring", "'ring' takes contiguous shards"),
+        ("--gpus 2 --layout interleafed", "head_layout must be one of"),
+        ("--gpus 8 --scheme all_to_all --segments 1e6 --rates 1", "do not divide the 12 key/value heads"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(flags, message, capsys) -> None:
+    assert main(["plan", "--tokens", "1e6", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", ["1.5", "1e-3", "many", "nan"])
+def test_tokens_that_are_no_whole_number_are_refused(tokens, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--tokens", tokens, "--gpus", "2"])
+    assert f"must be a whole number, such as 65536 or 1e9, got '{tokens}'" in capsys.readouterr().err
