@@ -233,15 +233,6 @@ def test_the_pool_suite_measures_every_module(tmp_path, capsys, tiny) -> None:
     assert "peak memory with it on at most 1.05 of off; worst 1.010" in capsys.readouterr().out
 
 
-def test_a_page_leaves_out_what_is_no_contender(tmp_path, small_suites) -> None:
-    results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
-    assert main(["bench", "short", "--device", "cpu", "--only", "ours", "--out", str(results)]) == 0
-    with results.open("a") as stream:
-        stream.write(json.dumps({"suite": "cache", "case": "a step", "ratio": 1.0}) + "\n")
-    assert main(["bench", "page", "--out", str(results), "--page", str(page)]) == 0
-    assert "a step" not in page.read_text()
-
-
 def test_a_peak_is_what_a_step_needs_at_least() -> None:
     floor = 3 * 2048 * 4 * 64 * 4
     assert shared.peak_in_new_process("DilatedAttention", "cpu", 2048, "float32", True) > floor

@@ -130,6 +130,34 @@ def test_sparse_cases_are_held_against_every_tile_and_flex_attention(tmp_path) -
     assert (flex.met, flex.cases, flex.case, flex.worst) == (0, 1, one, 1.0)
 
 
+def test_cache_and_pool_stand_in_one_table_for_all_machines(results, tmp_path) -> None:
+    kind = {
+        "suite": "cache",
+        "kind": "lengths",
+        "cached": True,
+        "rebuild": 9.0,
+        "hit": 2.0,
+        "rebuild_8": 8.0,
+        "hit_8": 1.0,
+    }
+    step = {"suite": "pool", "case": "a step", "off": 2.0, "on": 1.0, "ratio": 0.5}
+    sizes = {"peak_off": 1 << 21, "peak_on": 1 << 20, "memory_ratio": 0.5}
+    again = [{**step, "ratio": 0.4, **sizes}, {**step, "case": "no peak", "peak_off": None, "peak_on": None}]
+    cpu = {"machine": {"cpu": "some", "threads": 2}}
+    with results.open("a") as stream:
+        for one in (kind, step | sizes, cpu, kind, *again, again[0] | {"off": 7.0}):
+            stream.write(json.dumps(one) + "\n")
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "| lengths | A <fast> GPU | 9.0 | 2.0 | 8.0 | 1.0 | yes |\n| lengths | CPU, 2 threads | 9.0 |" in page
+    rows = [text for text in page.splitlines() if text.startswith("| a step |")]
+    assert rows == [
+        "| a step | A <fast> GPU | 2.000 | 1.000 | 0.500 | 2.0 | 1.0 | 0.500 |",
+        "| a step | CPU, 2 threads | 7.000 | 1.000 | 0.400 | 2.0 | 1.0 | 0.500 |",
+    ]
+    assert "| no peak | CPU, 2 threads | 2.000 | 1.000 | 0.500 |  |  |  |" in page
+
+
 def test_published_figures_say_that_they_were_not_measured(results, tmp_path) -> None:
     write_page(results, tmp_path / "page.md")
     _, section = (tmp_path / "page.md").read_text().split("## Published figures, not measured here")

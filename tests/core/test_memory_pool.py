@@ -326,6 +326,19 @@ def test_pinned_buffers_wait_for_copies_from_them() -> None:
 
 
 @pytest.mark.gpu
+def test_a_pinned_buffer_is_left_to_copies_that_still_use_it() -> None:
+    pool = WorkspacePool(threshold_bytes=1024)
+    with pool.lease() as take:
+        buffer = take((1 << 22,), dtype=F32, device="cpu", pin_memory=True).fill_(1)
+        torch.cuda._sleep(1_000_000_000)
+        got = buffer.to("cuda", non_blocking=True)
+    with pool.lease() as take:
+        take((1 << 22,), dtype=F32, device="cpu", pin_memory=True).fill_(2)
+    assert (got == 1).all()
+    assert pool.get_stats()["allocation_count"] == 2
+
+
+@pytest.mark.gpu
 def test_running_out_of_gpu_memory_frees_the_pool_and_tries_again() -> None:
     free, _ = torch.cuda.mem_get_info()
     pool = WorkspacePool()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from dilated_attention_pytorch.bench.charts import bars_svg, lines_svg
 from dilated_attention_pytorch.bench.contenders import EVERY_TILE, FLOOR, OURS
@@ -21,6 +22,7 @@ from dilated_attention_pytorch.bench.results import (
     memory,
     ratio_cell,
     read_rows,
+    read_shared,
     why_not_measured,
 )
 
@@ -49,7 +51,7 @@ def write_page(results: Path, page: Path) -> None:
     """The Markdown page; what stands below the line `BY_HAND` is kept."""
     kept = handwritten(page)
     text = ["# Performance", "", *(f"{line}\n" for line in _introduction()), "```bash", _REPRODUCE, "```", ""]
-    for section in _sections(read_rows(results)):
+    for section in [*_sections(read_rows(results)), *_shared_sections(read_shared(results))]:
         if not section.body:
             continue
         text += [f"## {section.heading}", ""]
@@ -76,7 +78,7 @@ def handwritten(page: Path) -> str:
 def write_report(results: Path, report: Path) -> None:
     """The HTML report: tables and charts in one file, for light and dark screens."""
     text = [f"<p>{_html(line)}</p>" for line in _introduction()] + [f"<pre>{escape(_REPRODUCE)}</pre>"]
-    for section in _sections(read_rows(results)):
+    for section in [*_sections(read_rows(results)), *_shared_sections(read_shared(results))]:
         text.append(f"<h2>{escape(section.heading)}</h2>")
         text += [f"<p>{_html(paragraph)}</p>" for paragraph in section.paragraphs]
         if section.charts:
@@ -168,6 +170,38 @@ def _peak_memory(suite: str, rows: list[Row]) -> Section:
     if bars:
         section.charts = [("Over the floor; lines at 1 and 1.1", bars_svg(bars, [OURS], "times the floor", [1.0, 1.1]))]
     return section
+
+
+def _shared_sections(lines: list[dict[str, Any]]) -> list[Section]:
+    """What is shared between calls: made against found again, and calls with it on against off."""
+    kinds = Section(
+        "Pattern cache: a hit against a rebuild",
+        ["Microseconds; then of a process in which eight threads ask at once."],
+        ["what", "machine", "rebuild", "hit", "8 threads: rebuild", "8 threads: hit", "cached"],
+    )
+    heads = ["case", "machine", "off, ms", "on, ms", "on/off"]
+    peak = ["off, peak MiB", "on, peak MiB", "on/off"]
+    steps = {
+        "cache": Section("Pattern cache: on against off", ["By turns in one process."], heads),
+        "pool": Section(
+            "Workspace pool: on against off",
+            ["By turns in one process; on a CPU, time is that of all processors, and memory that of new processes."],
+            [*heads, *peak],
+        ),
+    }
+    for line in lines:
+        first = [line["title"], line["on_machine"]]
+        if "kind" in line:
+            times = [f"{line[name]:.1f}" for name in ("rebuild", "hit", "rebuild_8", "hit_8")]
+            kinds.body.append([*first, *times, "yes" if line["cached"] else "no"])
+            continue
+        cells = [*first, f"{line['off']:.3f}", f"{line['on']:.3f}", f"{line['ratio']:.3f}"]
+        if line["suite"] == "pool":
+            sizes = [line["peak_off"], line["peak_on"]]
+            cells += ["", "", ""] if None in sizes else [f"{size / 2**20:.1f}" for size in sizes]
+            cells += [] if None in sizes else [f"{line['memory_ratio']:.3f}"]
+        steps[line["suite"]].body.append(cells)
+    return [section for section in (kinds, *steps.values()) if section.body]
 
 
 def _on(device: str) -> str:

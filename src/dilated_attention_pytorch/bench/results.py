@@ -49,6 +49,23 @@ def read_rows(results: Path) -> list[Row]:
     return list(rows.values())
 
 
+def read_shared(results: Path) -> list[dict[str, Any]]:
+    """The lines of the suites `cache` and `pool`, by suite and title, with the machine's name as `on_machine`.
+
+    What a machine measured several times is from the last of them.
+    """
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    machine = ""
+    for line in map(json.loads, results.read_text().splitlines()):
+        if "machine" in line:
+            machine = line["machine"].get("gpu") or f"CPU, {line['machine'].get('threads')} threads"
+        elif "contender" not in line:
+            title = line.get("kind") or line["case"]
+            found[line["suite"], title, machine] = line | {"title": title, "on_machine": machine}
+    titles = list(dict.fromkeys(key[:2] for key in found))
+    return sorted(found.values(), key=lambda line: titles.index((line["suite"], line["title"])))
+
+
 def _case(line: dict[str, Any]) -> Case:
     # A line of an earlier release lacks what it did not know, and means its default.
     values: dict[str, Any] = {field.name: line[field.name] for field in fields(Case) if field.name in line}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,9 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 LEAST_THRESHOLD = 1 << 20
-_THRESHOLD_SHARE = 1 << 14  # of the device's memory: 5 MiB on a GPU of 80 GiB
+# Of a device's memory. The host's allocator gives large buffers back to the system, and their pages are cleared anew;
+# a GPU's keeps them, and only such as it would have to search for are worth a pool: 160 MiB of 80 GiB.
+_THRESHOLD_SHARES = {"cpu": 1 << 14, "cuda": 1 << 9}
 _STEPS = 16  # of bucket sizes between powers of two: at most a sixteenth of a buffer is not asked for
 
 Place = tuple[torch.device, bool]  # and whether it is pinned host memory
@@ -65,6 +67,7 @@ class WorkspacePool:
         self._lock = threading.RLock()
         self._shelves: dict[Place, _Shelf] = {}
         self._counts = _Counts()
+        self._thresholds: dict[torch.device, int] = {}
 
     def __reduce__(self) -> Any:
         # A copy of a module shares the global pools; a pool of its own is made again, empty.
@@ -77,35 +80,20 @@ class WorkspacePool:
         """Bytes from which a workspace on this device is pooled."""
         if self.threshold_bytes is not None:
             return self.threshold_bytes
-        return max(LEAST_THRESHOLD, _memory_of(torch.device(device)) // _THRESHOLD_SHARE)
+        device = torch.device(device)
+        found = self._thresholds.get(device)
+        if found is None:
+            share = _THRESHOLD_SHARES.get(device.type, _THRESHOLD_SHARES["cpu"])
+            found = self._thresholds[device] = max(LEAST_THRESHOLD, _memory_of(device) // share)
+        return found
 
-    @contextmanager
-    def lease(self) -> Iterator[Take]:
+    def lease(self) -> AbstractContextManager[Take]:
         """`take(shape, dtype=, device=)` for the length of the block: uninitialised, from the pool where it serves.
 
         It does not where a workspace is below the threshold or beyond the limit, and while a CUDA graph is captured,
         whose memory must be its own; then PyTorch's allocator gives it.
         """
-        taken: list[Tensor] = []
-
-        def take(
-            shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
-        ) -> Tensor:
-            device = torch.device(device)
-            size = _size(shape, dtype)
-            if size < self.threshold(device) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
-            buffer = self._checkout(shape, dtype, device, pin_memory)
-            if buffer is None:
-                return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
-            taken.append(buffer)
-            return buffer
-
-        try:
-            yield take
-        finally:
-            for buffer in taken:
-                self.give_back(buffer)
+        return _Lease(self)
 
     def checkout(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, *, pinned: bool = False
@@ -251,6 +239,36 @@ class WorkspacePool:
         return dropped
 
 
+class _Lease:
+    """What one block borrows. A class: a generator and its closures would cost short calls what a pool saves."""
+
+    __slots__ = ("_pool", "_taken")
+
+    def __init__(self, pool: WorkspacePool) -> None:
+        self._pool = pool
+        self._taken: list[Tensor] = []
+
+    def __enter__(self) -> Take:
+        return self._take
+
+    def __exit__(self, *error: object) -> None:
+        for buffer in self._taken:
+            self._pool.give_back(buffer)
+
+    def _take(
+        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
+    ) -> Tensor:
+        device = torch.device(device)
+        large = _size(shape, dtype) >= self._pool.threshold(device)
+        on_stream = pin_memory or device.type == "cuda"
+        if large and not (on_stream and torch.cuda.is_current_stream_capturing()):
+            buffer = self._pool._checkout(shape, dtype, device, pin_memory)
+            if buffer is not None:
+                self._taken.append(buffer)
+                return buffer
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+
+
 class Take(Protocol):
     """What `lease` gives: it is called as `torch.empty` is, which takes its place where there is no pool."""
 
@@ -325,7 +343,12 @@ class _Shelf:
         bucket = self.idle.get(size)
         if not bucket:
             return None
-        block = bucket.pop()
+        if not self.pinned:
+            block = bucket.pop()
+        elif bucket[0].until is None or bucket[0].until.query():
+            block = bucket.pop(0)
+        else:
+            return None  # copies still use it, and the host, which is to write to it, would have to wait for them
         block.used_at = self.clock
         return block
 

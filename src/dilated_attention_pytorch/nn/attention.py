@@ -104,7 +104,8 @@ class DilatedAttention(nn.Module):
     ) -> Tensor:
         """`(B, N, H, D)` from query `(B, N, H, D)` and key, value `(B, N, Hkv, D)`."""
         refuse_dense_mask(attn_mask)
-        if query.dim() == 4:
+        whole = seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None
+        if not whole and query.dim() == 4:
             spans = document_spans(
                 query.shape[0],
                 query.shape[1],
