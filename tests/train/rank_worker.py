@@ -67,7 +67,7 @@ def four(folder: Path, flags: list[str]) -> None:
     """Four ranks resume what two began, and share sequences, heads and parameters in several ways."""
     real = trainer._step
     assert main(["train", "--resume", str(folder / "four")]) == 0
-    assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "4"]) == 0
+    assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "4", "--monitors", "jsonl"]) == 0
     assert main([*flags, "--out", str(folder / "sequence-data"), "--sequence-parallel", "2"]) == 0
     both = ["--sequence-parallel", "2", "--tensor-parallel", "2"]
     at_step(12, lambda: signal.raise_signal(signal.SIGTERM))

@@ -175,6 +175,15 @@ def test_ranks_that_share_sequences_heads_and_parameters_have_the_losses_of_one_
     assert losses(folder / name) == pytest.approx(losses(folder / "longer"), rel=1e-5)
 
 
+def test_ranks_that_share_sequences_log_what_travels_for_each_branch(folder, on_four) -> None:
+    lines = [json.loads(line) for line in (folder / "sequence" / "log.jsonl").read_text().splitlines()]
+    received = lines[0]["branch_bytes"]
+    assert list(received) == [name for name in received if name.startswith("w")]
+    assert any(received.values())
+    # Of one step, not of all so far. The last also validated.
+    assert lines[1]["branch_bytes"] == received
+
+
 def test_one_process_goes_on_where_ranks_shared_heads(folder, on_four, capsys) -> None:
     assert ", from step 12 on cpu, 4 ranks (fsdp, sequence 2, tensor 2)" in on_four
     run = without_newest(folder / "sequence-tensor", folder / "tensor-to-one")

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.parallel.comm import Place
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths
 
@@ -122,6 +123,18 @@ class Ranks:
         for alike in shards.values():
             torch._foreach_mul_(alike, (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm.item()
+
+    def bytes_received(self, branches: int) -> list[int]:
+        """What came over the wire for each branch since this was last asked; nothing where tokens are not shared."""
+        if self.axis("sequence") == 1:
+            return []
+        assert self.mesh is not None
+        traffic = Place(mesh=self.mesh, axis="sequence").ranks().traffic
+        received = [0] * branches
+        for (_, branch), weight in traffic.items():
+            received[branch] += weight.received
+        traffic.clear()
+        return received
 
     def gather(self, *values: float) -> Tensor:
         """Each rank's numbers, on every rank: `(ranks, len(values))` in float64."""

@@ -96,6 +96,7 @@ def _train(
     ):
         # On the first rank alone; where that fails, all of them raise.
         ranks.on_first(lambda: monitors.open(config.monitors, run, start, config.prometheus_address))
+        branches = [f"w{w} r{r}" for w, r in zip(config.model.segment_lengths, config.model.dilation_rates)]
         for step in range(start + 1, config.steps + 1):
             began = time.perf_counter()
             loss, norm = _step(model, optimizer, corpus, config, step, ranks)
@@ -109,8 +110,9 @@ def _train(
             if step % config.validate_every == 0 or step == config.steps:
                 record["validation_bits"] = validate(model, corpus, config, ranks)
             # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
-            looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed)
-            seconds, memory, stop, failed = looked.amax(0).tolist()
+            received = ranks.bytes_received(len(branches))
+            looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed, *received)
+            seconds, memory, stop, failed, *received = looked.amax(0).tolist()
             record["tokens_per_second"] = config.batch_size * config.sequence_length / seconds
             records.append(record)
             if failed:
@@ -128,6 +130,8 @@ def _train(
                 "checkpoint_stall_seconds": stall,
                 "restarts": ranks.restarts,
             }
+            if received:
+                figures["branch_bytes"] = dict(zip(branches, received))
             monitors.log(figures, step)
             bar.set_postfix(_shown(records), refresh=False)
             bar.update()
