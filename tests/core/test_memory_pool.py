@@ -67,6 +67,14 @@ def test_a_handle_given_back_can_no_longer_write() -> None:
     assert not fresh.any()
 
 
+def test_a_handle_given_back_keeps_no_memory() -> None:
+    pool = WorkspacePool(threshold_bytes=1024)
+    handle = pool.checkout((1 << 18,), F32, "cpu")
+    pool.give_back(handle)
+    assert handle.untyped_storage().nbytes() == 0
+    assert handle._base is None  # which a view keeps, and with it the memory
+
+
 @pytest.mark.parametrize("limit", [0, -1, MIB - 1])
 def test_a_limit_below_one_buffer_is_refused(limit) -> None:
     with pytest.raises(ValueError, match=r"holds no buffer, the smallest has 1048576: raise limit_bytes"):

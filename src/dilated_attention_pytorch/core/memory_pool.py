@@ -225,7 +225,10 @@ class WorkspacePool:
                 with self._lock:
                     self._counts.lend(size, True, -1)
                 raise
-        buffer = block.memory[: _size(shape, dtype)].view(dtype).view(tuple(shape))
+        with torch.inference_mode(False):
+            # No view, which would keep the block after it was given back, for as long as somebody has the handle.
+            buffer = torch.empty(0, dtype=dtype, device=device)
+            buffer.set_(block.memory.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
         buffer._loan = _Loan(self, shelf, block)  # type: ignore[attr-defined]
         return buffer
 
