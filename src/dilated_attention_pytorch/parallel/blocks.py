@@ -19,7 +19,7 @@ from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset
 from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
 from dilated_attention_pytorch.core.spec import Problem
-from dilated_attention_pytorch.kernels import dense
+from dilated_attention_pytorch.kernels import dense, vendor
 from dilated_attention_pytorch.parallel.comm import Ranks
 from dilated_attention_pytorch.parallel.costs import Wire
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
@@ -179,6 +179,8 @@ def block_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: dense.Keep | None
 ) -> tuple[Tensor, Tensor]:
     """The partial `(out, lse)` of dense attention on `(S, M, H, D)` tensors, in float32 or float64."""
+    if keep is None and vendor.fits(q, scale):
+        return vendor.forward(q, k, v, scale, is_causal)
     q, k, v = (_working(x) for x in (q, k, v))
     if keep is None and dense.flash_fits(q, scale):
         return dense.flash_forward(q, k, v, scale, is_causal)
@@ -198,6 +200,8 @@ def block_backward(
     keep: dense.Keep | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A partial's share of dq, dk, dv, from the merged lse and delta; the merged `out` lets it be flash attention."""
+    if keep is None and out is not None and vendor.fits(q, scale):
+        return vendor.backward(do, q, k, v, out, lse, scale, is_causal)
     do, q, k, v = (_working(x) for x in (do, q, k, v))
     if keep is None and out is not None and dense.flash_fits(q, scale):
         return dense.flash_backward(do, q, k, v, _working(out), lse, scale, is_causal)

@@ -1,0 +1,43 @@
+"""The GPU vendor's flash attention with its lse on `(S, M, H, D)` views: `dense` for rows in a low precision.
+
+Keys may be fewer or more than queries. As in `dense`, `backward` takes the *merged* out and lse of the whole problem,
+and gives a part's share of the gradients. Results are in float32, rounded once to the inputs' dtype before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fits(q: Tensor, scale: float) -> bool:
+    """Whether PyTorch's flash kernel for CUDA computes this."""
+    return (
+        q.is_cuda
+        and torch.version.cuda is not None
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+        and scale > 0
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, False, scale=scale
+    )
+    return out.transpose(1, 2).float(), lse.transpose(1, 2)
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, keys = q.shape[1], k.shape[1]
+    do, q, k, v, out = (x.to(q.dtype).transpose(1, 2) for x in (do, q, k, v, out))
+    lse = lse.transpose(1, 2).contiguous()
+    # No documents and no dropout: lengths and seed are not there, and not read.
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, out, lse, None, None, rows, keys, 0.0, is_causal, None, None, scale=scale
+    )
+    return dq.transpose(1, 2).float(), dk.transpose(1, 2).float(), dv.transpose(1, 2).float()
