@@ -20,7 +20,7 @@ from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.functional import backends, dilated_attention
-from dilated_attention_pytorch.inspect.report import Finding, Report, size
+from dilated_attention_pytorch.inspect.report import LEVELS, Finding, Report, size
 from dilated_attention_pytorch.inspect.slowness import slow_settings
 from dilated_attention_pytorch.measuring import host_memory, machine, processor_flags, usable_cores
 
@@ -65,8 +65,7 @@ def doctor() -> Report:
     if device == "cuda":
         facts["gpus"] = {str(index): _gpu_words(index) for index in range(torch.cuda.device_count())}
     findings = [*_installation(), *_processor(device), *_gpu(device), *_kernels(device), *slow_settings()]
-    order = ("broken", "pitfall", "option")
-    return Report("dilated-attention doctor", facts, sorted(findings, key=lambda one: order.index(one.level)))
+    return Report("dilated-attention doctor", facts, sorted(findings, key=lambda one: LEVELS.index(one.level)))
 
 
 def _gpu_words(index: int) -> str:
@@ -193,7 +192,7 @@ def bfloat16_product_fails() -> str | None:
 
 def _gpu(device: str) -> Iterator[Finding]:
     if device == "cpu":
-        if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+        if _has_nvidia_driver():
             build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs only"
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
             yield Finding(
@@ -214,6 +213,10 @@ def _gpu(device: str) -> Iterator[Finding]:
             f"dilated-attention train --ranks {torch.cuda.device_count()}, or torchrun; RingDilatedAttention for a "
             "sequence that is sharded",
         )
+
+
+def _has_nvidia_driver() -> bool:
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
 
 
 def _one_gpu(index: int) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ import json
 import os
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -167,15 +166,13 @@ def _rank(x: Tensor, roles: dict[int, str]) -> tuple[bool, int]:
 
 def live_objects(*kinds: type) -> Iterator[Any]:
     """What of these kinds is alive in this process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # to look at some libraries' lazy objects warns
-        for one in gc.get_objects():
-            try:
-                alive = isinstance(one, kinds)
-            except Exception:  # a proxy whose referent is gone, or one that runs code to say what it is
-                continue
-            if alive:
-                yield one
+    known: dict[type, bool] = {}  # asked once a type, and of the type: to ask a lazy object or a proxy would run it
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind not in known:
+            known[kind] = issubclass(kind, kinds)
+        if known[kind]:
+            yield one
 
 
 def memory_facts(reading: MemoryReading) -> dict[str, dict[str, Any]]:

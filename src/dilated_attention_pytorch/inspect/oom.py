@@ -52,6 +52,8 @@ def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10,
         raise ValueError(f"largest, the number of tensors to list, must be at least 1, got {largest}")
     reading, tensors = read_memory(), live_tensors()
     gpu = _the_gpu(reading, error)
+    if error is None and gpu is not None and gpu.allocated < sum(x.bytes for x in tensors if x.device == "cpu"):
+        gpu = None  # the run is on the host
     there = [x for x in tensors if x.device == (f"cuda:{gpu.device}" if gpu is not None else "cpu")]
     wanted = None if error is None else _wanted_bytes(error)
     roles = {role: sum(x.bytes for x in there if x.role == role) for role in ROLES}
@@ -69,9 +71,9 @@ def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10,
     facts["largest"] = {"live tensors": [str(x) for x in tensors[:largest]]}
     findings = [*_oom_causes(reading, gpu, wanted), *_oom_options(there, roles, hidden)]
     in_use = (gpu.allocated if gpu is not None else sum(roles.values())) or 1
-    # What frees a negligible part is left out; what cannot be told beforehand comes last.
+    # What frees a negligible part is left out; what is broken comes first, what cannot be told beforehand last.
     findings = [one for one in findings if one.saves_bytes is None or one.saves_bytes >= _WORTH_SAYING * in_use]
-    findings.sort(key=lambda one: -1 if one.saves_bytes is None else one.saves_bytes, reverse=True)
+    findings.sort(key=lambda one: (one.level != "broken", -(one.saves_bytes or 0)))
     return Report(f"memory on {where}", facts, findings).told(quiet)
 
 

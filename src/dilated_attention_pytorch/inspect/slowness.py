@@ -200,18 +200,18 @@ def _slow_step(step: Callable[[], object], facts: dict[str, dict[str, Any]]) -> 
         if cuda:
             torch.cuda.synchronize()
         wall = (time.perf_counter() - began) * 1e6
-    averages = profiler.key_averages()
-    times = {
-        one.key: float(one.self_device_time_total if cuda else one.self_cpu_time_total)
-        for one in averages
-        if not one.is_user_annotation
-    }
+    averages = list(profiler.key_averages())
+    # On a GPU the kernels' own rows: an operator's row counts the time of its kernels once more.
+    kernels = [one for one in averages if one.device_type.name != "CPU" and not one.is_user_annotation]
+    cuda = bool(kernels)
+    rows = kernels or averages
+    times = {one.key: float(one.self_device_time_total if cuda else one.self_cpu_time_total) for one in rows}
     busy = sum(times.values())
     top = sorted(times.items(), key=lambda item: -item[1])[:6]
     facts["step"] = {
         "milliseconds": f"{wall / 1e3:.2f}",
-        "the GPU works" if cuda else "operators run": f"{busy / wall:.0%} of it",
-        "most time": [f"{value / max(busy, 1e-9):>6.1%}  {name}" for name, value in top if value],
+        "computing": f"{busy / wall:.0%} of it",
+        "most time": [f"{value / max(busy, 1e-9):>6.1%}  {name[:90]}" for name, value in top if value],
     }
     if cuda and busy < 0.7 * wall:
         yield Finding(
@@ -257,7 +257,11 @@ def _fragmentation(reading: MemoryReading) -> Iterator[Finding]:
 
 
 def _instability(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    parameters = [p for p in live_objects(nn.Parameter) if p.device.type != "meta" and p.is_floating_point()]
+    parameters = [
+        p
+        for p in live_objects(Tensor)  # of which a sharded parameter is one, by its type
+        if isinstance(p, nn.Parameter) and p.device.type != "meta" and p.is_floating_point()
+    ]
     values = [local_part(p) for p in parameters]
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if gradients:
