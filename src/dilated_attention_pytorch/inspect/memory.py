@@ -135,14 +135,13 @@ def live_tensors() -> list[LiveTensor]:
             roles[id(x.grad)] = "gradient"
             tensors.append(x.grad)
     for x in tensors:
-        try:
-            storage = local_part(x).untyped_storage()
-            key, count = (str(x.device), storage.data_ptr()), storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # sparse, fake, freed: nothing that could be counted
+        storage = own_memory(x)
+        if storage is None:
             continue
+        key = str(x.device), storage.data_ptr()
         # Of views, one with a role, else the largest, tells what the memory is for.
-        if count and key[1] and (key not in found or _rank(x, roles) > _rank(found[key][1], roles)):
-            found[key] = count, x
+        if key not in found or _rank(x, roles) > _rank(found[key][1], roles):
+            found[key] = storage.nbytes(), x
     listed = [
         LiveTensor(count, tuple(x.shape), str(x.dtype).removeprefix("torch."), str(x.device), _role(x, roles))
         for count, x in found.values()
@@ -154,6 +153,16 @@ def local_part(x: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank; to touch the whole would make ranks wait for each other."""
     with torch.no_grad():
         return x.to_local() if hasattr(x, "to_local") else x.detach()
+
+
+def own_memory(x: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor on this rank, or None: meta and sparse tensors, and the fake ones of torch.compile."""
+    try:
+        storage = local_part(x).untyped_storage()
+        has_memory = storage.device.type != "meta" and storage.nbytes() > 0 and storage.data_ptr() != 0
+        return storage if has_memory else None
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _role(x: Tensor, roles: dict[int, str]) -> str:

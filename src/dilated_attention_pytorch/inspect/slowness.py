@@ -21,6 +21,7 @@ from dilated_attention_pytorch.inspect.memory import (
     live_tensors,
     local_part,
     memory_facts,
+    own_memory,
     read_memory,
 )
 from dilated_attention_pytorch.inspect.report import Finding, Report, size
@@ -260,7 +261,7 @@ def _instability(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     parameters = [
         p
         for p in live_objects(Tensor)  # of which a sharded parameter is one, by its type
-        if isinstance(p, nn.Parameter) and p.device.type != "meta" and p.is_floating_point()
+        if isinstance(p, nn.Parameter) and p.is_floating_point() and own_memory(p) is not None
     ]
     values = [local_part(p) for p in parameters]
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
