@@ -1,4 +1,4 @@
-"""What the published guides show about caches and pools runs as written, at small sizes."""
+"""What the published guides show about caches, pools and troubleshooting runs as written, at small sizes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     DistributedImprovedDilatedAttention,
     ImprovedDilatedAttention,
+    LongNetLM,
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
+    benchmark_implementations,
+    diagnose_oom_error,
+    diagnose_performance_issues,
+    memory_cleanup,
+    monitor_memory_realtime,
+    profile_memory_usage,
 )
 from dilated_attention_pytorch.core import (
     OptimizedPatternCache,
@@ -145,3 +152,44 @@ def test_distributed_attention_on_one_rank() -> None:
 def test_the_simplified_gpu_cache() -> None:
     patterns_to_cache = ["dilated_s16_seg[8, 16]_dil[1, 2]"]
     assert list(SimpleGPUCache(patterns_to_cache).gpu_patterns) == patterns_to_cache
+
+
+def test_memory_profiling(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = LongNetLM(d_model=16, num_heads=4, num_layers=1, segment_lengths=[8, 16], dilation_rates=[1, 2])
+    tokens = torch.randint(256, (2, 33))
+    sample_batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    profile_memory_usage(model, sample_batch)
+    assert "CPU Mem" in capsys.readouterr().out
+    assert (tmp_path / "memory_trace.json").exists()
+
+
+def test_real_time_memory_monitoring_and_cleanup(capsys) -> None:
+    monitor_memory_realtime()
+    assert "host: " in capsys.readouterr().out
+    memory_cleanup()
+
+
+def test_performance_benchmarking() -> None:
+    segment_lengths, dilation_rates = [16, 32], [1, 2]
+    implementations = {
+        "original": DilatedAttention(segment_lengths, dilation_rates),
+        "improved": ImprovedDilatedAttention(segment_lengths, dilation_rates),
+    }
+    test_configs = [
+        {"seq_len": 32, "batch_size": 4, "embed_dim": 128},
+        {"seq_len": 64, "batch_size": 2, "embed_dim": 128},
+        {"seq_len": 128, "batch_size": 1, "embed_dim": 128},
+    ]
+    results = benchmark_implementations(implementations, test_configs)
+    for name in implementations:
+        assert list(results[name]) == ["32_4", "64_2", "128_1"]
+        for result in results[name].values():
+            assert {"avg_time", "throughput", "memory_gb"} <= result.keys()
+
+
+def test_troubleshooting(capsys) -> None:
+    diagnose_oom_error()
+    assert "live tensors" in capsys.readouterr().out
+    diagnose_performance_issues()
+    assert "PyTorch's threads" in capsys.readouterr().out

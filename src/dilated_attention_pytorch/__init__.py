@@ -23,6 +23,14 @@ from dilated_attention_pytorch.core import (
     reset_global_pattern_cache,
 )
 from dilated_attention_pytorch.functional import backends
+from dilated_attention_pytorch.inspect import (
+    benchmark_implementations,
+    diagnose_oom_error,
+    diagnose_performance_issues,
+    memory_cleanup,
+    monitor_memory_realtime,
+    profile_memory_usage,
+)
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
     DilatedAttention,
@@ -79,13 +87,19 @@ __all__ = [
     "XPosPositions",
     "__version__",
     "backends",
+    "benchmark_implementations",
     "create_dilated_attention",
     "create_multihead_dilated_attention",
+    "diagnose_oom_error",
+    "diagnose_performance_issues",
     "document_spans",
     "get_global_memory_pool",
     "get_global_pattern_cache",
+    "memory_cleanup",
     "merge",
+    "monitor_memory_realtime",
     "parallelize",
+    "profile_memory_usage",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",
 ]

@@ -22,13 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 for an error of the user's, 128 and its number for a signal."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.command(arguments)
+        status: int | None = arguments.command(arguments)
     except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
         print(f"dilated-attention: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         return getattr(stop, "status", 130)
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -168,6 +168,14 @@ def _parser() -> argparse.ArgumentParser:
         show.add_argument(flag, type=kind, help=text)
     show.add_argument("--width", type=int, default=64, help="characters a line of the drawing (default: 64)")
     show.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine has, what is broken on it and what to switch on",
+        description="Hardware, versions, backends, known pitfalls and missing extras; status 1 if something is broken.",
+    )
+    doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--json", action="store_true", help="as JSON")
     return parser
 
 
@@ -399,6 +407,14 @@ def _show(arguments: argparse.Namespace) -> None:
     if arguments.out is not None:
         write_density(arguments.out, density(view, 128, 128).tolist(), view.title, summary(view))
         print(arguments.out)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from dilated_attention_pytorch.inspect.doctor import doctor
+
+    report = doctor()
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
+    return 1 if report.is_broken else 0
 
 
 def _bench_device(stated: str | None) -> str:

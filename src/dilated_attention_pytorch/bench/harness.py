@@ -1,17 +1,12 @@
-"""Measuring: one `Case` feeds time and memory; medians with their spread; and the machine they are from."""
+"""What is measured: one `Case` feeds time and memory; and calls that take turns."""
 
 from __future__ import annotations
 
 import functools
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +14,9 @@ from dilated_attention_pytorch.core.block_layout import keys_seen, layout_for
 from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
 from dilated_attention_pytorch.core.pattern import forward_flops, training_bytes
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.measuring import Timing, machine, measure
+
+__all__ = ["Case", "Comparison", "Timing", "compare", "machine", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,50 +91,6 @@ def _kept_pairs(spec: DilatedSpec, tokens: int, heads: int, config: SparsePatter
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call, and the bytes that PyTorch's allocator held at most, whatever for (GPU only)."""
-
-    median: float
-    p20: float
-    p80: float
-    peak_bytes: int | None
-
-
-def measure(run: Callable[[], object], device: str, seconds: float = 0.25) -> Timing:
-    """Time `run` for about `seconds`: at least five calls, each by itself, or two where one takes over a second."""
-    cuda = device == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
-    run()  # compiles what there is to compile
-    wait()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    run()
-    wait()
-    once = time.perf_counter() - began
-    peak = torch.cuda.max_memory_allocated() if cuda else None
-    calls = max(5 if once < 1 else 2, min(500, round(seconds / max(once, 1e-6))))
-    for _ in range(calls // 10):
-        run()
-    if cuda:
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
-        for start, end in events:
-            start.record()
-            run()
-            end.record()
-        wait()
-        times = sorted(start.elapsed_time(end) for start, end in events)
-    else:
-        times = []
-        for _ in range(calls):
-            began = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - began) * 1e3)
-        times.sort()
-    return Timing(statistics.median(times), times[calls // 5], times[calls * 4 // 5], peak)
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Median milliseconds of two calls that took turns, and the quotient of their fastest thirds."""
 
@@ -172,38 +126,3 @@ def compare(
             times[used].append(once(on if used else off))
     fastest = {used: statistics.mean(sorted(found)[: -(-pairs // 3)]) for used, found in times.items()}
     return Comparison(statistics.median(times[False]), statistics.median(times[True]), fastest[True] / fastest[False])
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
-    found: dict[str, Any] = {}
-    if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-        found["memory"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
-        found["cuda"] = torch.version.cuda
-        found["cudnn"] = torch.backends.cudnn.version()
-    else:
-        found["cpu"] = _processor()
-        found["threads"] = torch.get_num_threads()
-    found |= {"torch": torch.__version__, "python": platform.python_version()}
-    for package in ("triton", "dilated-attention-pytorch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    if commit.returncode == 0:
-        found["commit"] = commit.stdout.strip()
-    found["date"] = time.strftime("%Y-%m-%d")
-    return found
-
-
-def _processor() -> str:
-    """The processor's name; Linux tells it in a file only."""
-    listing = Path("/proc/cpuinfo")
-    for line in listing.read_text().splitlines() if listing.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

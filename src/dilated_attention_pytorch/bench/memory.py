@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from dilated_attention_pytorch.measuring import peak_resident
 
 SEGMENTS, RATES, HEADS, HEAD_DIM = (2048, 4096, 8192), (1, 2, 4), 4, 64
 
@@ -45,13 +44,3 @@ def peak_bytes(tokens: int) -> int:
     out = dilated_attention(q, k, v, SEGMENTS, RATES, is_causal=True, backend="eager")
     out.backward(torch.ones_like(out))
     return peak_resident() - before
-
-
-def peak_resident() -> int:
-    # Where it exists: getrusage counts from the size of the process that started this one.
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else []:
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.bench.harness import compare, machine, measure
-from dilated_attention_pytorch.bench.memory import peak_resident
 from dilated_attention_pytorch.bench.results import describe
 from dilated_attention_pytorch.bench.runner import append_line
 from dilated_attention_pytorch.core.block_layout import layout_of
@@ -27,6 +26,7 @@ from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 from dilated_attention_pytorch.kernels.parts import partition_for
+from dilated_attention_pytorch.measuring import peak_resident
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import (
     DilatedAttention,

@@ -1,1 +1,15 @@
-"""Looking at patterns and runs."""
+"""Looking at patterns, machines and live processes."""
+
+from dilated_attention_pytorch.inspect.memory import memory_cleanup, monitor_memory_realtime
+from dilated_attention_pytorch.inspect.oom import diagnose_oom_error
+from dilated_attention_pytorch.inspect.profiling import benchmark_implementations, profile_memory_usage
+from dilated_attention_pytorch.inspect.slowness import diagnose_performance_issues
+
+__all__ = [
+    "benchmark_implementations",
+    "diagnose_oom_error",
+    "diagnose_performance_issues",
+    "memory_cleanup",
+    "monitor_memory_realtime",
+    "profile_memory_usage",
+]

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
@@ -82,25 +84,105 @@ def density_svg(shares: Sequence[Sequence[float]], title: str, notes: Sequence[s
 
 def write_density(path: Path, shares: Sequence[Sequence[float]], title: str, notes: Sequence[str]) -> None:
     """A density as a file, `.svg` or `.png`; PNG needs matplotlib."""
-    if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"a picture is written as .svg or .png, got {str(path)!r}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".svg":
-        path.write_text(density_svg(shares, title, notes))
+    if check_picture(path) == ".svg":
+        _write(path, density_svg(shares, title, notes))
         return
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a PNG needs matplotlib: pip install matplotlib, or write .svg", name="matplotlib"
-        ) from error
-    figure = Figure(figsize=(8, 9))
+    figure = _figure(8, 9)
     axes = figure.add_subplot()
     axes.imshow([[_share_of_ink(share) for share in row] for row in shares], cmap="Blues", vmin=0, vmax=1)
     axes.set(title=title, xlabel="keys", ylabel="queries", xticks=[], yticks=[])
     axes.title.set_fontsize(8)
     figure.text(0.1, 0.02, "\n".join(notes), fontsize=8, family="monospace")
-    figure.savefig(path, dpi=120)
+    _write(path, figure)
+
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+Spans = Sequence[tuple[str, float, float]]
+
+
+def timeline_svg(curves: Curves, title: str, spans: Spans = ()) -> str:
+    """Bytes over seconds, a step a point, one colour a curve; `spans`, (name, from, to), are shaded by turns."""
+    left, top, width, height = 70, 30, 640, 260
+    unit, scale = _byte_unit(max((y for curve in curves.values() for _, y in curve), default=0))
+    points = [point for curve in curves.values() for point in curve]
+    ends = [x for x, _ in points] + [x for _, start, end in spans for x in (start, end)]
+    first, last = min(ends, default=0.0), max(ends, default=1.0)
+    most = max([y for _, y in points], default=0) or 1.0
+
+    def across(x: float) -> float:
+        return left + width * (x - first) / ((last - first) or 1.0)
+
+    def up(y: float) -> float:
+        return top + height * (1 - y / most)
+
+    rows = [_text(0, 14, title)]
+    for index, (name, start, end) in enumerate(spans):
+        if index % 2 == 0:
+            rows.append(_cell(across(start), top, _EMPTY, max(0.0, across(end) - across(start)), height))
+        rows.append(_text(across(start) + 3, top + 12, name))
+    for tick in range(5):
+        y = most * tick / 4
+        rows.append(_text(0, up(y) + 4, f"{y / scale:.3g} {unit}"))
+        rows.append(_text(left + width * tick / 4 - 10, top + height + 16, f"{(last - first) * tick / 4:.3g} s"))
+    for index, (name, curve) in enumerate(curves.items()):
+        colour = _BRANCHES[index % len(_BRANCHES)]
+        path: list[str] = []
+        before = None
+        for x, y in curve:
+            path += [] if before is None else [f"{across(x):.1f},{up(before):.1f}"]
+            path.append(f"{across(x):.1f},{up(y):.1f}")
+            before = y
+        rows.append(f'<polyline points="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        peak = max((y for _, y in curve), default=0)
+        rows.append(_text(left, top + height + 34 + 14 * index, f"{name}, at most {peak / scale:.4g} {unit}", colour))
+    rows.append(_frame(left, top, width, height))
+    return _svg(left + width + 20, top + height + 44 + 14 * len(curves), rows)
+
+
+def write_timeline(path: Path, curves: Curves, title: str, spans: Spans = ()) -> None:
+    """Bytes over seconds as a file, `.svg` or `.png`; PNG needs matplotlib."""
+    if check_picture(path) == ".svg":
+        _write(path, timeline_svg(curves, title, spans))
+        return
+    figure = _figure(9, 4.5)
+    axes = figure.add_subplot()
+    unit, scale = _byte_unit(max((y for curve in curves.values() for _, y in curve), default=0))
+    for name, curve in curves.items():
+        axes.step([x for x, _ in curve], [y / scale for _, y in curve], where="post", label=name)
+    for index, (name, start, end) in enumerate(spans):
+        axes.axvspan(start, end, color="black", alpha=0.06 if index % 2 == 0 else 0.0, linewidth=0)
+        axes.annotate(name, (start, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
+    axes.set(title=title, xlabel="seconds", ylabel=unit, ylim=(0, None))
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    _write(path, figure)
+
+
+def check_picture(path: Path) -> str:
+    """The ending of a picture's name, if a picture of that kind can be written here."""
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"a picture is written as .svg or .png, got {str(path)!r}")
+    if path.suffix == ".png" and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("a PNG needs matplotlib: pip install matplotlib, or write .svg", name="matplotlib")
+    return path.suffix
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height))
+
+
+def _write(path: Path, picture: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(picture, str):
+        path.write_text(picture)
+    else:
+        picture.savefig(path, dpi=120)
+
+
+def _byte_unit(most: float) -> tuple[str, int]:
+    return next((one for one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if most >= one[1]), ("B", 1))
 
 
 def _share_of_ink(share: float) -> float:

@@ -1,0 +1,169 @@
+"""How time and memory are measured, and on what machine: for benchmarks and for looking at a process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call, and the bytes that PyTorch's allocator held at most, whatever for (GPU only)."""
+
+    median: float
+    p20: float
+    p80: float
+    mean: float
+    peak_bytes: int | None
+
+
+def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls: int | None = None) -> Timing:
+    """Time `run` for about `seconds`: at least five calls, each by itself, or two where one takes over a second.
+
+    `calls` says how many, instead.
+    """
+    cuda = device == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    run()  # compiles what there is to compile
+    wait()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    run()
+    wait()
+    once = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated() if cuda else None
+    if calls is None:
+        calls = max(5 if once < 1 else 2, min(500, round(seconds / max(once, 1e-6))))
+    for _ in range(calls // 10):
+        run()
+    if cuda:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+        for start, end in events:
+            start.record()
+            run()
+            end.record()
+        wait()
+        times = sorted(start.elapsed_time(end) for start, end in events)
+    else:
+        times = []
+        for _ in range(calls):
+            began = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - began) * 1e3)
+        times.sort()
+    return Timing(statistics.median(times), times[calls // 5], times[calls * 4 // 5], statistics.mean(times), peak)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures were measured on."""
+    found: dict[str, Any] = {}
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["memory"] = f"{torch.cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB"
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = torch.backends.cudnn.version()
+    else:
+        found["cpu"] = processor()
+        found["threads"] = torch.get_num_threads()
+    found |= {"torch": torch.__version__, "python": platform.python_version()}
+    for package in ("triton", "dilated-attention-pytorch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    if commit.returncode == 0:
+        found["commit"] = commit.stdout.strip()
+    found["date"] = time.strftime("%Y-%m-%d")
+    return found
+
+
+def processor() -> str:
+    """The processor's name; Linux tells it in a file only."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def processor_flags() -> frozenset[str]:
+    """What the processor says it can, as Linux spells it; empty on a system that does not tell."""
+    return frozenset(_cpuinfo("flags").split())
+
+
+def _cpuinfo(field: str) -> str:
+    listing = Path("/proc/cpuinfo")
+    for line in listing.read_text().splitlines() if listing.exists() else []:
+        if line.startswith(field):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: fewer than the machine's under an affinity or a container's quota."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        most, _, period = quota.read_text().partition(" ")
+        if most.isdigit():
+            cores = min(cores, int(most) / int(period))
+    return cores
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of the host that this process may use in all and still; 0 on a system that does not tell."""
+
+    total: int
+    available: int
+
+
+def host_memory() -> HostMemory:
+    listing = Path("/proc/meminfo")
+    kib = {}
+    for line in listing.read_text().splitlines() if listing.exists() else []:
+        name, _, rest = line.partition(":")
+        kib[name] = int(rest.split()[0])
+    total, available = (kib.get(name, 0) * 1024 for name in ("MemTotal", "MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
+    if limit.exists() and (stated := limit.read_text().strip()).isdigit():  # a container's
+        used = int((group / "memory.current").read_text())
+        total, available = min(total, int(stated)), min(available, max(0, int(stated) - used))
+    return HostMemory(total, available)
+
+
+def resident() -> int:
+    """Bytes of host memory that this process holds now; 0 on a system that does not tell."""
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        told = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True)
+    except FileNotFoundError:
+        return 0
+    return int(told.stdout) * 1024 if told.returncode == 0 else 0
+
+
+def peak_resident() -> int:
+    """Bytes of host memory that this process has held at most."""
+    # Where it exists: getrusage counts from the size of the process that started this one.
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else []:
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    import resource  # which Windows does not have
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

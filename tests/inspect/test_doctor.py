@@ -1,0 +1,173 @@
+"""The command `doctor`: what it finds on a machine in a given state, and the status it ends with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.inspect import doctor as room
+from dilated_attention_pytorch.inspect.doctor import bfloat16_product_fails, doctor, missing_extras
+
+
+@pytest.fixture(autouse=True)
+def a_plain_machine(monkeypatch):
+    """A processor without AMX and no driver, whatever this one has: tests then add what they are about."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(room, "processor_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(room, "_has_nvidia_driver", lambda: False)
+
+
+def levels(word: str) -> list[str]:
+    return [one.level for one in doctor().findings if word in one.measured]
+
+
+def test_the_text_names_hardware_versions_and_backends(capsys) -> None:
+    status = main(["doctor"])
+    shown = capsys.readouterr().out
+    assert status == (1 if "broken:" in shown else 0)
+    for word in (torch.__version__, "usable cores", "eager", "available", "reference", "host memory"):
+        assert word in shown
+
+
+def test_json_has_the_same_in_numbers(capsys) -> None:
+    main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["broken"] == any(one["level"] == "broken" for one in told["findings"])
+    assert told["facts"]["machine"]["host memory bytes"] > 1 << 28
+    assert told["facts"]["backends"]["eager"] == "available"
+    assert {"level", "topic", "measured", "way_out", "saves_bytes"} == set(told["findings"][0])
+
+
+def test_a_machine_without_faults_ends_with_status_0(capsys) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the GPU of this machine may have faults of its own")
+    assert main(["doctor"]) == 0
+    assert "broken" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(-4, "ends its process with SIGILL"), (1, "fails: RuntimeError: no"), (0, None)]
+)
+def test_a_bfloat16_product_is_tried_in_a_process_of_its_own(monkeypatch, status, message) -> None:
+    asked = []
+
+    def run(command, **settings):
+        asked.append(command)
+        return SimpleNamespace(returncode=status, stderr="Traceback ...\nRuntimeError: no\n")
+
+    monkeypatch.setattr(room.subprocess, "run", run)
+    assert bfloat16_product_fails() == message
+    assert asked[0][0] == sys.executable
+    assert "bfloat16" in asked[0][-1]
+
+
+def test_the_product_that_is_tried_runs_where_amx_is_left_out(monkeypatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    assert bfloat16_product_fails() is None
+
+
+def test_amx_that_traps_is_broken_and_amx_that_works_or_is_left_out_is_not(monkeypatch) -> None:
+    monkeypatch.setattr(room, "processor_flags", lambda: frozenset({"amx_tile", "amx_bf16"}))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(room, "bfloat16_product_fails", lambda: "ends its process with SIGILL")
+    report = doctor()
+    assert report.is_broken
+    (found,) = [one for one in report.findings if "AMX" in one.measured]
+    assert "SIGILL" in found.measured
+    assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in found.way_out
+    assert levels("multiplies bfloat16 matrices itself") == []
+    monkeypatch.setattr(room, "bfloat16_product_fails", lambda: None)
+    assert levels("AMX") == []
+    assert levels("multiplies bfloat16 matrices itself") == ([] if torch.cuda.is_available() else ["option"])
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    monkeypatch.setattr(room, "bfloat16_product_fails", lambda: pytest.fail("nothing to try: AMX is not used"))
+    assert levels("leaves it out") == ["option"]
+
+
+def test_a_missing_extra_is_named_with_the_line_that_gets_it(monkeypatch) -> None:
+    def version(name: str) -> str:
+        if name == "matplotlib":
+            raise room.PackageNotFoundError(name)
+        return "0.3.9" if name == "safetensors" else "99"
+
+    monkeypatch.setattr(room, "version", version)
+    missing = missing_extras()
+    assert missing == {"train": ["safetensors>=0.4"], "viz": ["matplotlib>=3.7"]}
+    report = doctor()
+    (found,) = [one for one in report.findings if "the extra viz" in one.measured]
+    assert "pip install -e '.[viz]'" in found.way_out
+    monkeypatch.setattr(room, "_checkout", lambda: None)
+    monkeypatch.setattr(
+        room, "requires", lambda name: ["torch>=2.6", "matplotlib>=3.7; extra == 'viz'", 'ruff; extra == "test"']
+    )
+    assert missing_extras() == {"viz": ["matplotlib>=3.7"]}
+    (found,) = [one for one in doctor().findings if "the extra viz" in one.measured]
+    assert found.way_out == "pip install 'dilated-attention-pytorch[viz]'"
+
+
+def test_a_driver_without_a_gpu_for_pytorch_is_broken_unless_it_is_hidden(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(room, "_has_nvidia_driver", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert levels("finds no GPU") == ["broken"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert levels("finds no GPU") == ["pitfall"]
+
+
+def test_a_backend_that_fails_or_computes_something_else_is_broken(monkeypatch) -> None:
+    from dilated_attention_pytorch.functional import dilated_attention
+
+    def wrong(*args, backend, **settings):
+        out = dilated_attention(*args, backend=backend, **settings)
+        return out * 1.01 if backend == "eager" else out
+
+    monkeypatch.setattr(room, "dilated_attention", wrong)
+    assert levels("backend eager is ") == ["broken"]
+
+    def failing(*args, **settings):
+        raise RuntimeError("no\nno such instruction")
+
+    monkeypatch.setattr(room, "dilated_attention", failing)
+    assert levels("RuntimeError: no such instruction")[0] == "broken"
+
+
+def test_variables_that_cannot_be_used_are_broken(monkeypatch) -> None:
+    monkeypatch.setenv("DILATED_ATTENTION_TILES", "no such file")
+    assert levels("which is no file") == ["broken"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dilated_attention_pytorch.cli", "doctor"],
+        env={"PYTHONPATH": str(room.Path(room.__file__).parents[2]), "PATTERN_CACHE_MAX_SIZE": "many"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "PATTERN_CACHE_MAX_SIZE must be a whole number" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "expected"),
+    [
+        ("NVIDIA H200", (9, 0), ["TF32", "bfloat16"]),
+        ("NVIDIA A100", (8, 0), ["TF32", "bfloat16", "measured on an H200"]),
+        ("Tesla V100", (7, 0), ["no bfloat16 products and no TF32"]),
+        ("NVIDIA B300", (10, 3), ["brings machine code for", "TF32", "bfloat16", "measured on an H200"]),
+    ],
+)
+def test_what_to_switch_on_follows_the_gpu(monkeypatch, name, capability, expected) -> None:
+    monkeypatch.delenv("DILATED_ATTENTION_TILES", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: name)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70", "sm_80", "sm_90a", "compute_90"])
+    monkeypatch.setattr(torch.version, "hip", None)
+    found = list(room._one_gpu(0))
+    assert len(found) == len(expected)
+    for one, word in zip(found, expected):
+        assert word in one.measured
+    assert any("GradScaler" in one.way_out for one in found) == (capability < (8, 0))
+    assert any("float8" in one.way_out for one in found) == (capability >= (8, 9))
