@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.dropout import draw_seed
+from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
@@ -274,7 +275,7 @@ class _Sharded(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, seed: Tensor | None, plan: Plan, backend: str
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(plan, query, key, value, seed, backend)
+        out, lse = kept(lambda: _forward(plan, query, key, value, seed, backend))
         ctx.save_for_backward(query, key, value, out, lse, seed)
         ctx.plan, ctx.backend = plan, backend
         ctx.set_materialize_grads(False)
