@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import pickle
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import dilated_attention_pytorch
 from dilated_attention_pytorch import LongNet, LongNetLM
 from dilated_attention_pytorch.core.memory_pool import WorkspacePool
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.nn import DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.cross_entropy import linear_cross_entropy
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
@@ -41,7 +45,7 @@ ALL = {**ALONE["selective"], **OFFLOAD, **ALONE["tiled"], **ALONE["chunked"]}
 def small_model(**settings: object) -> LongNetLM:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "num_heads": 4, "num_layers": LAYERS, "vocab_size": VOCABULARY, "num_decoder_layers": 0}
-    return LongNetLM(**sizes, segment_lengths=(16, 64), dilation_rates=(1, 4), **settings).double()
+    return LongNetLM(**(sizes | settings), segment_lengths=(16, 64), dilation_rates=(1, 4)).double()
 
 
 def drawn() -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,6 +69,17 @@ def assert_same(found, expected, tolerance: float = 1e-10) -> None:
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=tolerance, atol=tolerance)
+
+
+class Watch(TorchDispatchMode):
+    """The most elements of a tensor that an operator returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +114,11 @@ def test_all_techniques_together_change_neither_loss_nor_gradients(compiled, pla
     assert len(attention_calls) == LAYERS
 
 
-def test_inductor_compiles_layers_that_are_checkpointed_and_tiled(plain, attention_calls) -> None:
-    # Fused sums are ordered otherwise, so the bound is wider.
-    assert_same(train_once(MemoryOptions(**ALL, compile=True)), plain, tolerance=1e-9)
-    assert len(attention_calls) == LAYERS
+def test_inductor_compiles_layers_that_are_checkpointed_and_tiled(attention_calls) -> None:
+    expected = train_once(MemoryOptions(), small_model(num_layers=1))
+    found = train_once(MemoryOptions(**ALL, compile=True), small_model(num_layers=1))
+    assert_same(found, expected, tolerance=1e-9)  # wider: fused sums have another order
+    assert len(attention_calls) == 2
 
 
 @pytest.mark.parametrize("technique", ["none", "full", "selective"])
@@ -112,7 +128,7 @@ def test_only_full_checkpointing_computes_attention_again(technique, attention_c
 
 
 def test_attention_is_kept_under_a_dispatch_mode_and_in_a_compiled_layer(plain, attention_calls) -> None:
-    with TorchDispatchMode():
+    with Watch():
         assert_same(train_once(MemoryOptions(checkpointing="selective")), plain)
     assert len(attention_calls) == LAYERS
     assert_same(train_once(MemoryOptions(checkpointing="selective", **ALONE["compiled"])), plain)
@@ -124,6 +140,15 @@ def test_dropout_is_drawn_alike_when_a_layer_runs_again(technique) -> None:
     dropouts = {"dropout": 0.2, "attention_dropout": 0.1}
     expected = train_once(MemoryOptions(), small_model(**dropouts))
     assert_same(train_once(MemoryOptions(**ALONE[technique]), small_model(**dropouts)), expected)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_tile_is_computed_twice_also_in_a_layer_that_runs_again(checkpointing, monkeypatch) -> None:
+    calls = []
+    compute = FeedForward.forward
+    monkeypatch.setattr(FeedForward, "forward", lambda self, x: calls.append(len(x)) or compute(self, x))
+    train_once(MemoryOptions(checkpointing=checkpointing, mlp_tile=24))
+    assert calls == [24, 24, 24, 24, 24, 20] * (2 * LAYERS)
 
 
 def test_a_tile_draws_the_dropout_of_forward_again() -> None:
@@ -194,6 +219,22 @@ def test_an_encoder_decoder_is_prepared_as_well() -> None:
     assert_same(found[1], found[0])
 
 
+def test_ranks_that_share_the_model_or_the_sequence_get_the_same_gradients() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    source = Path(dilated_attention_pytorch.__file__).parent.parent
+    done = subprocess.run(
+        [*command, "tests.train.memory_worker"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "passed"), done.stdout
+
+
 # What a step holds. Sizes at which activations outweigh parameters.
 def held_bytes(options: MemoryOptions) -> int:
     """Bytes of distinct memory that autograd has saved when forward is done, parameters left out."""
@@ -239,7 +280,9 @@ def test_autograd_saves_less_with_each_technique() -> None:
     assert held_bytes(MemoryOptions(checkpointing="full")) < nothing / 5
     # Without the hidden activations of the MLP: two of them, the norm's result, each four times as wide as the model.
     assert nothing - held_bytes(MemoryOptions(mlp_tile=24)) >= LAYERS * 3 * 4 * layer_inputs
-    assert nothing - held_bytes(MemoryOptions(loss_chunk=32)) >= rows * VOCABULARY * 8
+    assert (
+        nothing - held_bytes(MemoryOptions(loss_chunk=32)) >= 0.9 * rows * VOCABULARY * 8
+    )  # it saves a few numbers a row
     best = held_bytes(MemoryOptions(checkpointing="full", mlp_tile=24, loss_chunk=32))
     assert best < LAYERS * layer_inputs + 8 * layer_inputs
 
@@ -280,20 +323,10 @@ def test_the_chunked_loss_is_cross_entropy(chunk, smoothing, reduction) -> None:
 
 
 def test_no_tensor_of_the_chunked_loss_has_rows_times_vocabulary_elements() -> None:
-    largest = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            largest[0] = max(
-                largest[0], *(x.numel() for x in torch.utils._pytree.tree_leaves(out) if hasattr(x, "numel")), 0
-            )
-            return out
-
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
-    with Watch():
+    with Watch() as watch:
         linear_cross_entropy(hidden, weight, torch.randint(100, (64,)), chunk=8).backward()
-    assert largest[0] == 8 * 100
+    assert watch.largest == 8 * 100
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -455,18 +488,17 @@ def test_an_8_bit_optimizer_steps_like_adamw_with_a_quarter_of_its_state(library
     updates = {}
     for name in ("adamw", f"adamw8bit-{library}"):
         torch.manual_seed(0)
-        layer = DilatedTransformerEncoderLayer(64, 4, [16], [1], dim_feedforward=256, dropout=0.0)
-        before = layer.feed_forward.linear1.weight.detach().clone()
+        layer = nn.Linear(64, 256, bias=False)
+        before = layer.weight.detach().clone()
         optimizer = make_optimizer(layer.parameters(), MemoryOptions(optimizer=name), lr=1e-3, betas=(0.9, 0.95))
         for _ in range(3):
             optimizer.zero_grad()
-            layer(torch.randn(2, 32, 64)).square().mean().backward()
+            layer(torch.randn(32, 64)).square().mean().backward()
             optimizer.step()
-        updates[name] = layer.feed_forward.linear1.weight.detach() - before
+        updates[name] = layer.weight.detach() - before
     exact, found = updates.values()
     assert (found - exact).norm() < 0.2 * exact.norm()
-    state = optimizer.state[layer.feed_forward.linear1.weight]
-    assert sum(state_bytes(x) for x in state.values()) < 2.5 * before.numel()
+    assert sum(state_bytes(x) for x in optimizer.state[layer.weight].values()) < 2.5 * before.numel()
 
 
 def state_bytes(x: object) -> int:

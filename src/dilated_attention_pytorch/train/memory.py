@@ -140,10 +140,11 @@ def prepare(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | L
     if (run := options.recomputation) is not None:
         model.gradient_checkpointing_enable(run=run)
     if options.compile:
+        mode = None if options.compile_mode == "default" else options.compile_mode
         for layer in _layers(model):
-            layer.compile(backend=options.compile_backend, mode=_inductor_mode(options))
+            layer.compile(backend=options.compile_backend, mode=mode)
             if options.mlp_tile:
-                layer.feed_forward.compile(backend=options.compile_backend, mode=_inductor_mode(options))
+                layer.feed_forward.compile_tiles(options.compile_backend, mode)
     return model
 
 
@@ -197,14 +198,19 @@ def make_optimizer(
     >>> make_optimizer([nn.Parameter(torch.zeros(3))], MemoryOptions(), lr=1e-3).defaults["lr"]
     0.001
     """
+    given: list[Any] = list(parameters)
     if options.optimizer == "adamw8bit-torchao":
-        return _needed("torchao", "torchao.optim", "adamw8bit-torchao keeps the optimizer's state").AdamW8bit(
-            parameters, **settings
-        )
+        return _needed("torchao", "torchao.optim", options.optimizer).AdamW8bit(given, **settings)
     if options.optimizer == "adamw8bit-bitsandbytes":
-        found = _needed("bitsandbytes", "bitsandbytes.optim", "adamw8bit-bitsandbytes keeps the optimizer's state")
-        return found.AdamW8bit(parameters, **settings)
-    return torch.optim.AdamW(parameters, **settings)
+        from torch.distributed.tensor import DTensor
+
+        flat = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
+        if any(isinstance(p, DTensor) for p in flat):
+            raise ValueError(
+                "bitsandbytes cannot step parameters that ranks shard: choose 'adamw8bit-torchao' for them"
+            )
+        return _needed("bitsandbytes", "bitsandbytes.optim", options.optimizer).AdamW8bit(given, **settings)
+    return torch.optim.AdamW(given, **settings)
 
 
 def make_scaler(options: MemoryOptions, device: torch.device | str) -> torch.amp.GradScaler:
@@ -220,13 +226,9 @@ def _layers(model: LongNetLM | LongNet) -> list[Any]:
     return list(model.layers) if isinstance(model, LongNetLM) else [*model.encoder, *model.decoder]
 
 
-def _inductor_mode(options: MemoryOptions) -> str | None:
-    return None if options.compile_mode == "default" else options.compile_mode
-
-
 def _use_float8(model: nn.Module, device: torch.device) -> None:
     _need_capability(device, (9, 0), "float8 products", "use precision='bf16' there")
-    float8 = _needed("torchao", "torchao.float8", "float8 converts linear layers")
+    float8 = _needed("torchao", "torchao.float8", "float8")
     # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length.
     config = float8.Float8LinearConfig(pad_inner_dim=True)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=_can_be_float8)
@@ -238,7 +240,7 @@ def _use_structured_sparsity(model: LongNetLM | LongNet, device: torch.device) -
     _need_capability(device, (8, 0), "2:4 sparse products", "leave structured_sparsity out there")
     if not torch.backends.cusparselt.is_available():
         raise ValueError("2:4 sparse products run in cuSPARSELt, which this PyTorch was built without")
-    sparsify = _needed("torchao", "torchao.sparsity.training.autograd", "structured_sparsity prunes weights")
+    sparsify = _needed("torchao", "torchao.sparsity.training.autograd", "structured_sparsity")
     found = 0
     for layer in _layers(model):
         for name, part in list(layer.feed_forward.named_children()):
@@ -284,12 +286,12 @@ def _need_capability(device: torch.device, least: tuple[int, int], what: str, in
         )
 
 
-def _needed(extra: str, module: str, what: str) -> Any:
+def _needed(extra: str, module: str, option: str) -> Any:
     """A module of an optional package."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"{what} with {extra}, which does not import here ({error}): "
+            f"{option} needs {extra}, which does not import here ({error}): "
             f"pip install 'dilated-attention-pytorch[{extra}]'"
         ) from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention_pytorch.core.kept import KeptResults
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.offload import Offload
+
+Compute = Callable[[Tensor], Tensor]
 
 
 class Recomputation:
@@ -42,7 +45,7 @@ class Recomputation:
             return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
 
-class TiledFeedForward(nn.Module):
+class TiledFeedForward(FeedForward):
     """A feed-forward network on `rows` rows at a time, which are computed again in backward, tile by tile.
 
     It takes over the parts of `plain`, under the same names. What it computes has a memory of O(rows), beside its input
@@ -56,37 +59,37 @@ class TiledFeedForward(nn.Module):
     def __init__(self, plain: FeedForward, rows: int) -> None:
         if rows < 1:
             raise ValueError(f"a tile has at least 1 row, got rows={rows}")
-        super().__init__()
+        nn.Module.__init__(self)
         for name, part in plain.named_children():
             self.add_module(name, part)
+        self.activation = plain.activation
         self.rows = rows
-        self._tile = [plain]  # in a list: its parts are registered above, under their own names
+        self._compiled_by: tuple[str, str | None] | None = None
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the tile; the loop over tiles stays as it is."""
-        self._tile[0].compile(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> TiledFeedForward:
-        self._tile[0].training = mode
-        return super().train(mode)
+    def compile_tiles(self, backend: str, mode: str | None) -> None:
+        """Compile what a tile computes; the loop over tiles stays as it is."""
+        self._compiled_by = backend, mode
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_in_tiles(self._tile[0], x, self.rows)
+        return _run_in_tiles(self, x, self._compiled_by)
 
     def extra_repr(self) -> str:
         return f"rows={self.rows}"
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled_tile(backend: str, mode: str | None) -> Callable[[FeedForward, Tensor], Tensor]:
+    return torch.compile(FeedForward.forward, backend=backend, mode=mode)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_in_tiles(module: nn.Module, x: Tensor, rows: int) -> Tensor:
-    """`module(x)` of a module that acts on each row of `(..., E)` by itself, `rows` rows at a time."""
+def _run_in_tiles(module: TiledFeedForward, x: Tensor, compiled_by: tuple[str, str | None] | None) -> Tensor:
+    compute = functools.partial(FeedForward.forward if compiled_by is None else _compiled_tile(*compiled_by), module)
     flat = x.flatten(0, -2)
-    if len(flat) <= rows and not torch.is_grad_enabled():
-        return module(x)
-    parameters = [p for p in module.parameters() if p.requires_grad]
     if flat.requires_grad:
         flat = _Keep.apply(flat)
-    out = _Tiles.apply(module, rows, flat, *parameters)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    out = _Tiles.apply(compute, module.rows, _draws(module), flat, *parameters)
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -110,8 +113,8 @@ class _Keep(torch.autograd.Function):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, module: nn.Module, rows: int, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.module, ctx.rows, ctx.parameters = module, rows, parameters
+    def forward(ctx: Any, compute: Compute, rows: int, draws: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.compute, ctx.rows, ctx.parameters = compute, rows, parameters
         if x.requires_grad:
             ctx.keeper = x.grad_fn
         else:
@@ -123,11 +126,11 @@ class _Tiles(torch.autograd.Function):
             "enabled": torch.is_autocast_enabled(device_type),
             "cache_enabled": False,  # a cast weight would hang on the first tile's graph
         }
-        ctx.random = _random_state(x.device) if _draws(module) else None
+        ctx.random = _random_state(x.device) if draws else None
         out = None
         with torch.autocast(**ctx.autocast):
             for tile in _tiles(len(x), rows):
-                part = module(x.detach()[tile])
+                part = compute(x.detach()[tile])
                 if out is None:
                     out = part.new_empty(len(x), *part.shape[1:])
                 out[tile] = part
@@ -137,15 +140,15 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.keeper.saved_tensors if ctx.needs_input_grad[2] else ctx.saved_tensors
+        (x,) = ctx.keeper.saved_tensors if ctx.needs_input_grad[3] else ctx.saved_tensors
         x = x.detach()
-        grad_x = torch.empty_like(x) if ctx.needs_input_grad[2] else None
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[3] else None
         totals: list[Tensor | None] = [None] * len(ctx.parameters)
         with _replaying(ctx.random, x.device):
             for tile in _tiles(len(x), ctx.rows):
                 part = x[tile].requires_grad_(grad_x is not None)
                 with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                    out = ctx.module(part)
+                    out = ctx.compute(part)
                 wanted = ctx.parameters if grad_x is None else (part, *ctx.parameters)
                 found = list(torch.autograd.grad(out, wanted, grad[tile], allow_unused=True))
                 if grad_x is not None:
@@ -157,7 +160,7 @@ class _Tiles(torch.autograd.Function):
                     total = totals[i]
                     totals[i] = gradient.to(exact) if total is None else total.add_(gradient)
         gradients = (None if t is None else t.to(p.dtype) for t, p in zip(totals, ctx.parameters))
-        return None, None, grad_x, *gradients
+        return None, None, None, grad_x, *gradients
 
 
 def _tiles(total: int, rows: int) -> list[slice]:
@@ -165,7 +168,8 @@ def _tiles(total: int, rows: int) -> list[slice]:
 
 
 def _draws(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
+    """Whether its dropout, of whichever class, takes random numbers."""
+    return any(part.training and getattr(part, "p", 0.0) > 0.0 for part in module.modules())
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -189,7 +193,7 @@ def tile_feed_forwards(model: nn.Module, rows: int) -> int:
     found = 0
     for parent in list(model.modules()):
         for name, part in list(parent.named_children()):
-            if isinstance(part, FeedForward):
+            if type(part) is FeedForward:
                 setattr(parent, name, TiledFeedForward(part, rows))
                 found += 1
     return found
