@@ -9,20 +9,19 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import LongNet, LongNetLM
 from dilated_attention_pytorch.core.memory_pool import WorkspacePool
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.nn.transformer import FeedForward
-from dilated_attention_pytorch.train.cross_entropy import linear_cross_entropy
+from dilated_attention_pytorch.train import memory
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
 from dilated_attention_pytorch.train.offload import Offload
 from dilated_attention_pytorch.train.recompute import TiledFeedForward
@@ -71,17 +70,6 @@ def assert_same(found, expected, tolerance: float = 1e-10) -> None:
         torch.testing.assert_close(found[1][name], gradient, rtol=tolerance, atol=tolerance)
 
 
-class Watch(TorchDispatchMode):
-    """The most elements of a tensor that an operator returns."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
-        return out
-
-
 @pytest.fixture(scope="module")
 def plain():
     return train_once(MemoryOptions())
@@ -121,6 +109,16 @@ def test_inductor_compiles_layers_that_are_checkpointed_and_tiled(attention_call
     assert len(attention_calls) == 2
 
 
+@pytest.mark.parametrize("changes", [ALONE["selective"], ALL], ids=["selective", "all"])
+def test_a_prepared_model_can_be_compiled_whole_and_attends_once(changes, plain, attention_calls) -> None:
+    options = MemoryOptions(**changes)
+    model = prepare(small_model(), options)
+    value = loss(torch.compile(model, backend="aot_eager"), *drawn(), options)
+    value.backward()
+    assert_same((value.detach(), {name: p.grad for name, p in model.named_parameters()}), plain)
+    assert len(attention_calls) == LAYERS
+
+
 @pytest.mark.parametrize("technique", ["none", "full", "selective"])
 def test_only_full_checkpointing_computes_attention_again(technique, attention_calls) -> None:
     train_once(MemoryOptions(checkpointing=technique))
@@ -128,7 +126,7 @@ def test_only_full_checkpointing_computes_attention_again(technique, attention_c
 
 
 def test_attention_is_kept_under_a_dispatch_mode_and_in_a_compiled_layer(plain, attention_calls) -> None:
-    with Watch():
+    with FlopCounterMode(display=False):
         assert_same(train_once(MemoryOptions(checkpointing="selective")), plain)
     assert len(attention_calls) == LAYERS
     assert_same(train_once(MemoryOptions(checkpointing="selective", **ALONE["compiled"])), plain)
@@ -303,129 +301,6 @@ def test_peak_memory_of_the_loss_does_not_grow_with_rows_times_vocabulary() -> N
     assert peak_bytes(MemoryOptions(loss_chunk=128), **sizes) < logits / 2
 
 
-# The loss.
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_the_chunked_loss_is_cross_entropy(chunk, smoothing, reduction) -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(13, (3, 11)).masked_fill(torch.rand(3, 11) < 0.3, -7)
-    how = {"ignore_index": -7, "label_smoothing": smoothing, "reduction": reduction}
-    found = linear_cross_entropy(hidden, weight, targets, chunk=chunk, **how)
-    expected = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten(), **how)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    for x, y in zip(
-        torch.autograd.grad(3 * found, (hidden, weight)), torch.autograd.grad(3 * expected, (hidden, weight))
-    ):
-        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
-
-
-def test_no_tensor_of_the_chunked_loss_has_rows_times_vocabulary_elements() -> None:
-    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
-    with Watch() as watch:
-        linear_cross_entropy(hidden, weight, torch.randint(100, (64,)), chunk=8).backward()
-    assert watch.largest == 8 * 100
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_chunked_loss_under_autocast_is_as_close_as_the_plain_one(dtype) -> None:
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(200, 32), torch.randn(60, 32) / 6
-    targets = torch.randint(60, (200,))
-
-    def gradients(function, *inputs):
-        inputs = [x.clone().requires_grad_() for x in inputs]
-        value = function(*inputs)
-        # Scaled, as a GradScaler does: unscaled gradients of a mean fall below float16's range.
-        return [value.detach().double(), *(g.double() / 1024 for g in torch.autograd.grad(1024 * value, inputs))]
-
-    def plain(hidden, weight):
-        return F.cross_entropy(F.linear(hidden, weight).float(), targets)
-
-    exact = gradients(lambda h, w: F.cross_entropy(F.linear(h, w), targets), hidden.double(), weight.double())
-    with torch.autocast("cpu", dtype):
-        ours = gradients(lambda h, w: linear_cross_entropy(h, w, targets, chunk=16), hidden, weight)
-        theirs = gradients(plain, hidden, weight)
-    for x, y, z in zip(ours, theirs, exact):
-        assert (x - z).norm() <= 1.2 * (y - z).norm() + 1e-6 * z.norm()
-
-
-def test_a_loss_without_a_row_that_counts_is_not_a_number_as_in_pytorch() -> None:
-    hidden, weight = torch.randn(4, 8), torch.randn(9, 8)
-    targets = torch.full((4,), -100)
-    assert linear_cross_entropy(hidden, weight, targets).isnan()
-    assert linear_cross_entropy(hidden, weight, targets, reduction="sum") == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.randn(4, 7)}, r"weight \(vocab, E\), got \(4, 7\) and \(9, 8\)"),
-        ({"targets": torch.zeros(3, dtype=torch.long)}, r"of shape \(4,\), one a row of hidden"),
-        ({"targets": torch.zeros(4)}, "whole numbers"),
-        ({"chunk": 0}, "at least 1 row, got 0"),
-        ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
-        ({"reduction": "none"}, "mean or sum, got 'none'"),
-    ],
-)
-def test_the_chunked_loss_refuses_bad_input(change, message) -> None:
-    inputs = {"hidden": torch.randn(4, 8), "weight": torch.randn(9, 8), "targets": torch.zeros(4, dtype=torch.long)}
-    with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**(inputs | change))
-
-
-def test_a_target_beyond_the_vocabulary_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        linear_cross_entropy(torch.randn(2, 8), torch.randn(9, 8), torch.tensor([1, 9]))
-
-
-# Offloading.
-def test_offloaded_tensors_come_back_as_they_were_and_their_buffers_go_back() -> None:
-    pool = WorkspacePool(threshold_bytes=1)
-    offload = Offload(least_bytes=1, pool=pool)
-    given = [torch.randn(3, 4, 5).transpose(0, 1), torch.randn(6)[::2], torch.randn(2, 2).bfloat16(), torch.arange(3)]
-    groups = [offload.group() for _ in range(4)]
-    packed = [[group.pack(x.clone(memory_format=torch.preserve_format)) for x in given] for group in groups]
-    for _ in range(2):  # as a graph that is retained unpacks twice
-        for group, parcels in zip(reversed(groups), reversed(packed)):
-            for parcel, x in zip(parcels, given):
-                found = group.unpack(parcel)
-                assert torch.equal(found, x)
-                assert found.dtype == x.dtype
-    assert groups[0].unpack(packed[0][0]).stride() == given[0].stride()
-    assert pool.get_stats()["live_buffers"] == 16
-    del packed, parcels, parcel
-    assert pool.get_stats()["live_buffers"] == 0
-
-
-def test_layers_before_the_last_ones_leave_the_device() -> None:
-    offload = Offload(least_bytes=1, pool=WorkspacePool(threshold_bytes=1))
-    x = torch.randn(8)
-    kept = []
-    for _ in range(5):
-        group = offload.group()
-        kept.append((group, group.pack(x.clone())))
-    assert [parcel._on_device is None for _, parcel in kept] == [True, True, False, False, False]
-
-
-def test_small_tensors_and_parameters_stay() -> None:
-    group = Offload(least_bytes=100).group()
-    small, parameter = torch.randn(4), nn.Parameter(torch.randn(100))
-    assert group.pack(small) is small
-    assert group.pack(parameter) is parameter
-
-
-def test_a_kept_tensor_that_is_written_to_is_an_error() -> None:
-    group = Offload(least_bytes=1).group()
-    x = torch.randn(8)
-    parcel = group.pack(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="written to after it had been kept"):
-        group.unpack(parcel)
-
-
 def test_a_step_gives_all_buffers_back_also_if_there_is_no_backward() -> None:
     offload = Offload(least_bytes=1, pool=WorkspacePool(threshold_bytes=1))
     model = small_model()
@@ -525,6 +400,50 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu_with_the_reason() -> None:
         prepare(small_model(), MemoryOptions(float8=True))
     with pytest.raises(ValueError, match=r"2:4 sparse products need a GPU of compute capability 8.0.*on cpu"):
         prepare(small_model(), MemoryOptions(structured_sparsity=True, precision="bf16"))
+
+
+def test_float8_takes_the_layers_and_leaves_the_head_and_the_names(monkeypatch) -> None:
+    pytest.importorskip("torchao", reason="needs the extra torchao")
+    monkeypatch.setattr(memory, "_need_capability", lambda *_: None)  # torchao computes it on a CPU too, without gain
+    exact = train_once(MemoryOptions(precision="bf16"), small_model().float())
+    model = small_model().float()
+    names = model.state_dict().keys()
+    found = train_once(MemoryOptions(precision="bf16", float8=True, **ALL), model)
+    assert model.state_dict().keys() == names
+    converted = [name for name, part in model.named_modules() if type(part).__name__ == "Float8Linear"]
+    assert len(converted) == 6 * LAYERS
+    torch.testing.assert_close(found[0], exact[0], rtol=0.05, atol=0.0)
+    assert not torch.equal(found[0], exact[0])
+    with pytest.raises(ValueError, match="sizes are multiples of 16, and the model has none"):
+        prepare(small_model(d_model=24, dim_feedforward=40, num_heads=3), MemoryOptions(float8=True))
+
+
+def test_structured_sparsity_prunes_two_of_four_weights_of_the_feed_forward_networks(monkeypatch) -> None:
+    def prune(weight: torch.Tensor, backend: str) -> torch.Tensor:
+        """What the GPU's pruning does, on any device: the larger two of four count, the gradient reaches all."""
+        fours = weight.detach().unflatten(1, (-1, 4))
+        counts = torch.zeros_like(fours).scatter_(-1, fours.abs().topk(2).indices, 1.0).flatten(1)
+        return weight + (weight * counts - weight).detach()
+
+    monkeypatch.setattr(memory, "_need_capability", lambda *_: None)
+    monkeypatch.setattr(memory, "_needed", lambda *_: SimpleNamespace(semi_structured_sparsify=prune))
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    options = MemoryOptions(structured_sparsity=True, precision="bf16", **ALL)
+    model = small_model(d_model=128).float()
+    names = model.state_dict().keys()
+    value, gradients = train_once(options, model)
+    assert value.isfinite()
+    assert model.state_dict().keys() == gradients.keys() | {"head.weight"} == names
+    linear = model.layers[0].feed_forward.linear1
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        counts = linear(torch.eye(128)) - linear.bias != 0
+    assert counts.float().mean() == pytest.approx(0.5, abs=0.01)
+    assert (gradients["layers.0.feed_forward.linear1.weight"] != 0).float().mean() > 0.99
+    with pytest.raises(ValueError, match="sizes are multiples of 128, and the model has none"):
+        prepare(small_model(), options)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="which this PyTorch was built without"):
+        prepare(small_model(), options)
 
 
 @pytest.mark.parametrize(

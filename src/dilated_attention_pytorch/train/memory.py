@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.memory_pool import LEAST_THRESHOLD
+from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.train.cross_entropy import Reduction, linear_cross_entropy
 from dilated_attention_pytorch.train.offload import Offload
@@ -264,9 +265,9 @@ class _SemiSparseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         # Autocast would convert the weight only after it was pruned, in a form that cannot be converted.
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.weight.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(x.to(dtype), self._sparsify(self.weight.to(dtype), backend="cusparselt"), bias)
+        x, weight = autocast_inputs(x, self.weight)
+        bias = None if self.bias is None else self.bias.to(weight.dtype)
+        return F.linear(x.to(weight.dtype), self._sparsify(weight, backend="cusparselt"), bias)
 
 
 def _can_be_float8(part: nn.Module, name: str) -> bool:

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dilated_attention_pytorch.core.kept import KeptResults
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.offload import Offload
 
 Compute = Callable[[Tensor], Tensor]
+_keep_operator = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.dilated_attention_pytorch.attend.default]
+)
 
 
 class Recomputation:
@@ -40,7 +43,8 @@ class Recomputation:
             hooks = saved_tensors_hooks(*group.hooks)
             kept = KeptResults(*group.hooks)
         if self.keep_attention:
-            kwargs["context_fn"] = lambda: (kept.keeping(), kept.giving())
+            traced = torch.compiler.is_compiling()  # a model compiled whole, where operators are all that is seen
+            kwargs["context_fn"] = _keep_operator if traced else lambda: (kept.keeping(), kept.giving())
         with hooks:
             return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
