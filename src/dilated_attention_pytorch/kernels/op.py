@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
+from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
@@ -64,7 +65,7 @@ class _Attend(torch.autograd.Function):
         backend: str, resources: Resources,
     ) -> Any:  # fmt: skip
         layout = None if problem.sparse is None else layout_of(problem, query, key, resources.cache)
-        out, lse = _forward(query, key, value, spans, seed, problem, backend, resources, layout)
+        out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, resources, layout))
         ctx.rest = problem, backend, resources, layout  # backward must see the tiles that forward saw
         ctx.save_for_backward(query, key, value, out, lse, spans, seed)
         ctx.set_materialize_grads(False)
@@ -110,7 +111,8 @@ def attend_op(
         pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
     layout = _layout(problem, query, key, reuse_layouts)
-    return _forward(query, key, value, spans, seed, problem, backend, NO_RESOURCES, layout)
+    out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, NO_RESOURCES, layout))
+    return out, lse
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend_backward", mutates_args=())

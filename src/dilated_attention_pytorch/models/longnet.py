@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPosition
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
 Model = TypeVar("Model", bound="_Pretrained")
+_recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
 
 
 class _Pretrained(SharesResources, nn.Module):
@@ -49,10 +52,15 @@ class _Pretrained(SharesResources, nn.Module):
         self.config = ModelConfig(**overrides) if config is None else config
         self.gradient_checkpointing = False
         self.spans = DocumentSpans()
+        self._run_checkpointed: Callable[..., Tensor] = _recompute_layer
 
-    def gradient_checkpointing_enable(self, enable: bool = True) -> None:
-        """Keep only the layers' inputs while training and recompute the rest in backward."""
+    def gradient_checkpointing_enable(self, enable: bool = True, run: Callable[..., Tensor] | None = None) -> None:
+        """Keep only the layers' inputs while training and recompute the rest in backward.
+
+        `run(layer, *args, **kwargs)` keeps something else, or elsewhere; see `train.memory`.
+        """
         self.gradient_checkpointing = enable
+        self._run_checkpointed = _recompute_layer if run is None else run
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `config.json` and `model.safetensors` into `folder`, each whole or not at all."""
@@ -104,7 +112,7 @@ class _Pretrained(SharesResources, nn.Module):
 
     def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         if self.gradient_checkpointing and self.training:
-            return checkpoint(layer, *args, use_reentrant=False, **kwargs)
+            return self._run_checkpointed(layer, *args, **kwargs)
         return layer(*args, **kwargs)
 
 
@@ -138,9 +146,15 @@ class LongNetLM(_Pretrained):
         key_padding_mask: Tensor | None = None,
         seqlens: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        finish: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits `(B, N, vocab)` of the token that follows each position."""
-        return self.head(self.hidden(tokens, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens))
+        """Logits `(B, N, vocab)` of the token that follows each position.
+
+        `finish(hidden, weight)` takes the place of the head, with the final hidden states and the head's weight: a loss
+        that needs no logits of all tokens at once. It runs within `forward`, where ranks that share the model have it.
+        """
+        hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens)
+        return self.head(hidden) if finish is None else finish(hidden, self.head.weight)
 
     def hidden(
         self,

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
+from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import Resources
@@ -307,7 +308,7 @@ class _Sharded(torch.autograd.Function):
         backend: str,
         resources: Resources,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(schedule, query, key, value, seed, backend, resources)
+        out, lse = kept(lambda: _forward(schedule, query, key, value, seed, backend, resources))
         ctx.save_for_backward(query, key, value, out, lse, seed)
         ctx.rest = schedule, backend, resources
         ctx.set_materialize_grads(False)

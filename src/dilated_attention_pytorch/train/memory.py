@@ -1,0 +1,298 @@
+"""What a training step holds in memory, as one frozen value, and how it is applied to a model, a loss and an optimizer.
+
+Each option is independent of the others. All but `precision`, `float8`, `structured_sparsity` and the 8-bit optimizers
+leave the mathematics as it is, to rounding.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.memory_pool import LEAST_THRESHOLD
+from dilated_attention_pytorch.functional import autocast_inputs
+from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.train.cross_entropy import Reduction, linear_cross_entropy
+from dilated_attention_pytorch.train.offload import Offload
+from dilated_attention_pytorch.train.recompute import Recomputation, tile_feed_forwards
+
+Checkpointing = Literal["none", "full", "selective"]
+Precision = Literal["fp32", "bf16", "fp16"]
+OptimizerName = Literal["adamw", "adamw8bit-torchao", "adamw8bit-bitsandbytes"]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
+
+_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """How a step saves memory. The defaults save nothing.
+
+    Args:
+        checkpointing: `full` keeps a layer's input and computes the layer again in backward; `selective` keeps the
+            results of its attention too, so that attention runs once.
+        offload: what checkpointing keeps lies in host memory until backward.
+        offload_least_bytes: smaller tensors stay on the device.
+        mlp_tile: rows of a feed-forward network at a time, computed again in backward; 0 for all at once.
+        loss_chunk: rows whose logits exist at a time; 0 for all at once.
+        optimizer: AdamW, or one whose state takes 8 bits a number, from torchao or bitsandbytes.
+        precision: of products under autocast, with parameters in float32; `fp16` needs `make_scaler`.
+        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer.
+        structured_sparsity: two of four neighbouring weights of the feed-forward networks count, the larger ones; they
+            are chosen anew in every step.
+        compile, compile_mode, compile_backend: `torch.compile` of each layer.
+
+    >>> MemoryOptions(checkpointing="selective", loss_chunk=4096).precision
+    'fp32'
+    """
+
+    checkpointing: Checkpointing = "none"
+    offload: bool = False
+    offload_least_bytes: int = LEAST_THRESHOLD
+    mlp_tile: int = 0
+    loss_chunk: int = 0
+    optimizer: OptimizerName = "adamw"
+    precision: Precision = "fp32"
+    float8: bool = False
+    structured_sparsity: bool = False
+    compile: bool = False
+    compile_mode: CompileMode = "default"
+    compile_backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        choices = (
+            ("checkpointing", Checkpointing),
+            ("optimizer", OptimizerName),
+            ("precision", Precision),
+            ("compile_mode", CompileMode),
+        )
+        for name, known in choices:
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}")
+        for name, least in (("mlp_tile", 0), ("loss_chunk", 0), ("offload_least_bytes", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        for name in ("offload", "float8", "structured_sparsity", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.offload and self.checkpointing == "none":
+            raise ValueError(
+                "offload moves what checkpointing keeps: choose checkpointing='full' or 'selective' with it"
+            )
+        if self.float8 and self.structured_sparsity:
+            raise ValueError("a linear layer is either float8 or 2:4 sparse: choose one of float8, structured_sparsity")
+        if self.structured_sparsity and self.precision == "fp32":
+            raise ValueError("2:4 sparse products exist in 16 bits only: choose precision='bf16' or 'fp16' with it")
+        if not self.compile and (self.compile_mode != "default" or self.compile_backend != "inductor"):
+            raise ValueError("compile_mode and compile_backend say how to compile: pass compile=True with them")
+        if self.compile_mode in _WITH_CUDA_GRAPHS and (self.checkpointing != "none" or self.mlp_tile):
+            raise ValueError(
+                f"compile_mode={self.compile_mode!r} captures CUDA graphs, whose memory a layer that runs again in "
+                "backward would overwrite: choose 'default' or 'max-autotune-no-cudagraphs', or no checkpointing and "
+                "no mlp_tile"
+            )
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """How layers run under `checkpointing`; None without it."""
+        if self.checkpointing == "none":
+            return None
+        offload = Offload(self.offload_least_bytes) if self.offload else None
+        return Recomputation(keep_attention=self.checkpointing == "selective", offload=offload)
+
+    def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
+        """The context of a forward pass and its loss."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(torch.device(device).type, _LOW_PRECISION[self.precision])
+
+
+def prepare(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | LongNet:
+    """Change a model in place so that it trains with these options, and return it.
+
+    Call it once, with the model on its device, before ranks share it (`fully_shard`, DDP, DeepSpeed). Names of
+    parameters stay, so checkpoints are those of the plain model.
+
+    >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
+    >>> options = MemoryOptions(checkpointing="selective", mlp_tile=64, loss_chunk=64)
+    >>> tokens = torch.randint(256, (2, 100))
+    >>> loss(prepare(model, options), tokens[:, :-1], tokens[:, 1:], options).backward()
+    """
+    if not isinstance(model, LongNetLM | LongNet):
+        raise TypeError(
+            f"prepare takes a LongNetLM or a LongNet, before anything is wrapped around it, got {type(model).__name__}"
+        )
+    device = next(model.parameters()).device
+    if options.float8:
+        _use_float8(model, device)
+    if options.structured_sparsity:
+        _use_structured_sparsity(model, device)
+    if options.mlp_tile and not tile_feed_forwards(model, options.mlp_tile):
+        raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model once")
+    if (run := options.recomputation) is not None:
+        model.gradient_checkpointing_enable(run=run)
+    if options.compile:
+        mode = None if options.compile_mode == "default" else options.compile_mode
+        for layer in _layers(model):
+            layer.compile(backend=options.compile_backend, mode=mode)
+            if options.mlp_tile:
+                layer.feed_forward.compile_tiles(options.compile_backend, mode)
+    return model
+
+
+def loss(
+    model: nn.Module,
+    tokens: Tensor,
+    targets: Tensor,
+    options: MemoryOptions,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    **lengths: Tensor | None,
+) -> Tensor:
+    """The cross-entropy of `targets` `(B, N)` under a `LongNetLM`, or what shares one among ranks.
+
+    Forward runs under the options' autocast; `lengths` (`seqlens`, `cu_seqlens`, `key_padding_mask`) go to the model.
+    """
+    with options.autocast(tokens.device):
+        if options.loss_chunk:
+            return model(
+                tokens,
+                **lengths,
+                finish=lambda hidden, weight: linear_cross_entropy(
+                    hidden,
+                    weight,
+                    targets,
+                    chunk=options.loss_chunk,
+                    ignore_index=ignore_index,
+                    label_smoothing=label_smoothing,
+                    reduction=reduction,
+                ),
+            )
+        logits = model(tokens, **lengths).flatten(0, 1)
+        return F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            targets.flatten(),
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+
+
+def make_optimizer(
+    parameters: Iterable[Tensor] | Iterable[dict[str, Any]], options: MemoryOptions, **settings: Any
+) -> torch.optim.Optimizer:
+    """AdamW as the options say; `settings` are its own: `lr`, `betas`, `weight_decay` and so on.
+
+    An 8-bit one keeps tensors of fewer than 4,096 elements in float32, as both libraries do.
+
+    >>> make_optimizer([nn.Parameter(torch.zeros(3))], MemoryOptions(), lr=1e-3).defaults["lr"]
+    0.001
+    """
+    given: list[Any] = list(parameters)
+    if options.optimizer == "adamw8bit-torchao":
+        return _needed("torchao", "torchao.optim", options.optimizer).AdamW8bit(given, **settings)
+    if options.optimizer == "adamw8bit-bitsandbytes":
+        from torch.distributed.tensor import DTensor
+
+        flat = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
+        if any(isinstance(p, DTensor) for p in flat):
+            raise ValueError(
+                "bitsandbytes cannot step parameters that ranks shard: choose 'adamw8bit-torchao' for them"
+            )
+        return _needed("bitsandbytes", "bitsandbytes.optim", options.optimizer).AdamW8bit(given, **settings)
+    return torch.optim.AdamW(given, **settings)
+
+
+def make_scaler(options: MemoryOptions, device: torch.device | str) -> torch.amp.GradScaler:
+    """The loss scale that float16's small range needs; for other precisions one that does nothing.
+
+    >>> make_scaler(MemoryOptions(precision="bf16"), "cpu").is_enabled()
+    False
+    """
+    return torch.amp.GradScaler(torch.device(device).type, enabled=options.precision == "fp16")
+
+
+def _layers(model: LongNetLM | LongNet) -> list[Any]:
+    return list(model.layers) if isinstance(model, LongNetLM) else [*model.encoder, *model.decoder]
+
+
+def _use_float8(model: nn.Module, device: torch.device) -> None:
+    _need_capability(device, (9, 0), "float8 products", "use precision='bf16' there")
+    float8 = _needed("torchao", "torchao.float8", "float8")
+    # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length.
+    config = float8.Float8LinearConfig(pad_inner_dim=True)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=_can_be_float8)
+    if not any(isinstance(part, float8.float8_linear.Float8Linear) for part in model.modules()):
+        raise ValueError("float8 takes linear layers whose sizes are multiples of 16, and the model has none")
+
+
+def _use_structured_sparsity(model: LongNetLM | LongNet, device: torch.device) -> None:
+    _need_capability(device, (8, 0), "2:4 sparse products", "leave structured_sparsity out there")
+    if not torch.backends.cusparselt.is_available():
+        raise ValueError("2:4 sparse products run in cuSPARSELt, which this PyTorch was built without")
+    sparsify = _needed("torchao", "torchao.sparsity.training.autograd", "structured_sparsity")
+    found = 0
+    for layer in _layers(model):
+        for name, part in list(layer.feed_forward.named_children()):
+            if isinstance(part, nn.Linear) and part.in_features % 128 == part.out_features % 128 == 0:
+                setattr(layer.feed_forward, name, _SemiSparseLinear(part, sparsify.semi_structured_sparsify))
+                found += 1
+    if not found:
+        raise ValueError(
+            "structured_sparsity takes feed-forward networks whose sizes are multiples of 128, and the model has none"
+        )
+
+
+class _SemiSparseLinear(nn.Linear):
+    """A linear layer of which two in four neighbouring weights count; the gradient reaches all of them."""
+
+    def __init__(self, dense: nn.Linear, sparsify: Any) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = dense.in_features, dense.out_features
+        self.weight, self.bias = dense.weight, dense.bias
+        self._sparsify = sparsify
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Autocast would convert the weight only after it was pruned, in a form that cannot be converted.
+        x, weight = autocast_inputs(x, self.weight)
+        bias = None if self.bias is None else self.bias.to(weight.dtype)
+        return F.linear(x.to(weight.dtype), self._sparsify(weight, backend="cusparselt"), bias)
+
+
+def _can_be_float8(part: nn.Module, name: str) -> bool:
+    """Sizes that the products take; not the head, whose weight may be the embedding's."""
+    if not isinstance(part, nn.Linear) or name.split(".")[-1] == "head":
+        return False
+    return part.in_features % 16 == part.out_features % 16 == 0
+
+
+def _need_capability(device: torch.device, least: tuple[int, int], what: str, instead: str) -> None:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability < least:
+        found = f"{device} of {capability[0]}.{capability[1]}" if device.type == "cuda" else str(device)
+        raise ValueError(
+            f"{what} need a GPU of compute capability {least[0]}.{least[1]} or newer, and the model is on {found}: "
+            f"{instead}"
+        )
+
+
+def _needed(extra: str, module: str, option: str) -> Any:
+    """A module of an optional package."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"{option} needs {extra}, which does not import here ({error}): "
+            f"pip install 'dilated-attention-pytorch[{extra}]'"
+        ) from error
