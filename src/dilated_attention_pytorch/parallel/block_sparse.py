@@ -52,6 +52,8 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
         axis: str = "sequence",
         **settings: Any,
     ) -> None:
+        if "memory_budget" in settings:
+            raise TypeError("memory_budget is for a scheme that is chosen, and tiles travel by gather: leave it out")
         place = Place(group, mesh, axis, ring_size)
         super().__init__(
             segment_lengths, dilation_rates, sparse_config, dropout, sequence=place, scheme="gather", **settings
