@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import example, reject
 from torch import Tensor
 
+from dilated_attention_pytorch.core import DilatedSpec, dense_mask
 from dilated_attention_pytorch.functional import dilated_attention
 
 from .draws import Draw
@@ -95,7 +96,11 @@ def check_errors(
     draw: Draw, dtype: torch.dtype, errors: dict[str, float], expected: dict[str, Tensor], device: str = "cpu"
 ) -> None:
     """Whether norms of what is wrong with out, lse, dq, dk and dv are within the budget."""
-    flash = {} if dtype == torch.float32 else dense_errors(draw, dtype, device)
+    flash = (
+        flash_errors(dtype, draw.head_dim, keys_a_row(draw), abs(draw.scale or draw.head_dim**-0.5), device)
+        if dtype != torch.float32
+        else {}
+    )
     scale = max(expected[name].norm().item() for name in ("dq", "dk", "dv"))
     for name, wrong in errors.items():
         exact = expected[name].norm().item()
@@ -108,24 +113,11 @@ def check_errors(
         assert error <= limit, f"{name}: {error:.2e} is over {limit:.2e}"
 
 
-def dense_errors(draw: Draw, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Flash attention's errors on the dense problem that is as hard; of a causal draw, the larger of two such."""
-    scale = abs(draw.scale or draw.head_dim**-0.5)
-    found = [
-        flash_errors(dtype, draw.head_dim, keys_a_row(draw), scale, is_causal, device)
-        for is_causal in {False, draw.is_causal}
-    ]
-    return {name: max(errors[name] for errors in found) for name in found[0]}
-
-
 def keys_a_row(draw: Draw) -> int:
     """How many keys a row sees on average: the size of the dense problem that is as hard."""
-    query, key, value = draw.tensors(torch.float32)
-    settings = draw.settings() | {"dropout_p": 0.0}
-    # Without scores a row's denominator is the number of the keys that it sees.
-    _, lse = dilated_attention(query * 0, key, value, **settings, return_lse=True, backend="reference")
-    seen = lse.detach().exp()
-    return max(2, round((seen.sum() / (seen > 0).sum().clamp_min(1)).item()))
+    spec = DilatedSpec.of(draw.segment_lengths, draw.dilation_rates, draw.head_layout)
+    mask = dense_mask(spec, spec.offsets(draw.kv_heads), draw.tokens, is_causal=draw.is_causal).sum(0)
+    return max(2, round(mask.sum().item() / max(1, mask.any(-1).sum().item())))
 
 
 def reference_on(draw: Draw, tensors: tuple[Tensor, Tensor, Tensor], device: str = "cpu") -> dict[str, Tensor]:
@@ -135,28 +127,18 @@ def reference_on(draw: Draw, tensors: tuple[Tensor, Tensor, Tensor], device: str
 
 
 @functools.cache
-def flash_errors(
-    dtype: torch.dtype, head_dim: int, keys: int, scale: float, is_causal: bool, device: str
-) -> dict[str, float]:
-    """The relative errors of PyTorch's own flash attention on dense problems of this dtype.
-
-    `keys` is what a row sees on average; under causality the first ones see fewer, and are harder.
-    """
+def flash_errors(dtype: torch.dtype, head_dim: int, keys: int, scale: float, device: str) -> dict[str, float]:
+    """The relative errors of PyTorch's own flash attention on dense problems of this dtype."""
     generator = torch.Generator().manual_seed(0)
-    tokens = 2 * keys - 1 if is_causal else keys
-    shape = (max(1, 2048 // tokens), 2, tokens, head_dim)
+    shape = (max(1, 2048 // keys), 2, keys, head_dim)
     q, k, v, do = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     scores = exact[0] @ exact[1].transpose(-1, -2) * scale
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1), -torch.inf)
     expected = {"out": scores.softmax(-1) @ exact[2], "lse": scores.logsumexp(-1)}
     expected |= zip(("dq", "dk", "dv"), torch.autograd.grad((expected["out"] * do).sum(), exact))
     low = [x.requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*low, is_causal=is_causal, scale=scale)
-    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.cpu(), k.cpu(), v.cpu(), is_causal=is_causal, scale=scale
-    )
+    out = F.scaled_dot_product_attention(*low, scale=scale)
+    _, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q.cpu(), k.cpu(), v.cpu(), scale=scale)
     lse = lse.to(device)
     found = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad((out * do).sum(), low)))
     return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in expected.items()}

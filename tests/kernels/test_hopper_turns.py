@@ -14,8 +14,8 @@ from dilated_attention_pytorch.core.block_layout import BranchLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 
-backward = pytest.importorskip(
-    "dilated_attention_pytorch.kernels.triton.hopper.backward", reason="this Triton has no Gluon", exc_type=ImportError
+turns = pytest.importorskip(
+    "dilated_attention_pytorch.kernels.triton.hopper.turns", reason="this Triton has no Gluon", exc_type=ImportError
 )
 forward = pytest.importorskip(
     "dilated_attention_pytorch.kernels.triton.hopper.forward", reason="this Triton has no Gluon", exc_type=ImportError
@@ -43,7 +43,9 @@ def on_integers(module: types.ModuleType, *functions: str, program: int = 0) -> 
 
 
 def of_backward() -> SimpleNamespace:
-    return on_integers(backward, "_key_tile", "_first_query_tile", "_begin", "_next", "_stride", "_additions", "_turn")
+    return on_integers(
+        turns, "key_tile_of", "first_query_tile", "first_step", "next_query_tile", "stride", "additions_to", "turn_of"
+    )
 
 
 def additions_of(member: int, rows: int, team: int, lag: int, group: int, causal: bool) -> list[tuple[int, int, int]]:
@@ -52,17 +54,17 @@ def additions_of(member: int, rows: int, team: int, lag: int, group: int, causal
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
     found = []
     for turn_round in range(-(-key_tiles // team)):
-        key_tile = kernel._key_tile(turn_round, member, team, key_tiles, SPARSE=False)
+        key_tile = kernel.key_tile_of(turn_round, member, team, key_tiles, SPARSE=False)
         if key_tile >= key_tiles:
             continue
-        first = kernel._first_query_tile(key_tile, causal, QUERY_ROWS)
-        g, tile = kernel._begin(first, query_tiles, member, team, lag, group)
+        first = kernel.first_query_tile(key_tile, causal, QUERY_ROWS)
+        g, tile = kernel.first_step(first, query_tiles, member, team, lag, group)
         for _ in range(group * (query_tiles - first)):
-            turn = kernel._turn(
+            turn = kernel.turn_of(
                 g, tile, turn_round, member, key_tiles, query_tiles, team, lag, group, causal, QUERY_ROWS
             )
             found.append((g, tile, turn))
-            g, tile = kernel._next(g, tile, first, query_tiles, group)
+            g, tile = kernel.next_query_tile(g, tile, first, query_tiles, group)
     return found
 
 
@@ -73,7 +75,7 @@ def test_every_addition_to_dq_gets_its_turn(rows: int, team: int, lag: int, grou
     seen = [(g, tile) for one in left for g, tile, _ in one]
     key_tiles = -(-rows // KEY_ROWS)
     for g, tile in set(seen):
-        assert seen.count((g, tile)) == of_backward()._additions(tile, key_tiles, causal, QUERY_ROWS)
+        assert seen.count((g, tile)) == of_backward().additions_to(tile, key_tiles, causal, QUERY_ROWS)
     assert_all_can_be_made(left)
 
 
@@ -108,21 +110,21 @@ def listed_additions_of(
     member: int, rows: int, team: int, group: int, kept: BranchLayout
 ) -> list[tuple[int, int, int]]:
     """The same of a member that walks the lists of a layout."""
-    kernel = on_integers(backward, "_key_tile", "_grid", "_listed", "_total", "_take")
+    kernel = on_integers(turns, "key_tile_of", "grid_of", "listed", "total_steps", "next_listed")
     tables = (kept.grids.flatten(), kept.query_first, kept.queries, kept.query_turns, kept.key_first)
     lists = (*(Pointer(x.tolist()) for x in tables), 0)
     sizes = (rows, group, rows, 1, 1, 0, rows, 1, 1, 1, team, 2, group)
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
-    grid = kernel._grid(lists, 0, 0, sizes)
+    grid = kernel.grid_of(lists, 0, 0, sizes)
     found = []
     for turn_round in range(-(-key_tiles // team)):
-        key_tile = kernel._key_tile(turn_round, member, team, key_tiles, SPARSE=True)
+        key_tile = kernel.key_tile_of(turn_round, member, team, key_tiles, SPARSE=True)
         if key_tile >= key_tiles:
             continue
         g = at = 0
-        start, left = kernel._listed(lists, grid, key_tile, query_tiles, QUERY_ROWS)
-        for _ in range(kernel._total(lists, 0, left, key_tile, query_tiles, sizes, QUERY_ROWS)):
-            g, start, at, left, entry, tile = kernel._take(
+        start, left = kernel.listed(lists, grid, key_tile, query_tiles, QUERY_ROWS)
+        for _ in range(kernel.total_steps(lists, 0, left, key_tile, query_tiles, sizes, QUERY_ROWS)):
+            g, start, at, left, entry, tile = kernel.next_listed(
                 lists, 0, g, start, at, left, key_tile, query_tiles, sizes, QUERY_ROWS
             )
             found.append((g, tile, kept.query_turns[entry].item()))

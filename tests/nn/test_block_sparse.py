@@ -56,6 +56,11 @@ def test_documented_keywords_construct_and_run(pattern_type) -> None:
     assert out.isfinite().all()
 
 
+def test_a_budget_that_nothing_asks_for_is_refused() -> None:
+    with pytest.raises(TypeError, match="tiles travel by gather: leave it out"):
+        BlockSparseRingDilatedAttention([256], [1], memory_budget=1)
+
+
 def test_by_default_a_tenth_of_tiles_of_128_is_kept() -> None:
     attention = BlockSparseRingDilatedAttention(segment_lengths=[256], dilation_rates=[1])
     assert attention.sparse_config == SparsePatternConfig("dilated_sparse", 0.1, 128)

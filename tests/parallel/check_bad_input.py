@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch import RingDilatedAttention, RingMultiheadDilatedAttention
+from dilated_attention_pytorch import RingDilatedAttention, RingMultiheadDilatedAttention, SparsePatternConfig
 from dilated_attention_pytorch.parallel import sharded_dilated_attention
 
 SPEC = ([8, 16], [1, 2])
@@ -57,6 +57,10 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
         "a layout that does not fit": (
             attend(shard(), ([16], [1]), token_layout="zigzag", memory_budget=100),
             "over the memory_budget of 100, and token_layout 'zigzag' only gathers",
+        ),
+        "tiles that do not fit": (
+            attend(shard(), ([16], [1]), sparse_config=SparsePatternConfig(block_size=4), memory_budget=100),
+            "over the memory_budget of 100, and a block layout only gathers: .*leave sparse_config out",
         ),
         "lengths": (attend(shard(), seqlens=torch.tensor([9 if first else 10])), "rank 0 has seqlens=\\[9\\]"),
         "lengths on one rank": (attend(shard(), **({"seqlens": torch.tensor([9])} if first else {})), "same call"),

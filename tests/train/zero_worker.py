@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from dilated_attention_pytorch import LongNetLM
@@ -65,3 +66,6 @@ def resume(folder: Path, flags: list[str]) -> None:
 if __name__ == "__main__":
     scenario, folder, *flags = sys.argv[1:]
     {"share": share, "resume": resume}[scenario](Path(folder), flags)
+    # A run that ended in an error leaves its group, whose threads may abort a process that ends with it.
+    if dist.is_initialized():
+        dist.destroy_process_group()

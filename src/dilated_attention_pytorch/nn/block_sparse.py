@@ -65,7 +65,9 @@ class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
     torch.Size([2, 300, 32])
     """
 
+    _attention_class: type[BlockSparseDilatedAttention] = BlockSparseDilatedAttention
+
     def _make_attention(
         self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
     ) -> DilatedAttention:
-        return BlockSparseDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
+        return self._attention_class(segment_lengths, dilation_rates, dropout=dropout, **settings)

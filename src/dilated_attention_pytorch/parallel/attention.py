@@ -35,7 +35,14 @@ from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
 from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme, choose_scheme, wires_of
+from dilated_attention_pytorch.parallel.costs import (
+    MEMORY_BUDGET,
+    Scheme,
+    check_gathered,
+    check_scheme,
+    choose_scheme,
+    wires_of,
+)
 from dilated_attention_pytorch.parallel.gather import Gather
 from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
 from dilated_attention_pytorch.parallel.ring import Ring
@@ -268,7 +275,11 @@ def _schedule(
     exchanges: list[Exchange] = []
     elsewhere = set()
     for index, segments, wire in wires_of(problem, shards, documents, heads, kv_heads, head_dim, itemsize):
-        chosen = "sparse" if problem.sparse is not None else choose_scheme(scheme, wire, segments, budget)
+        if problem.sparse is None:
+            chosen = choose_scheme(scheme, wire, segments, budget)
+        else:
+            chosen = "sparse"
+            check_gathered(scheme, wire, segments, budget, "a block layout", "leave sparse_config out")
         if chosen in ("all_to_all", "sparse"):
             elsewhere.add(index)
         mine = [(number, segment) for number, segment in enumerate(segments) if {*pieces} & {*segment.ranks}]

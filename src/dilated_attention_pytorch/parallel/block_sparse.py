@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.nn.attention import DilatedAttention
-from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention
-from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.parallel.comm import Place
 from dilated_attention_pytorch.parallel.modules import AcrossRanks
 
@@ -54,6 +52,8 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
         axis: str = "sequence",
         **settings: Any,
     ) -> None:
+        if "memory_budget" in settings:
+            raise TypeError("memory_budget is for a scheme that is chosen, and tiles travel by gather: leave it out")
         place = Place(group, mesh, axis, ring_size)
         super().__init__(
             segment_lengths, dilation_rates, sparse_config, dropout, sequence=place, scheme="gather", **settings
@@ -64,7 +64,7 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
         return 1 if self.sequence is None else self.sequence.ranks().size
 
 
-class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
+class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttention):
     """`MultiheadDilatedAttention` over `BlockSparseRingDilatedAttention`, whose keywords it takes as well.
 
     >>> import torch
@@ -75,7 +75,4 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadDilatedAttention):
     torch.Size([2, 300, 32])
     """
 
-    def _make_attention(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
-    ) -> DilatedAttention:
-        return BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
+    _attention_class = BlockSparseRingDilatedAttention

@@ -256,6 +256,18 @@ def check_scheme(scheme: str, token_layout: str = "contiguous") -> None:
         )
 
 
+def check_gathered(
+    scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int, what: str, way_out: str
+) -> None:
+    """Refuse what `auto` can only gather, and the budget does not let it."""
+    gathered = max(gathered_bytes(wire, segments, rank) for rank in range(wire.shards.size))
+    if scheme == "auto" and gathered > budget:
+        raise ValueError(
+            f"gathered rows of branch {wire.branch} take {gathered} bytes on a rank, over the memory_budget of "
+            f"{budget}, and {what} only gathers: raise memory_budget, or {way_out}"
+        )
+
+
 def choose_scheme(scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int = MEMORY_BUDGET) -> str:
     """The scheme that runs a branch with shared segments; the same on every rank, since it weighs all of them.
 
@@ -265,13 +277,8 @@ def choose_scheme(scheme: str, wire: Wire, segments: Sequence[SharedSegment], bu
     """
     if wire.shards.ranks is not None:
         check_scheme(scheme, "zigzag")
-        gathered = max(gathered_bytes(wire, segments, rank) for rank in range(wire.shards.size))
-        if scheme == "auto" and gathered > budget:
-            raise ValueError(
-                f"gathered rows of branch {wire.branch} take {gathered} bytes on a rank, over the memory_budget of "
-                f"{budget}, and token_layout 'zigzag' only gathers: raise memory_budget, or leave shards contiguous, "
-                "whose rows can go round a ring"
-            )
+        way_out = "leave shards contiguous, whose rows can go round a ring"
+        check_gathered(scheme, wire, segments, budget, "token_layout 'zigzag'", way_out)
         return "gather"
     check_scheme(scheme)
     reason = why_not_all_to_all(wire, segments)

@@ -230,11 +230,10 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
     mesh = build_mesh(chosen.type, {"data": world // (sequence * tensor), "sequence": sequence, "tensor": tensor})
     try:
         yield Ranks(device=chosen, rank=rank, restarts=restarts, timeout=patience, mesh=mesh)
-    except Exception:
-        raise  # the other ranks may be gone, and waiting for them: leaving the process ends the group
     except Stopped:
         _leave()
         raise
+    # Not after an error: the other ranks may be gone, or wait for this one, and leaving the process ends the group.
     _leave()
 
 

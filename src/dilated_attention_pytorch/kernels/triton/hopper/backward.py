@@ -9,7 +9,7 @@ tiles that see it:
 dk and dv stay in registers. dq is added up over the key tiles in the team's float32 scratch, which is as long as a
 segment, not as the sequence, and so stays in L2. Additions to one query tile take turns in a fixed order. The members
 begin at different query tiles and walk them as a ring, so that a member's turn has long come when it arrives: see
-`_turn`. When a query tile has all its sums, a member adds them to dq.
+`turn_of`. When a query tile has all its sums, a member adds them to dq.
 
 Three kinds of warps: a producer copies tiles in; two warpgroups compute, each for half of the rows of a key tile and, a
 step later, when the other's half of ds is there, half of the columns of dq; two writers add dq to the scratch by the
@@ -43,125 +43,21 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     synchronize_threads,
     wait_for_stores,
 )
+from dilated_attention_pytorch.kernels.triton.hopper.turns import (
+    BLOCK_N,
+    additions_to,
+    first_query_tile,
+    first_step,
+    grid_of,
+    key_tile_of,
+    listed,
+    next_listed,
+    next_query_tile,
+    total_steps,
+    turn_of,
+)
 
-BLOCK_N = gl.constexpr(128)
 TURNS_A_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `launch.takes_branch`
-
-
-@gluon.jit
-def _key_tile(round, member, team_size, key_tiles, SPARSE: gl.constexpr):
-    """A member's key tile of a round, if that is below `key_tiles`.
-
-    Back and forth, so that under causality all get as much to do. With a block layout from the last tile to the first.
-    """
-    if SPARSE:
-        place = round * team_size + member
-        return gl.where(place < key_tiles, key_tiles - 1 - place, key_tiles)
-    return round * team_size + gl.where(round % 2 == 0, member, team_size - 1 - member)
-
-
-@gluon.jit
-def _first_query_tile(key_tile, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
-    if CAUSAL:
-        return key_tile * BLOCK_N // BLOCK_M
-    return key_tile * 0
-
-
-@gluon.jit
-def _begin(first, query_tiles, member, team_size, lag, group):
-    """Where a member enters the ring of the group's query tiles: `(head within the group, query tile)`."""
-    start = member * _stride(query_tiles, team_size, lag, group)
-    return start // query_tiles, gl.maximum(start % query_tiles, first)
-
-
-@gluon.jit
-def _next(g, tile, first, query_tiles, group):
-    tile += 1
-    leaves = tile == query_tiles
-    g = gl.where(leaves, g + 1, g)
-    return gl.where(g == group, 0, g), gl.where(leaves, first, tile)
-
-
-@gluon.jit
-def _stride(query_tiles, team_size, lag, group):
-    return gl.maximum(1, gl.minimum(lag, group * query_tiles // team_size))
-
-
-@gluon.jit
-def _additions(tile, key_tiles, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
-    """How many key tiles add to a query tile."""
-    if CAUSAL:
-        return gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // BLOCK_N + 1, key_tiles)
-    return key_tiles
-
-
-@gluon.jit
-def _turn(
-    g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
-):
-    """How many additions to a query tile come before this member's of this round.
-
-    All of the rounds before; and of this round those by the members that enter the ring between here and the tile:
-    `near` is the last to enter before it, then come `near - 1`, ... 0, and, round the ring, the last member and so on.
-    Under causality only some members of a round have a key tile that the query tile sees: `here` of them, the first
-    ones or, in odd rounds, the last.
-    """
-    additions = _additions(tile, key_tiles, CAUSAL, BLOCK_M)
-    before = gl.minimum(round * team_size, additions)
-    here = gl.minimum(gl.maximum(additions - round * team_size, 0), team_size)
-    odd = round % 2 == 1
-    low = gl.where(odd, team_size - here, 0)  # the members that add are [low, high)
-    high = gl.where(odd, team_size, here)
-    near = gl.minimum((g * query_tiles + tile) // _stride(query_tiles, team_size, lag, group), team_size - 1)
-    ahead = gl.maximum(gl.minimum(near + 1, high) - gl.maximum(member + 1, low), 0)  # members in (member, near]
-    at_front = gl.maximum(gl.minimum(near + 1, high) - low, 0)  # in [0, near]
-    at_back = gl.maximum(high - gl.maximum(member + 1, low), 0)  # in (member, last]
-    return before + gl.where(member <= near, ahead, at_front + at_back)
-
-
-@gluon.jit
-def _grid(lists, unit, g, sizes):
-    """The first row, in a layout's lists, of the grid of a unit's segment and its g-th query head."""
-    _, H, _, _, heads, first_head, _, slots_a_row, _, _, _, _, group = sizes
-    slot = unit // heads
-    head = (first_head + unit % heads) * group + g
-    return gl.load(lists[0] + slot % slots_a_row * H + head) + slot // slots_a_row * lists[5]
-
-
-@gluon.jit
-def _listed(lists, grid, key_tile, query_tiles, BLOCK_M: gl.constexpr):
-    """Where the list of the rows that keep a key tile starts, and how many query tiles of BLOCK_M rows it comes to."""
-    PIECES: gl.constexpr = BLOCK_N // BLOCK_M
-    row = grid + key_tile
-    start = gl.load(lists[1] + row)
-    end = gl.load(lists[1] + row + 1)
-    # The last query tile of a segment may have fewer pieces, and can only end a list.
-    ragged = query_tiles % PIECES != 0
-    last = gl.load(lists[2] + end - 1, mask=ragged & (end > start), other=-1)
-    return start, (end - start) * PIECES - gl.maximum((last + 1) * PIECES - query_tiles, 0)
-
-
-@gluon.jit
-def _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M: gl.constexpr):
-    """How many query tiles a key tile meets over all heads of the group, `left` of them of the first."""
-    total = left
-    for g in range(1, sizes[12]):
-        _, steps = _listed(lists, _grid(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
-        total += steps
-    return total
-
-
-@gluon.jit
-def _take(lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M: gl.constexpr):
-    """The next step of a walk over lists, which exists: `(g, start, at, left)` after it, its entry and query tile."""
-    PIECES: gl.constexpr = BLOCK_N // BLOCK_M
-    while left == 0:  # this head's list is through
-        g += 1
-        at = 0
-        start, left = _listed(lists, _grid(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
-    entry = start + at // PIECES
-    tile = gl.load(lists[2] + entry) * PIECES + at % PIECES
-    return g, start, at + 1, left - 1, entry, tile
 
 
 @gluon.jit
@@ -193,9 +89,9 @@ def _produce(
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
-            grid = _grid(lists, unit, 0, sizes)
+            grid = grid_of(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
-            key_tile = _key_tile(round, member, team_size, key_tiles, SPARSE)
+            key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
                 mbarrier.wait(kv_empty.index(held), held_phase)
                 mbarrier.expect(kv_full.index(held), k_desc.block_type.nbytes * 2)
@@ -204,16 +100,16 @@ def _produce(
                 copy_rows(k_desc, k_tail, b, token, row, kv, N, rate, signal, k_smem.index(held), BLOCK_N)
                 copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, signal, v_smem.index(held), BLOCK_N)
                 held, held_phase = advance(held, held_phase, KV_STAGES)
-                first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = _begin(first, query_tiles, member, team_size, lag, group)
+                first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
+                g, tile = first_step(first, query_tiles, member, team_size, lag, group)
                 steps = group * (query_tiles - first)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
-                    start, left = _listed(lists, grid, key_tile, query_tiles, BLOCK_M)
-                    steps = _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
+                    start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
+                    steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
                 for _ in range(steps):
                     if SPARSE:
-                        g, start, at, left, _, tile = _take(
+                        g, start, at, left, _, tile = next_listed(
                             lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
                         )
                     head = kv * group + g
@@ -234,7 +130,7 @@ def _produce(
                     mbarrier.arrive(q_full.index(stage), count=1)
                     walked += 1
                     if not SPARSE:
-                        g, tile = _next(g, tile, first, query_tiles, group)
+                        g, tile = next_query_tile(g, tile, first, query_tiles, group)
 
 
 @gluon.jit
@@ -265,27 +161,27 @@ def _write(
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
-            grid = _grid(lists, unit, 0, sizes)
+            grid = grid_of(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
-            key_tile = _key_tile(round, member, team_size, key_tiles, SPARSE)
+            key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
-                first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = _begin(first, query_tiles, member, team_size, lag, group)
+                first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
+                g, tile = first_step(first, query_tiles, member, team_size, lag, group)
                 steps = group * (query_tiles - first)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
-                    start, left = _listed(lists, grid, key_tile, query_tiles, BLOCK_M)
-                    steps = _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
+                    start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
+                    steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
                 for _ in range(steps):
                     if SPARSE:
-                        g, start, at, left, entry, tile = _take(
+                        g, start, at, left, entry, tile = next_listed(
                             lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
                         )
                     if walked & 1 == PARITY:
                         if SPARSE:
                             turn = gl.load(lists[3] + entry)
                         else:
-                            turn = _turn(
+                            turn = turn_of(
                                 g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL, BLOCK_M
                             )
                         place = (team * group + g) * rows + tile * BLOCK_M
@@ -308,7 +204,7 @@ def _write(
                         last_turn = pointer
                     walked += 1
                     if not SPARSE:
-                        g, tile = _next(g, tile, first, query_tiles, group)
+                        g, tile = next_query_tile(g, tile, first, query_tiles, group)
         if started > 0:
             wait_for_stores()
             gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
@@ -390,24 +286,24 @@ def _consume(
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
-            grid = _grid(lists, unit, 0, sizes)
+            grid = grid_of(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
-            key_tile = _key_tile(round, member, team_size, key_tiles, SPARSE)
+            key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
                 first_key = key_tile * BLOCK_N + WHICH * 64
                 dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
-                first = _first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                _, tile = _begin(first, query_tiles, member, team_size, lag, group)
+                first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
+                _, tile = first_step(first, query_tiles, member, team_size, lag, group)
                 steps = group * (query_tiles - first)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
-                    start, left = _listed(lists, grid, key_tile, query_tiles, BLOCK_M)
-                    steps = _total(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
+                    start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
+                    steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
                 mbarrier.wait(kv_full.index(held), held_phase)
                 for step in range(steps):
                     if SPARSE:
-                        g, start, at, left, _, tile = _take(
+                        g, start, at, left, _, tile = next_listed(
                             lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
                         )
                     row = tile * BLOCK_M
@@ -477,10 +373,10 @@ def _consume(
             pointer = Turns + place // BLOCK_M
             if tile < query_tiles:
                 if SPARSE:
-                    row = _grid(lists, unit, g, sizes) + tile // (BLOCK_N // BLOCK_M)
+                    row = grid_of(lists, unit, g, sizes) + tile // (BLOCK_N // BLOCK_M)
                     additions = gl.load(lists[4] + row + 1) - gl.load(lists[4] + row)
                 else:
-                    additions = _additions(tile, key_tiles, CAUSAL, BLOCK_M)
+                    additions = additions_to(tile, key_tiles, CAUSAL, BLOCK_M)
                 while gl.atomic_add(pointer, 0, sem="acquire", scope="gpu") != epoch + additions:
                     pass
                 synchronize_threads()

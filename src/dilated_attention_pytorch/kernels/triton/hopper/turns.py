@@ -1,0 +1,128 @@
+"""In which order a team works in backward: who takes which key tile, the query tiles that it meets, whose turn it is.
+
+See `backward` for what teams and turns are. `lists` are a block layout's: grids, where the lists of queries start, the
+queries, their turns, where the lists of keys start, and the rows between batch rows.
+"""
+
+# mypy: ignore-errors
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCK_N = gl.constexpr(128)  # rows of a key tile
+
+
+@gluon.jit
+def key_tile_of(round, member, team_size, key_tiles, SPARSE: gl.constexpr):
+    """A member's key tile of a round, if that is below `key_tiles`.
+
+    Back and forth, so that under causality all get as much to do. With a block layout from the last tile to the first.
+    """
+    if SPARSE:
+        place = round * team_size + member
+        return gl.where(place < key_tiles, key_tiles - 1 - place, key_tiles)
+    return round * team_size + gl.where(round % 2 == 0, member, team_size - 1 - member)
+
+
+@gluon.jit
+def first_query_tile(key_tile, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
+    if CAUSAL:
+        return key_tile * BLOCK_N // BLOCK_M
+    return key_tile * 0
+
+
+@gluon.jit
+def first_step(first, query_tiles, member, team_size, lag, group):
+    """Where a member enters the ring of the group's query tiles: `(head within the group, query tile)`."""
+    start = member * stride(query_tiles, team_size, lag, group)
+    return start // query_tiles, gl.maximum(start % query_tiles, first)
+
+
+@gluon.jit
+def next_query_tile(g, tile, first, query_tiles, group):
+    tile += 1
+    leaves = tile == query_tiles
+    g = gl.where(leaves, g + 1, g)
+    return gl.where(g == group, 0, g), gl.where(leaves, first, tile)
+
+
+@gluon.jit
+def stride(query_tiles, team_size, lag, group):
+    return gl.maximum(1, gl.minimum(lag, group * query_tiles // team_size))
+
+
+@gluon.jit
+def additions_to(tile, key_tiles, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
+    """How many key tiles add to a query tile."""
+    if CAUSAL:
+        return gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // BLOCK_N + 1, key_tiles)
+    return key_tiles
+
+
+@gluon.jit
+def turn_of(
+    g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
+):
+    """How many additions to a query tile come before this member's of this round.
+
+    All of the rounds before; and of this round those by the members that enter the ring between here and the tile:
+    `near` is the last to enter before it, then come `near - 1`, ... 0, and, round the ring, the last member and so on.
+    Under causality only some members of a round have a key tile that the query tile sees: `here` of them, the first
+    ones or, in odd rounds, the last.
+    """
+    additions = additions_to(tile, key_tiles, CAUSAL, BLOCK_M)
+    before = gl.minimum(round * team_size, additions)
+    here = gl.minimum(gl.maximum(additions - round * team_size, 0), team_size)
+    odd = round % 2 == 1
+    low = gl.where(odd, team_size - here, 0)  # the members that add are [low, high)
+    high = gl.where(odd, team_size, here)
+    near = gl.minimum((g * query_tiles + tile) // stride(query_tiles, team_size, lag, group), team_size - 1)
+    ahead = gl.maximum(gl.minimum(near + 1, high) - gl.maximum(member + 1, low), 0)  # members in (member, near]
+    at_front = gl.maximum(gl.minimum(near + 1, high) - low, 0)  # in [0, near]
+    at_back = gl.maximum(high - gl.maximum(member + 1, low), 0)  # in (member, last]
+    return before + gl.where(member <= near, ahead, at_front + at_back)
+
+
+@gluon.jit
+def grid_of(lists, unit, g, sizes):
+    """The first row, in a layout's lists, of the grid of a unit's segment and its g-th query head."""
+    _, H, _, _, heads, first_head, _, slots_a_row, _, _, _, _, group = sizes
+    slot = unit // heads
+    head = (first_head + unit % heads) * group + g
+    return gl.load(lists[0] + slot % slots_a_row * H + head) + slot // slots_a_row * lists[5]
+
+
+@gluon.jit
+def listed(lists, grid, key_tile, query_tiles, BLOCK_M: gl.constexpr):
+    """Where the list of the rows that keep a key tile starts, and how many query tiles of BLOCK_M rows it comes to."""
+    PIECES: gl.constexpr = BLOCK_N // BLOCK_M
+    row = grid + key_tile
+    start = gl.load(lists[1] + row)
+    end = gl.load(lists[1] + row + 1)
+    # The last query tile of a segment may have fewer pieces, and can only end a list.
+    ragged = query_tiles % PIECES != 0
+    last = gl.load(lists[2] + end - 1, mask=ragged & (end > start), other=-1)
+    return start, (end - start) * PIECES - gl.maximum((last + 1) * PIECES - query_tiles, 0)
+
+
+@gluon.jit
+def total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M: gl.constexpr):
+    """How many query tiles a key tile meets over all heads of the group, `left` of them of the first."""
+    total = left
+    for g in range(1, sizes[12]):
+        _, steps = listed(lists, grid_of(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
+        total += steps
+    return total
+
+
+@gluon.jit
+def next_listed(lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M: gl.constexpr):
+    """The next step of a walk over lists, which exists: `(g, start, at, left)` after it, its entry and query tile."""
+    PIECES: gl.constexpr = BLOCK_N // BLOCK_M
+    while left == 0:  # this head's list is through
+        g += 1
+        at = 0
+        start, left = listed(lists, grid_of(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
+    entry = start + at // PIECES
+    tile = gl.load(lists[2] + entry) * PIECES + at % PIECES
+    return g, start, at + 1, left - 1, entry, tile
