@@ -1,0 +1,108 @@
+"""Where the grid rows of a bounded cache lie: pure arithmetic on positions, shared by the cache and its kernels.
+
+A later query sees, in branch `(w, r)`, grid rows of its own segment only. So a branch keeps a ring of `capacity` rows for
+each of its key/value heads. Rows are numbered over the whole document, `rows` of them a segment: the token at position
+`p` is row `p // w * rows + (p % w) // r`, and lies at that number modulo `capacity`. Without room for rewinding
+`capacity` is `rows`: row `t` of every segment has the same place, and the next segment overwrites it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.pattern import grid_rows
+from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable
+
+
+@dataclass(frozen=True)
+class BranchRows:
+    """One branch's rings, which follow each other from row `first` of the cache on, one for each head in `heads`."""
+
+    index: int  # of the branch in its spec
+    segment_length: int  # w
+    dilation_rate: int  # r
+    heads: slice  # the key/value heads that are on the branch: in every head layout a contiguous range
+    offsets: tuple[int, ...]  # of those heads
+    rows: int  # of a whole segment, for the head that has most
+    capacity: int
+    first: int
+
+    @property
+    def reach(self) -> int:
+        """A token this far back from the newest has been overwritten, whatever its place in its segment."""
+        return (-(-self.capacity // self.rows) + 1) * self.segment_length
+
+    def number(self, position: Tensor) -> Tensor:
+        """The number of the grid row at, or around, each position."""
+        w = self.segment_length
+        return position // w * self.rows + position % w // self.dilation_rate
+
+    def on_grid(self, position: Tensor) -> Tensor:
+        """`(..., heads)`: whether each position is a row of each of the branch's heads; one before the first is not."""
+        phase = (position % self.segment_length % self.dilation_rate).unsqueeze(-1)
+        return (phase == torch.tensor(self.offsets, device=position.device)) & (position >= 0).unsqueeze(-1)
+
+    def ring(self, stored: Tensor) -> Tensor:
+        """The branch's rings in the cache's keys or values, as a view `(B, heads, capacity, D)`."""
+        count = len(self.offsets)
+        return stored[:, self.first : self.first + count * self.capacity].unflatten(1, (count, self.capacity))
+
+    def overwritten(self, length: int, longest: int) -> bool:
+        """Whether a document cut back to `length` tokens misses rows that it needs, after it has had `longest`."""
+        segment, within = divmod(length, self.segment_length)
+        if within <= min(self.offsets) or longest <= length:
+            return False
+        after, rest = divmod(longest - 1, self.segment_length)
+        newest = after * self.rows + min(rest // self.dilation_rate, self.rows - 1)
+        return newest - self.capacity >= segment * self.rows
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """The rows of a whole cache: those of every branch that has heads, and one that is written and never read.
+
+    Any `rewindable` tokens can be taken back at any time, which costs about `rewindable / r` rows a head and branch.
+
+    >>> spec = DilatedSpec.of([4, 8], [1, 2])
+    >>> CacheRows(spec, spec.offsets(2)).total  # 4 rows a head on both branches
+    17
+    """
+
+    spec: DilatedSpec
+    offsets: OffsetTable
+    rewindable: int = 0
+
+    @cached_property
+    def branches(self) -> tuple[BranchRows, ...]:
+        found, first = [], 0
+        for index, (branch, offsets) in enumerate(zip(self.spec.branches, self.offsets)):
+            w, r = branch.segment_length, branch.dilation_rate
+            present = [h for h, offset in enumerate(offsets) if offset is not None]
+            mine = tuple(offset for offset in offsets if offset is not None)
+            rows = max((grid_rows(w, r, offset) for offset in mine), default=0)
+            if rows == 0:
+                continue
+            # To go back into a segment from up to `rewindable` tokens later, none of its rows may be overwritten then.
+            segments, rest = divmod(w - 1 + max(self.rewindable - 1, 0), w)
+            capacity = segments * rows + min(rest // r, rows - 1) + 1
+            heads = slice(present[0], present[-1] + 1)
+            assert len(present) == heads.stop - heads.start, offsets
+            found.append(BranchRows(index, w, r, heads, mine, rows, capacity, first))
+            first += len(mine) * capacity
+        return tuple(found)
+
+    @property
+    def unread(self) -> int:
+        """Where tokens go that no later query sees, so that shapes do not depend on positions."""
+        if not self.branches:
+            return 0
+        last = self.branches[-1]
+        return last.first + len(last.offsets) * last.capacity
+
+    @property
+    def total(self) -> int:
+        return self.unread + 1

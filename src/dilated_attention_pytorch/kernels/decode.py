@@ -1,0 +1,304 @@
+"""Attention of new tokens against a bounded cache: the rows of a full causal forward, from what the cache keeps.
+
+The new tokens' rows are the merge of two partials: over the cached rows of the segment that was open when they came, and
+over the new tokens themselves. Then the new tokens are stored.
+
+- A few tokens (`_MOST_AT_ONCE`) go one way whatever their positions, which may differ between batch rows: shapes are
+  static and nothing waits for the device, so that the step can be compiled and captured in a CUDA graph.
+- A longer chunk is cut, branch by branch, where the open segment ends: the pieces are ordinary problems of the operator,
+  and only queries of the open segment meet the cache.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows
+from dilated_attention_pytorch.core.merge import merge, merge_
+from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
+from dilated_attention_pytorch.core.resources import Resources
+from dilated_attention_pytorch.core.spec import OffsetTable, Problem
+from dilated_attention_pytorch.kernels import dense
+from dilated_attention_pytorch.kernels.eager import tf32
+from dilated_attention_pytorch.kernels.ladder import choose_backend
+from dilated_attention_pytorch.kernels.op import attend
+
+_MOST_AT_ONCE = 64
+
+
+def attend_cached(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    rows: CacheRows,
+    problem: Problem,
+    backend: str,
+    resources: Resources,
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `keys` and `values`.
+
+    `lengths` `(B,)` are the positions of the first new token; tokens at negative positions are padding.
+    """
+    B, m, H, D = query.shape
+    if backend == "reference":
+        raise ValueError("backend 'reference' computes whole sequences, without a cache: use 'eager' or 'auto' with it")
+    engine = choose_backend(backend, query.device, query.dtype, D)
+    if m > _MOST_AT_ONCE:
+        out, lse = _attend_chunk(query, key, value, keys, values, lengths, rows, problem, backend, resources)
+        store(key, value, keys, values, lengths, rows)
+        return out, lse
+    scale = problem.softmax_scale(D)
+    if engine == "triton":
+        from dilated_attention_pytorch.kernels.triton.decode import decode
+
+        return decode(query, key, value, keys, values, lengths, rows, scale, problem.allow_tf32)
+    needs_switch = problem.allow_tf32 is not None and query.device.type == "cuda"
+    with tf32(problem.allow_tf32, query.device) if needs_switch else nullcontext():
+        if m == 1:  # stored first, it is one of the cached rows
+            store(key, value, keys, values, lengths, rows)
+            out, lse = cached_partial(query, keys, values, lengths, lengths + 1, rows, scale)
+        else:
+            out, lse = cached_partial(query, keys, values, lengths, lengths, rows, scale)
+            out, lse = merge(out, lse, *own_partial(query, key, value, lengths, rows, scale))
+            store(key, value, keys, values, lengths, rows)
+    return out.to(query.dtype), lse
+
+
+def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, rows: CacheRows) -> None:
+    """Put the grid rows of the new tokens into their places; what a newer one overwrites is not written at all."""
+    B, m = key.shape[:2]
+    batch_rows = torch.arange(B, device=key.device)[:, None, None]
+    for branch in rows.branches:
+        new = min(m, branch.reach)
+        position = lengths[:, None] + torch.arange(m - new, m, device=key.device)  # (B, new)
+        number = branch.number(position)
+        newest = branch.number(lengths[:, None] + (m - 1))
+        kept = branch.on_grid(position) & (number > newest - branch.capacity).unsqueeze(-1)  # (B, new, heads)
+        rings = branch.first + branch.capacity * torch.arange(len(branch.offsets), device=key.device)
+        place = torch.where(kept, (number % branch.capacity).unsqueeze(-1) + rings, rows.unread)
+        for stored, x in ((keys, key), (values, value)):
+            stored[batch_rows, place] = x[:, m - new :, branch.heads].to(stored.dtype)
+
+
+def cached_partial(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, held: Tensor, rows: CacheRows, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` over the cached rows of tokens before `held`, `(B,)`; in float32, or float64."""
+    B, m, H, D = query.shape
+    q = _working(query)
+    out = torch.zeros_like(q)
+    lse = torch.full((B, m, H), -torch.inf, dtype=q.dtype, device=q.device)
+    position = lengths[:, None] + torch.arange(m, device=q.device)  # (B, m)
+    group = _group(query, rows)
+    for branch in rows.branches:
+        heads = slice(branch.heads.start * group, branch.heads.stop * group)
+        w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
+        segment = position // w
+        # Tokens of the query's segment that it sees in the cache, and how many of them are rows of each head.
+        tokens = torch.minimum(position + 1, held[:, None]) - segment * w
+        offsets = torch.tensor(branch.offsets, device=q.device)
+        count = (tokens.unsqueeze(-1) - offsets + (r - 1)) // r
+        count = torch.where(branch.on_grid(position), count, 0)  # (B, m, heads)
+        row = (torch.arange(C, device=q.device) - (segment * branch.rows).unsqueeze(-1)) % C  # (B, m, C)
+        sees = row[:, None] < count.transpose(1, 2).unsqueeze(-1)  # (B, heads, m, C)
+        part = q[:, :, heads].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)  # (B, heads, group, m, D)
+        k, v = (_working(branch.ring(x)).unsqueeze(2) for x in (keys, values))  # (B, heads, 1, C, D)
+        scores = (part @ k.transpose(-1, -2)).mul_(scale)  # (B, heads, group, m, C)
+        partial, partial_lse = _softmax(scores.masked_fill_(~sees.unsqueeze(2), -torch.inf), v)
+        merge_(out[:, :, heads], lse[:, :, heads], *_as_rows(partial, partial_lse))
+    return out, lse
+
+
+def own_partial(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, rows: CacheRows, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` over the new tokens themselves: a key that several branches show counts as often."""
+    m = query.shape[1]
+    position = lengths[:, None] + torch.arange(m, device=query.device)  # (B, m)
+    i, j = position[:, :, None], position[:, None, :]
+    real = (i >= 0) & (j >= 0)
+    times = [
+        sum(
+            visible(branch, offset, i, j, is_causal=True).to(query.dtype)
+            for branch, offset in zip(rows.spec.branches, offsets)
+            if offset is not None
+        )
+        for offsets in zip(*rows.offsets)
+    ]
+    none = torch.zeros_like(real, dtype=query.dtype)
+    shown = torch.stack([real * (none + count) for count in times], dim=1).to(_working(query).dtype)  # (B, Hkv, m, m)
+    q = _working(query).unflatten(2, (-1, _group(query, rows))).permute(0, 2, 3, 1, 4)  # (B, Hkv, group, m, D)
+    k, v = (_working(x).transpose(1, 2).unsqueeze(2) for x in (key, value))  # (B, Hkv, 1, m, D)
+    scores = (q @ k.transpose(-1, -2)).mul_(scale) + shown.log().unsqueeze(2)
+    return _as_rows(*_softmax(scores, v))
+
+
+def _softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of rows of which some see nothing."""
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    return weights @ v, lse
+
+
+def _as_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """From `(B, heads, group, m, ...)` to `(B, m, heads * group, ...)`."""
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def _working(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _group(query: Tensor, rows: CacheRows) -> int:
+    return query.shape[2] // len(rows.offsets[0])
+
+
+def _attend_chunk(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    rows: CacheRows,
+    problem: Problem,
+    backend: str,
+    resources: Resources,
+) -> tuple[Tensor, Tensor]:
+    at, (B, m) = lengths.tolist(), query.shape[:2]
+    if max(at) <= 0:  # nothing is cached yet
+        spans = torch.tensor([[min(-p, m), m] for p in at], device=query.device) if any(at) else None
+        return _whole(query, key, value, spans, problem, backend, resources)
+    if len(set(at)) == 1:
+        return _attend_chunk_at(at[0], query, key, value, keys, values, rows, problem, backend, resources)
+    by_row = [
+        _attend_chunk(
+            *(x[b : b + 1] for x in (query, key, value, keys, values, lengths)), rows, problem, backend, resources
+        )
+        for b in range(B)
+    ]
+    return torch.cat([out for out, _ in by_row]), torch.cat([lse for _, lse in by_row])
+
+
+def _attend_chunk_at(
+    begin: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: CacheRows,
+    problem: Problem,
+    backend: str,
+    resources: Resources,
+) -> tuple[Tensor, Tensor]:
+    m = query.shape[1]
+    open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
+    if not any(open_tokens):  # every branch begins a segment: the cache is out of sight
+        return _whole(query, key, value, None, problem, backend, resources)
+    q = _working(query)
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype, device=q.device)
+    for count in sorted(set(open_tokens)):
+        # Branches whose open segments end together are one problem before that end, and one after it.
+        together = [i for i, tokens in enumerate(open_tokens) if tokens == count]
+        for piece, table in (
+            (slice(0, count), _table(rows, together, begin)),
+            (slice(count, m), _table(rows, together, None)),
+        ):
+            if piece.start < piece.stop:
+                part = _part_of(problem, table)
+                tokens = (x[:, piece] for x in (query, key, value))
+                merge_(out[:, piece], lse[:, piece], *_whole(*tokens, None, part, backend, resources))
+    scale = problem.softmax_scale(query.shape[3])
+    with resources.workspaces() as take:
+        for branch in rows.branches:
+            count = open_tokens[branch.index]
+            if count:
+                _merge_cached_(
+                    out[:, :count], lse[:, :count], q[:, :count], keys, values, begin, branch, rows, scale, take
+                )
+    return out.to(query.dtype), lse
+
+
+def _whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor | None,
+    problem: Problem,
+    backend: str,
+    resources: Resources,
+) -> tuple[Tensor, Tensor]:
+    out, lse = attend(query, key, value, spans, None, problem, backend, True, True, resources)
+    return out, lse
+
+
+def _table(rows: CacheRows, branches: list[int], begin: int | None) -> OffsetTable:
+    """The offsets on some branches only, as seen from position `begin` within their segments."""
+
+    def shifted(offset: int | None, w: int, r: int) -> int | None:
+        return offset if offset is None or begin is None else (offset - begin % w) % r
+
+    return tuple(
+        tuple(shifted(offset, branch.segment_length, branch.dilation_rate) if i in branches else None for offset in row)
+        for i, (branch, row) in enumerate(zip(rows.spec.branches, rows.offsets))
+    )
+
+
+def _part_of(problem: Problem, table: OffsetTable) -> Problem:
+    return Problem(
+        spec=problem.spec,
+        is_causal=True,
+        scale=problem.scale,
+        allow_tf32=problem.allow_tf32,
+        table=table,
+        partial=True,
+    )
+
+
+def _merge_cached_(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: int,
+    branch: BranchRows,
+    rows: CacheRows,
+    scale: float,
+    take: dense.Take,
+) -> None:
+    """Add what queries of the open segment, the first of them at position `begin`, see in the cache: all of its rows."""
+    w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
+    group = _group(q, rows)
+    segment, within = divmod(begin, w)
+    first = segment * branch.rows % C
+    for offset, heads in heads_by_offset(branch.offsets):
+        held, at = len(range(offset, within, r)), (offset - within) % r
+        if held == 0 or at >= q.shape[1]:
+            continue
+        k, v = (_working(_unrolled(branch.ring(x)[:, heads], first, held)).transpose(1, 2) for x in (keys, values))
+        for g in range(group):
+            start, stop = branch.heads.start + heads.start, branch.heads.start + heads.stop
+            mine = slice(start * group + g, (stop - 1) * group + g + 1, heads.step * group)
+            part = q[:, at::r, mine]
+            if dense.flash_fits(part, scale):
+                partial = dense.flash_forward(part, k, v, scale, False)
+            else:
+                partial = dense.chunked_forward(part, k, v, scale, False, None, take)
+            merge_(out[:, at::r, mine], lse[:, at::r, mine], *partial)
+
+
+def _unrolled(ring: Tensor, first: int, count: int) -> Tensor:
+    """`count` rows of a `(B, heads, capacity, D)` ring, from row `first` on."""
+    end = first + count - ring.shape[2]
+    if end <= 0:
+        return ring[:, :, first : first + count]
+    return torch.cat([ring[:, :, first:], ring[:, :, :end]], dim=2)
