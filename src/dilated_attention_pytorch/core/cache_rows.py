@@ -1,15 +1,16 @@
 """Where the grid rows of a bounded cache lie: pure arithmetic on positions, shared by the cache and its kernels.
 
-A later query sees, in branch `(w, r)`, grid rows of its own segment only. So a branch keeps a ring of `capacity` rows for
-each of its key/value heads. Rows are numbered over the whole document, `rows` of them a segment: the token at position
-`p` is row `p // w * rows + (p % w) // r`, and lies at that number modulo `capacity`. Without room for rewinding
-`capacity` is `rows`: row `t` of every segment has the same place, and the next segment overwrites it.
+A later query sees, in branch `(w, r)`, grid rows of its own segment only. So a branch keeps a ring of `capacity` rows
+for each of its key/value heads. Rows are numbered over the whole document, `rows` of them a segment: the token at
+position `p` is row `p // w * rows + (p % w) // r`, and lies at that number modulo `capacity`. Without room for
+rewinding `capacity` is `rows`: row `t` of every segment has the same place, and the next segment overwrites it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,3 +107,19 @@ class CacheRows:
     @property
     def total(self) -> int:
         return self.unread + 1
+
+
+class CacheState(NamedTuple):
+    """A cache as the kernels take it: keys and values `(B, rows.total, D)`, and how many tokens each row has had.
+
+    A length is also the position of the row's next token; below 0, that token is left padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor  # (B,)
+    rows: CacheRows
+
+    def of_row(self, b: int) -> CacheState:
+        """The state of batch row `b` alone."""
+        return CacheState(self.keys[b : b + 1], self.values[b : b + 1], self.lengths[b : b + 1], self.rows)

@@ -1,12 +1,12 @@
 """Attention of new tokens against a bounded cache: the rows of a full causal forward, from what the cache keeps.
 
-The new tokens' rows are the merge of two partials: over the cached rows of the segment that was open when they came, and
-over the new tokens themselves. Then the new tokens are stored.
+The new tokens' rows are the merge of two partials: over the cached rows of the segment that was open when they came,
+and over the new tokens themselves. Then the new tokens are stored.
 
 - A few tokens (`_MOST_AT_ONCE`) go one way whatever their positions, which may differ between batch rows: shapes are
   static and nothing waits for the device, so that the step can be compiled and captured in a CUDA graph.
-- A longer chunk is cut, branch by branch, where the open segment ends: the pieces are ordinary problems of the operator,
-  and only queries of the open segment meet the cache.
+- A longer chunk is cut, branch by branch, where the open segment ends: the pieces are ordinary problems of the
+  operator, and only queries of the open segment meet the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState
+from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
 from dilated_attention_pytorch.core.resources import Resources
@@ -33,46 +34,41 @@ def attend_cached(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    rows: CacheRows,
+    state: CacheState,
     problem: Problem,
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `keys` and `values`.
-
-    `lengths` `(B,)` are the positions of the first new token; tokens at negative positions are padding.
-    """
-    B, m, H, D = query.shape
+    """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `state`."""
+    m, D = query.shape[1], query.shape[3]
     if backend == "reference":
         raise ValueError("backend 'reference' computes whole sequences, without a cache: use 'eager' or 'auto' with it")
     engine = choose_backend(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
-        out, lse = _attend_chunk(query, key, value, keys, values, lengths, rows, problem, backend, resources)
-        store(key, value, keys, values, lengths, rows)
+        out, lse = _attend_chunk(query, key, value, state, problem, backend, resources)
+        store(key, value, state)
         return out, lse
     scale = problem.softmax_scale(D)
     if engine == "triton":
         from dilated_attention_pytorch.kernels.triton.decode import decode
 
-        return decode(query, key, value, keys, values, lengths, rows, scale, problem.allow_tf32)
+        return decode(query, key, value, state, scale, problem.allow_tf32)
     needs_switch = problem.allow_tf32 is not None and query.device.type == "cuda"
     with tf32(problem.allow_tf32, query.device) if needs_switch else nullcontext():
         if m == 1:  # stored first, it is one of the cached rows
-            store(key, value, keys, values, lengths, rows)
-            out, lse = cached_partial(query, keys, values, lengths, lengths + 1, rows, scale)
+            store(key, value, state)
+            out, lse = cached_partial(query, state, state.lengths + 1, scale)
         else:
-            out, lse = cached_partial(query, keys, values, lengths, lengths, rows, scale)
-            out, lse = merge(out, lse, *own_partial(query, key, value, lengths, rows, scale))
-            store(key, value, keys, values, lengths, rows)
+            out, lse = cached_partial(query, state, state.lengths, scale)
+            out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
+            store(key, value, state)
     return out.to(query.dtype), lse
 
 
-def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, rows: CacheRows) -> None:
+def store(key: Tensor, value: Tensor, state: CacheState) -> None:
     """Put the grid rows of the new tokens into their places; what a newer one overwrites is not written at all."""
     B, m = key.shape[:2]
+    keys, values, lengths, rows = state
     batch_rows = torch.arange(B, device=key.device)[:, None, None]
     for branch in rows.branches:
         new = min(m, branch.reach)
@@ -86,11 +82,10 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, lengths: Ten
             stored[batch_rows, place] = x[:, m - new :, branch.heads].to(stored.dtype)
 
 
-def cached_partial(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, held: Tensor, rows: CacheRows, scale: float
-) -> tuple[Tensor, Tensor]:
+def cached_partial(query: Tensor, state: CacheState, held: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` over the cached rows of tokens before `held`, `(B,)`; in float32, or float64."""
-    B, m, H, D = query.shape
+    B, m, H, _ = query.shape
+    keys, values, lengths, rows = state
     q = _working(query)
     out = torch.zeros_like(q)
     lse = torch.full((B, m, H), -torch.inf, dtype=q.dtype, device=q.device)
@@ -115,12 +110,10 @@ def cached_partial(
     return out, lse
 
 
-def own_partial(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, rows: CacheRows, scale: float
-) -> tuple[Tensor, Tensor]:
+def own_partial(query: Tensor, key: Tensor, value: Tensor, state: CacheState, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` over the new tokens themselves: a key that several branches show counts as often."""
-    m = query.shape[1]
-    position = lengths[:, None] + torch.arange(m, device=query.device)  # (B, m)
+    m, rows = query.shape[1], state.rows
+    position = state.lengths[:, None] + torch.arange(m, device=query.device)  # (B, m)
     i, j = position[:, :, None], position[:, None, :]
     real = (i >= 0) & (j >= 0)
     times = [
@@ -163,24 +156,19 @@ def _attend_chunk(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    rows: CacheRows,
+    state: CacheState,
     problem: Problem,
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    at, (B, m) = lengths.tolist(), query.shape[:2]
+    at, (B, m) = state.lengths.tolist(), query.shape[:2]
     if max(at) <= 0:  # nothing is cached yet
         spans = torch.tensor([[min(-p, m), m] for p in at], device=query.device) if any(at) else None
         return _whole(query, key, value, spans, problem, backend, resources)
     if len(set(at)) == 1:
-        return _attend_chunk_at(at[0], query, key, value, keys, values, rows, problem, backend, resources)
+        return _attend_chunk_at(at[0], query, key, value, state, problem, backend, resources)
     by_row = [
-        _attend_chunk(
-            *(x[b : b + 1] for x in (query, key, value, keys, values, lengths)), rows, problem, backend, resources
-        )
+        _attend_chunk(query[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b), problem, backend, resources)
         for b in range(B)
     ]
     return torch.cat([out for out, _ in by_row]), torch.cat([lse for _, lse in by_row])
@@ -191,14 +179,12 @@ def _attend_chunk_at(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: CacheRows,
+    state: CacheState,
     problem: Problem,
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    m = query.shape[1]
+    m, rows = query.shape[1], state.rows
     open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
     if not any(open_tokens):  # every branch begins a segment: the cache is out of sight
         return _whole(query, key, value, None, problem, backend, resources)
@@ -214,16 +200,15 @@ def _attend_chunk_at(
         ):
             if piece.start < piece.stop:
                 part = _part_of(problem, table)
-                tokens = (x[:, piece] for x in (query, key, value))
-                merge_(out[:, piece], lse[:, piece], *_whole(*tokens, None, part, backend, resources))
+                q_piece, k_piece, v_piece = query[:, piece], key[:, piece], value[:, piece]
+                partial = _whole(q_piece, k_piece, v_piece, None, part, backend, resources)
+                merge_(out[:, piece], lse[:, piece], *partial)
     scale = problem.softmax_scale(query.shape[3])
     with resources.workspaces() as take:
         for branch in rows.branches:
             count = open_tokens[branch.index]
             if count:
-                _merge_cached_(
-                    out[:, :count], lse[:, :count], q[:, :count], keys, values, begin, branch, rows, scale, take
-                )
+                _merge_cached_(out[:, :count], lse[:, :count], q[:, :count], state, begin, branch, scale, take)
     return out.to(query.dtype), lse
 
 
@@ -267,24 +252,25 @@ def _merge_cached_(
     out: Tensor,
     lse: Tensor,
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    state: CacheState,
     begin: int,
     branch: BranchRows,
-    rows: CacheRows,
     scale: float,
-    take: dense.Take,
+    take: Take,
 ) -> None:
-    """Add what queries of the open segment, the first of them at position `begin`, see in the cache: all of its rows."""
+    """Add what queries of the open segment, from position `begin` on, see in the cache: all of the segment's rows."""
     w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
-    group = _group(q, rows)
+    group = _group(q, state.rows)
     segment, within = divmod(begin, w)
     first = segment * branch.rows % C
     for offset, heads in heads_by_offset(branch.offsets):
         held, at = len(range(offset, within, r)), (offset - within) % r
         if held == 0 or at >= q.shape[1]:
             continue
-        k, v = (_working(_unrolled(branch.ring(x)[:, heads], first, held)).transpose(1, 2) for x in (keys, values))
+        k, v = (
+            _working(_unrolled(branch.ring(x)[:, heads], first, held)).transpose(1, 2)
+            for x in (state.keys, state.values)
+        )
         for g in range(group):
             start, stop = branch.heads.start + heads.start, branch.heads.start + heads.stop
             mine = slice(start * group + g, (stop - 1) * group + g + 1, heads.step * group)

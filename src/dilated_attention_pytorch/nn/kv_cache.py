@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import CacheRows
+from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
@@ -34,7 +34,7 @@ class DilatedKVCache:
     >>> cache.attend(q[:, 99:], k[:, 99:], v[:, 99:]).shape
     torch.Size([1, 1, 4, 8])
     >>> cache.lengths, cache.nbytes
-    (tensor([100]), 33024)
+    (tensor([100]), 8256)
     """
 
     def __init__(
@@ -117,9 +117,8 @@ class DilatedKVCache:
             0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
         )  # fmt: skip
         self._check(query, key)
-        out, _ = attend_cached(
-            query, key, value, self.keys, self.values, self.lengths, self.rows, problem, backend, resources
-        )
+        state = CacheState(self.keys, self.values, self.lengths, self.rows)
+        out, _ = attend_cached(query, key, value, state, problem, backend, resources)
         self.lengths.add_(query.shape[1])
         torch.maximum(self._longest, self.lengths, out=self._longest)
         return out
@@ -138,8 +137,8 @@ class DilatedKVCache:
                     raise ValueError(
                         f"rewinding row {b} by {count} tokens, from {length} to {length - count}, needs rows of branch "
                         f"(w={branch.segment_length}, r={branch.dilation_rate}) that later tokens have overwritten: "
-                        f"make the cache with rewindable={longest - length + count} or more (it has {self.rewindable}), "
-                        "or reset it and run the tokens again"
+                        f"make the cache with rewindable={longest - length + count} (it has {self.rewindable}), or "
+                        "reset it and run the tokens again"
                     )
         self.lengths.sub_(back)
 
