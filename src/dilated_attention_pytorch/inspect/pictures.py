@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
+from dilated_attention_pytorch.core.row_weights import RowWeights
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
 
 _CELL, _GAP = 14, 18
@@ -101,6 +104,28 @@ def write_density(path: Path, shares: Sequence[Sequence[float]], title: str, not
     axes.title.set_fontsize(8)
     figure.text(0.1, 0.02, "\n".join(notes), fontsize=8, family="monospace")
     figure.savefig(path, dpi=120)
+
+
+def write_rows(
+    path: Path, found: Mapping[tuple[int, int, int], RowWeights], tokens: int, title: str = "attention weights"
+) -> None:
+    """What `functional.attention_rows` found, as an `.svg` or `.png`: a strip a row and head, darker where more is."""
+    if not found:
+        raise ValueError("there is no row to draw: name rows in attention_rows")
+    strips: list[list[float]] = []
+    for weights in found.values():
+        strip = row_shares(weights, tokens)
+        strips += [strip] * 4 + [[0.0] * len(strip)]
+    names = [f"batch row {b}, row {row}, head {head}" for b, row, head in found]
+    write_density(path, strips[:-1], title, [f"{tokens:,} keys; from above:", *names])
+
+
+def row_shares(found: RowWeights, tokens: int, cells: int = 128) -> list[float]:
+    """The weight that falls into each of `cells` equal parts of the keys, over the largest of them."""
+    cells = min(cells, tokens)
+    totals = torch.zeros(cells, dtype=torch.float64)
+    totals.index_add_(0, found.positions.cpu() * cells // tokens, found.weights.detach().double().cpu())
+    return (totals / totals.max().clamp_min(1e-300)).tolist()
 
 
 def _share_of_ink(share: float) -> float:
