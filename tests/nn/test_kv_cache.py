@@ -318,6 +318,23 @@ def test_a_module_refuses_a_cache_that_is_not_its_own() -> None:
     torch.testing.assert_close(out, stream.expected(q, k, v), rtol=1e-10, atol=1e-10)
 
 
+@needs_interpreter
+def test_the_kernels_operator_says_what_it_writes_and_returns() -> None:
+    from dilated_attention_pytorch.kernels.triton.decode import decode_op
+
+    stream = dataclasses.replace(KERNEL, batch=1)
+    cache, (q, k, v) = stream.cache(torch.float32), stream.tensors(torch.float32)
+    offsets = [offset for row in cache.rows.offsets for offset in row]
+    for m in (1, 3):
+        new = (x[:, :m].clone() for x in (q, k, v))
+        spec = (stream.segment_lengths, stream.dilation_rates, stream.head_layout, offsets)
+        torch.library.opcheck(
+            decode_op,
+            (*new, cache.keys, cache.values, cache.lengths, *spec, 0, 0.25, None),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,7 +11,7 @@ and over the new tokens themselves. Then the new tokens are stored.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ def attend_cached(
         from dilated_attention_pytorch.kernels.triton.decode import decode
 
         return decode(query, key, value, state, scale, problem.allow_tf32)
-    needs_switch = problem.allow_tf32 is not None and query.device.type == "cuda"
-    with tf32(problem.allow_tf32, query.device) if needs_switch else nullcontext():
+    with matmul_precision(problem.allow_tf32, query.device):
         if m == 1:  # stored first, it is one of the cached rows
             store(key, value, state)
             out, lse = cached_partial(query, state, state.lengths + 1, scale)
@@ -63,6 +62,11 @@ def attend_cached(
             out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
             store(key, value, state)
     return out.to(query.dtype), lse
+
+
+def matmul_precision(allow_tf32: bool | None, device: torch.device) -> AbstractContextManager[None]:
+    """`eager.tf32`, which cannot be traced, only where it changes something."""
+    return nullcontext() if allow_tf32 is None or device.type != "cuda" else tf32(allow_tf32, device)
 
 
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:
@@ -204,7 +208,7 @@ def _attend_chunk_at(
                 partial = _whole(q_piece, k_piece, v_piece, None, part, backend, resources)
                 merge_(out[:, piece], lse[:, piece], *partial)
     scale = problem.softmax_scale(query.shape[3])
-    with resources.workspaces() as take:
+    with resources.workspaces() as take, matmul_precision(problem.allow_tf32, query.device):
         for branch in rows.branches:
             count = open_tokens[branch.index]
             if count:

@@ -26,8 +26,9 @@ from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, Cac
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
-from dilated_attention_pytorch.kernels.decode import own_partial
+from dilated_attention_pytorch.kernels.decode import matmul_precision, own_partial
 from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.plan import allows_tf32
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
 
 _MOST_KINDS = 256
@@ -44,8 +45,6 @@ def decode(
     allow_tf32: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, which are stored; see `kernels.decode.attend_cached`."""
-    if allow_tf32 is None:
-        allow_tf32 = query.is_cuda and torch.backends.cuda.matmul.allow_tf32
     if is_plain(query, state.keys):
         return _decode(query, key, value, state, scale, allow_tf32)
     keys, values, lengths, rows = state
@@ -71,7 +70,7 @@ def decode_op(
     offsets: Sequence[int],
     rewindable: int,
     scale: float,
-    allow_tf32: bool,
+    allow_tf32: bool | None,
 ) -> tuple[Tensor, Tensor]:
     spec = DilatedSpec(tuple(Branch(w, r) for w, r in zip(segment_lengths, dilation_rates)), head_layout)
     heads = len(offsets) // len(spec.branches)
@@ -94,7 +93,7 @@ def _decode(
     value: Tensor,
     state: CacheState,
     scale: float,
-    allow_tf32: bool,
+    allow_tf32: bool | None,
 ) -> tuple[Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
@@ -104,7 +103,7 @@ def _decode(
     keys, values, lengths, rows = state
     plan = _plan(
         rows, query.shape, query.stride()[:3], key.stride()[:3], value.stride()[:3], query.dtype, query.device, scale,
-        allow_tf32,
+        query.dtype == torch.float32 and allows_tf32(allow_tf32),
     )  # fmt: skip
     if m == 1:  # stored first, it is one of the cached rows
         plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
@@ -115,7 +114,8 @@ def _decode(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     plan.combine(partial, partial_lse, out, lse)
     if m > 1:
-        out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
+        with matmul_precision(allow_tf32, query.device):
+            out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
         out = out.to(query.dtype)
         plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
     return out, lse
@@ -124,8 +124,9 @@ def _decode(
 class _Plan:
     """What calls of one kind share: tables on the device, and launches."""
 
-    def __init__(self, rows, shape, q_strides, k_strides, v_strides, dtype, device, scale, allow_tf32) -> None:
+    def __init__(self, rows, shape, q_strides, k_strides, v_strides, dtype, device, scale, tf32) -> None:
         B, m, H, D = shape
+        self.dtype = dtype  # a launch serves tensors of one dtype
         kv_heads = len(rows.offsets[0])
         group = H // kv_heads
         branches = rows.branches
@@ -157,7 +158,7 @@ class _Plan:
             "GROUP": group,
             "BLOCK_M": block_m,
             "BLOCK_N": min(64, split_rows),
-            "PRECISION": "tf32" if allow_tf32 and dtype == torch.float32 else "ieee",
+            "PRECISION": "tf32" if tf32 else "ieee",
             "num_warps": 4,
             "num_stages": 2,
         }
