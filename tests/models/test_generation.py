@@ -129,3 +129,10 @@ def test_the_command_continues_a_prompt(tmp_path, capsys) -> None:
     model_of(vocab_size=300).float().save_pretrained(tmp_path / "words")
     assert main(["generate", str(tmp_path / "words"), "--prompt", "a", "--device", "cpu"]) == 1
     assert "the model has 300 tokens" in capsys.readouterr().err
+
+
+def test_generation_under_autocast_keeps_keys_in_its_dtype() -> None:
+    model, prompt = model_of().float(), torch.randint(256, (1, 7))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.new_cache(1)[0].keys.dtype == torch.bfloat16
+        assert model.generate(prompt, 3, temperature=0).shape == (1, 10)

@@ -8,14 +8,15 @@ rewinding `capacity` is `rows`: row `t` of every segment has the same place, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.pattern import grid_rows
+from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable
 
 
@@ -31,23 +32,14 @@ class BranchRows:
     rows: int  # of a whole segment, for the head that has most
     capacity: int
     first: int
+    ring: int  # the number of its first ring among those of all branches
 
     @property
     def reach(self) -> int:
         """A token this far back from the newest has been overwritten, whatever its place in its segment."""
         return (-(-self.capacity // self.rows) + 1) * self.segment_length
 
-    def number(self, position: Tensor) -> Tensor:
-        """The number of the grid row at, or around, each position."""
-        w = self.segment_length
-        return position // w * self.rows + position % w // self.dilation_rate
-
-    def on_grid(self, position: Tensor) -> Tensor:
-        """`(..., heads)`: whether each position is a row of each of the branch's heads; one before the first is not."""
-        phase = (position % self.segment_length % self.dilation_rate).unsqueeze(-1)
-        return (phase == torch.tensor(self.offsets, device=position.device)) & (position >= 0).unsqueeze(-1)
-
-    def ring(self, stored: Tensor) -> Tensor:
+    def stored(self, stored: Tensor) -> Tensor:
         """The branch's rings in the cache's keys or values, as a view `(B, heads, capacity, D)`."""
         count = len(self.offsets)
         return stored[:, self.first : self.first + count * self.capacity].unflatten(1, (count, self.capacity))
@@ -76,10 +68,19 @@ class CacheRows:
     spec: DilatedSpec
     offsets: OffsetTable
     rewindable: int = 0
+    branches: tuple[BranchRows, ...] = field(init=False, repr=False, compare=False)
+    # Branches that have the same heads: in every head layout those are all heads, or heads of one branch only.
+    branches_by_heads: tuple[tuple[BranchRows, ...], ...] = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def branches(self) -> tuple[BranchRows, ...]:
-        found, first = [], 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "branches", self._branches())
+        by_heads: dict[tuple[int, int], list[BranchRows]] = {}
+        for branch in self.branches:
+            by_heads.setdefault((branch.heads.start, branch.heads.stop), []).append(branch)
+        object.__setattr__(self, "branches_by_heads", tuple(map(tuple, by_heads.values())))
+
+    def _branches(self) -> tuple[BranchRows, ...]:
+        found, first, ring = [], 0, 0
         for index, (branch, offsets) in enumerate(zip(self.spec.branches, self.offsets)):
             w, r = branch.segment_length, branch.dilation_rate
             present = [h for h, offset in enumerate(offsets) if offset is not None]
@@ -92,8 +93,8 @@ class CacheRows:
             capacity = segments * rows + min(rest // r, rows - 1) + 1
             heads = slice(present[0], present[-1] + 1)
             assert len(present) == heads.stop - heads.start, offsets
-            found.append(BranchRows(index, w, r, heads, mine, rows, capacity, first))
-            first += len(mine) * capacity
+            found.append(BranchRows(index, w, r, heads, mine, rows, capacity, first, ring))
+            first, ring = first + len(mine) * capacity, ring + len(mine)
         return tuple(found)
 
     @property
@@ -107,6 +108,48 @@ class CacheRows:
     @property
     def total(self) -> int:
         return self.unread + 1
+
+
+class Rings(NamedTuple):
+    """Every ring of a cache, `(rings,)` each: branch by branch, and head by head."""
+
+    head: Tensor
+    offset: Tensor
+    segment_length: Tensor
+    dilation_rate: Tensor
+    rows: Tensor
+    capacity: Tensor
+    first: Tensor
+
+    def of(self, branch: BranchRows) -> Rings:
+        return Rings(*(x[branch.ring : branch.ring + len(branch.offsets)] for x in self))
+
+    def number(self, position: Tensor) -> Tensor:
+        """`(..., rings)`: the number of the grid row at, or around, each position `(..., 1)`."""
+        w = self.segment_length
+        return position // w * self.rows + position % w // self.dilation_rate
+
+    def on_grid(self, position: Tensor) -> Tensor:
+        """`(..., rings)`: whether each position `(..., 1)` is a row of each ring; one before the first token is not."""
+        return (position % self.segment_length % self.dilation_rate == self.offset) & (position >= 0)
+
+
+def rings_on(rows: CacheRows, like: Tensor) -> Rings:
+    """The rings as tensors on the device of `like`, made once."""
+    return _remembered_rings(rows, like.device) if is_plain(like) else _rings(rows, like.device)
+
+
+def _rings(rows: CacheRows, device: torch.device) -> Rings:
+    table = [
+        (branch.heads.start + h, offset, branch.segment_length, branch.dilation_rate, branch.rows, branch.capacity,
+         branch.first + h * branch.capacity)
+        for branch in rows.branches
+        for h, offset in enumerate(branch.offsets)
+    ]  # fmt: skip
+    return Rings(*torch.tensor(table, device=device).reshape(-1, len(Rings._fields)).unbind(1))
+
+
+_remembered_rings = lru_cache(256)(_rings)
 
 
 class CacheState(NamedTuple):

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, Rings, rings_on
 from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
@@ -71,46 +71,57 @@ def matmul_precision(allow_tf32: bool | None, device: torch.device) -> AbstractC
 
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:
     """Put the grid rows of the new tokens into their places; what a newer one overwrites is not written at all."""
+    rings, rows, m = rings_on(state.rows, key), state.rows, key.shape[1]
+    if m <= _MOST_AT_ONCE:
+        _store(key, value, state, rings, rings.head)
+        return
+    for branch in rows.branches:
+        last = slice(-min(m, branch.reach), None)
+        after = state._replace(lengths=state.lengths + (m - min(m, branch.reach)))
+        _store(key[:, last], value[:, last], after, rings.of(branch), branch.heads)
+
+
+def _store(key: Tensor, value: Tensor, state: CacheState, rings: Rings, heads: Tensor | slice) -> None:
     B, m = key.shape[:2]
     keys, values, lengths, rows = state
+    position = (lengths[:, None] + torch.arange(m, device=key.device)).unsqueeze(-1)  # (B, m, 1)
+    number = rings.number(position)  # (B, m, rings)
+    kept = rings.on_grid(position) & (number > number[:, -1:] - rings.capacity)
+    place = torch.where(kept, number % rings.capacity + rings.first, rows.unread)
     batch_rows = torch.arange(B, device=key.device)[:, None, None]
-    for branch in rows.branches:
-        new = min(m, branch.reach)
-        position = lengths[:, None] + torch.arange(m - new, m, device=key.device)  # (B, new)
-        number = branch.number(position)
-        newest = branch.number(lengths[:, None] + (m - 1))
-        kept = branch.on_grid(position) & (number > newest - branch.capacity).unsqueeze(-1)  # (B, new, heads)
-        rings = branch.first + branch.capacity * torch.arange(len(branch.offsets), device=key.device)
-        place = torch.where(kept, (number % branch.capacity).unsqueeze(-1) + rings, rows.unread)
-        for stored, x in ((keys, key), (values, value)):
-            stored[batch_rows, place] = x[:, m - new :, branch.heads].to(stored.dtype)
+    for stored, x in ((keys, key), (values, value)):
+        stored[batch_rows, place] = x[:, :, heads]
 
 
 def cached_partial(query: Tensor, state: CacheState, held: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` over the cached rows of tokens before `held`, `(B,)`; in float32, or float64."""
     B, m, H, _ = query.shape
     keys, values, lengths, rows = state
-    q = _working(query)
+    q = _working(query) * scale
     out = torch.zeros_like(q)
     lse = torch.full((B, m, H), -torch.inf, dtype=q.dtype, device=q.device)
-    position = lengths[:, None] + torch.arange(m, device=q.device)  # (B, m)
+    position = (lengths[:, None] + torch.arange(m, device=q.device)).unsqueeze(-1)  # (B, m, 1)
+    rings = rings_on(rows, q)
+    segment = position // rings.segment_length
+    # Tokens of the query's segment that it sees in the cache, and how many of them are rows of the ring.
+    tokens = torch.minimum(position + 1, held[:, None, None]) - segment * rings.segment_length
+    count = (tokens - rings.offset + (rings.dilation_rate - 1)) // rings.dilation_rate
+    count = torch.where(rings.on_grid(position), count, 0)  # (B, m, rings)
     group = _group(query, rows)
-    for branch in rows.branches:
-        heads = slice(branch.heads.start * group, branch.heads.stop * group)
-        w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
-        segment = position // w
-        # Tokens of the query's segment that it sees in the cache, and how many of them are rows of each head.
-        tokens = torch.minimum(position + 1, held[:, None]) - segment * w
-        offsets = torch.tensor(branch.offsets, device=q.device)
-        count = (tokens.unsqueeze(-1) - offsets + (r - 1)) // r
-        count = torch.where(branch.on_grid(position), count, 0)  # (B, m, heads)
-        row = (torch.arange(C, device=q.device) - (segment * branch.rows).unsqueeze(-1)) % C  # (B, m, C)
-        sees = row[:, None] < count.transpose(1, 2).unsqueeze(-1)  # (B, heads, m, C)
-        part = q[:, :, heads].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)  # (B, heads, group, m, D)
-        k, v = (_working(branch.ring(x)).unsqueeze(2) for x in (keys, values))  # (B, heads, 1, C, D)
-        scores = (part @ k.transpose(-1, -2)).mul_(scale)  # (B, heads, group, m, C)
-        partial, partial_lse = _softmax(scores.masked_fill_(~sees.unsqueeze(2), -torch.inf), v)
-        merge_(out[:, :, heads], lse[:, :, heads], *_as_rows(partial, partial_lse))
+    for together in rows.branches_by_heads:
+        first, last = together[0].heads.start * group, together[0].heads.stop * group
+        part = q[:, :, first:last].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)  # (B, heads, group, m, D)
+        scores = []
+        for branch in together:
+            mine = slice(branch.ring, branch.ring + len(branch.offsets))
+            begins = segment[..., mine.start, None] * branch.rows  # (B, m, 1)
+            row = (torch.arange(branch.capacity, device=q.device) - begins) % branch.capacity  # (B, m, C)
+            sees = row[:, None] < count[..., mine].transpose(1, 2).unsqueeze(-1)  # (B, heads, m, C)
+            k = _working(branch.stored(keys)).unsqueeze(2)  # (B, heads, 1, C, D)
+            scores.append((part @ k.transpose(-1, -2)).masked_fill_(~sees.unsqueeze(2), -torch.inf))
+        v = [_working(branch.stored(values)).unsqueeze(2) for branch in together]
+        partial = _softmax(torch.cat(scores, -1), v)
+        out[:, :, first:last], lse[:, :, first:last] = _as_rows(*partial)
     return out, lse
 
 
@@ -133,14 +144,20 @@ def own_partial(query: Tensor, key: Tensor, value: Tensor, state: CacheState, sc
     q = _working(query).unflatten(2, (-1, _group(query, rows))).permute(0, 2, 3, 1, 4)  # (B, Hkv, group, m, D)
     k, v = (_working(x).transpose(1, 2).unsqueeze(2) for x in (key, value))  # (B, Hkv, 1, m, D)
     scores = (q @ k.transpose(-1, -2)).mul_(scale) + shown.log().unsqueeze(2)
-    return _as_rows(*_softmax(scores, v))
+    return _as_rows(*_softmax(scores, [v]))
 
 
-def _softmax(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of rows of which some see nothing."""
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
-    return weights @ v, lse
+def _softmax(scores: Tensor, values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of rows of which some see nothing; the keys' values come in one or more pieces."""
+    highest = scores.amax(-1, keepdim=True)
+    weights = (scores - highest.masked_fill(highest == -torch.inf, 0.0)).exp_()
+    total = weights.sum(-1, keepdim=True)
+    pieces = weights.split([v.shape[-2] for v in values], dim=-1)
+    out = pieces[0] @ values[0]
+    for piece, v in zip(pieces[1:], values[1:]):
+        out += piece @ v
+    # The highest score of a row adds 1 to its total, so that less than 1 means that it sees nothing.
+    return out / total.clamp_min(1.0), (highest + total.log()).squeeze(-1)
 
 
 def _as_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,7 +289,7 @@ def _merge_cached_(
         if held == 0 or at >= q.shape[1]:
             continue
         k, v = (
-            _working(_unrolled(branch.ring(x)[:, heads], first, held)).transpose(1, 2)
+            _working(_unrolled(branch.stored(x)[:, heads], first, held)).transpose(1, 2)
             for x in (state.keys, state.values)
         )
         for g in range(group):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.generation import Sampling, cached_logits, generated_tokens, recomputed_logits
 from dilated_attention_pytorch.models.weights import load_weights, save_weights
@@ -182,9 +183,12 @@ class LongNetLM(_Pretrained):
     ) -> list[DilatedKVCache]:
         """An empty cache for each layer; `padding` and `rewindable` as in `DilatedKVCache`.
 
-        `dtype` is that of the parameters, or under autocast of its products.
+        `dtype` is that of keys and values: the parameters', or autocast's, unless told otherwise.
         """
         weight, c = self.embedding.weight, self.config
+        if dtype is None:
+            (like,) = autocast_inputs(weight[:0])
+            dtype = like.dtype
         return [
             DilatedKVCache(
                 c.segment_lengths,
@@ -196,7 +200,7 @@ class LongNetLM(_Pretrained):
                 head_layout=c.head_layout,
                 padding=padding,
                 rewindable=rewindable,
-                dtype=weight.dtype if dtype is None else dtype,
+                dtype=dtype,
                 device=weight.device,
             )
             for _ in self.layers
