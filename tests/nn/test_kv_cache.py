@@ -16,6 +16,7 @@ from dilated_attention_pytorch import (
     RingDilatedAttention,
 )
 from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.kernels.decode import attend_cached_op
 
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
@@ -274,6 +275,7 @@ def test_a_step_compiles_whole_and_once() -> None:
     step = torch.compile(cache.attend, backend=counter, fullgraph=True)
     outs = [step(*(x[:, i : i + 1] for x in tensors)) for i in range(stream.tokens)]
     torch.testing.assert_close(torch.cat(outs, dim=1), stream.expected(*tensors), rtol=1e-10, atol=1e-10)
+    assert cache.lengths.tolist() == [stream.tokens] * 2
     assert counter.frame_count == 1
 
 
@@ -318,21 +320,28 @@ def test_a_module_refuses_a_cache_that_is_not_its_own() -> None:
     torch.testing.assert_close(out, stream.expected(q, k, v), rtol=1e-10, atol=1e-10)
 
 
-@needs_interpreter
-def test_the_kernels_operator_says_what_it_writes_and_returns() -> None:
-    from dilated_attention_pytorch.kernels.triton.decode import decode_op
-
-    stream = dataclasses.replace(KERNEL, batch=1)
-    cache, (q, k, v) = stream.cache(torch.float32), stream.tensors(torch.float32)
-    offsets = [offset for row in cache.rows.offsets for offset in row]
-    for m in (1, 3):
-        new = (x[:, :m].clone() for x in (q, k, v))
-        spec = (stream.segment_lengths, stream.dilation_rates, stream.head_layout, offsets)
-        torch.library.opcheck(
-            decode_op,
-            (*new, cache.keys, cache.values, cache.lengths, *spec, 0, 0.25, None),
-            test_utils=("test_schema", "test_faketensor"),
-        )
+@pytest.mark.parametrize("layout", ["interleaved", "grouped"])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_the_operator_says_what_it_writes_and_returns(tokens, layout) -> None:
+    stream = Stream(tokens=tokens, head_layout=layout)
+    cache = stream.cache()
+    offsets = [-1 if offset is None else offset for row in cache.rows.offsets for offset in row]
+    torch.library.opcheck(
+        attend_cached_op,
+        (
+            *stream.tensors(),
+            cache.keys,
+            cache.values,
+            cache.lengths,
+            *stream.spec.values(),
+            offsets,
+            0,
+            0.25,
+            None,
+            "auto",
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ and over the new tokens themselves. Then the new tokens are stored.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, Cac
 from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
-from dilated_attention_pytorch.core.resources import Resources
-from dilated_attention_pytorch.core.spec import OffsetTable, Problem
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
+from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable, Problem
 from dilated_attention_pytorch.kernels import dense
 from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.ladder import choose_backend
@@ -40,6 +41,73 @@ def attend_cached(
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `state`."""
+    if is_plain(query, state.keys):
+        return _attend_cached(query, key, value, state, problem, backend, resources)
+    keys, values, lengths, rows = state
+    return attend_cached_op(
+        query,
+        key,
+        value,
+        keys,
+        values,
+        lengths,
+        rows.spec.segment_lengths,
+        rows.spec.dilation_rates,
+        rows.spec.head_layout,
+        [_ABSENT if offset is None else offset for row in rows.offsets for offset in row],
+        rows.rewindable,
+        problem.softmax_scale(query.shape[3]),
+        problem.allow_tf32,
+        backend,
+    )
+
+
+_ABSENT = -1
+
+
+# Where it is traced: a compiled graph takes what chooses an engine and looks at lengths as one operator.
+@torch.library.custom_op("dilated_attention_pytorch::attend_cached", mutates_args=("keys", "values"))
+def attend_cached_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    head_layout: str,
+    offsets: Sequence[int],
+    rewindable: int,
+    scale: float,
+    allow_tf32: bool | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # type: ignore[arg-type]
+    flat = [None if offset == _ABSENT else offset for offset in offsets]
+    heads = len(flat) // len(spec.branches)
+    table = tuple(tuple(flat[i : i + heads]) for i in range(0, len(flat), heads))
+    state = CacheState(keys, values, lengths, CacheRows(spec, table, rewindable))
+    problem = Problem(spec=spec, is_causal=True, scale=scale, allow_tf32=allow_tf32, table=table)
+    out, lse = _attend_cached(query, key, value, state, problem, backend, NO_RESOURCES)
+    return out.contiguous(), lse.contiguous()
+
+
+@attend_cached_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+def _attend_cached(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: CacheState,
+    problem: Problem,
+    backend: str,
+    resources: Resources,
+) -> tuple[Tensor, Tensor]:
     m, D = query.shape[1], query.shape[3]
     if backend == "reference":
         raise ValueError("backend 'reference' computes whole sequences, without a cache: use 'eager' or 'auto' with it")
@@ -53,7 +121,7 @@ def attend_cached(
         from dilated_attention_pytorch.kernels.triton.decode import decode
 
         return decode(query, key, value, state, scale, problem.allow_tf32)
-    with matmul_precision(problem.allow_tf32, query.device):
+    with tf32(problem.allow_tf32, query.device):
         if m == 1:  # stored first, it is one of the cached rows
             store(key, value, state)
             out, lse = cached_partial(query, state, state.lengths + 1, scale)
@@ -62,11 +130,6 @@ def attend_cached(
             out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
             store(key, value, state)
     return out.to(query.dtype), lse
-
-
-def matmul_precision(allow_tf32: bool | None, device: torch.device) -> AbstractContextManager[None]:
-    """`eager.tf32`, which cannot be traced, only where it changes something."""
-    return nullcontext() if allow_tf32 is None or device.type != "cuda" else tf32(allow_tf32, device)
 
 
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:
@@ -225,7 +288,7 @@ def _attend_chunk_at(
                 partial = _whole(q_piece, k_piece, v_piece, None, part, backend, resources)
                 merge_(out[:, piece], lse[:, piece], *partial)
     scale = problem.softmax_scale(query.shape[3])
-    with resources.workspaces() as take, matmul_precision(problem.allow_tf32, query.device):
+    with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
         for branch in rows.branches:
             count = open_tokens[branch.index]
             if count:

@@ -22,11 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheState
 from dilated_attention_pytorch.core.merge import merge
-from dilated_attention_pytorch.core.resources import is_plain
-from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
-from dilated_attention_pytorch.kernels.decode import matmul_precision, own_partial
+from dilated_attention_pytorch.kernels.decode import own_partial
+from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
@@ -45,59 +44,9 @@ def decode(
     allow_tf32: bool | None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, which are stored; see `kernels.decode.attend_cached`."""
-    if is_plain(query, state.keys):
-        return _decode(query, key, value, state, scale, allow_tf32)
-    keys, values, lengths, rows = state
-    branches = rows.spec.branches
-    offsets = [-1 if offset is None else offset for row in rows.offsets for offset in row]
-    return decode_op(
-        query, key, value, keys, values, lengths, [b.segment_length for b in branches],
-        [b.dilation_rate for b in branches], rows.spec.head_layout, offsets, rows.rewindable, scale, allow_tf32,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("dilated_attention_pytorch::decode", mutates_args=("keys", "values"))
-def decode_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    head_layout: str,
-    offsets: Sequence[int],
-    rewindable: int,
-    scale: float,
-    allow_tf32: bool | None,
-) -> tuple[Tensor, Tensor]:
-    spec = DilatedSpec(tuple(Branch(w, r) for w, r in zip(segment_lengths, dilation_rates)), head_layout)
-    heads = len(offsets) // len(spec.branches)
-    flat = tuple(None if offset < 0 else offset for offset in offsets)
-    table = tuple(flat[i : i + heads] for i in range(0, len(flat), heads))
-    state = CacheState(keys, values, lengths, CacheRows(spec, table, rewindable))
-    return _decode(query, key, value, state, scale, allow_tf32)
-
-
-@decode_op.register_fake
-def _(query, key, value, keys, values, lengths, segment_lengths, dilation_rates, head_layout, offsets, *rest):
-    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
-        query.shape[:3], dtype=torch.float32
-    )
-
-
-def _decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: CacheState,
-    scale: float,
-    allow_tf32: bool | None,
-) -> tuple[Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
-            return _decode(query, key, value, state, scale, allow_tf32)
+            return decode(query, key, value, state, scale, allow_tf32)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     m = query.shape[1]
     keys, values, lengths, rows = state
@@ -114,7 +63,7 @@ def _decode(
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     plan.combine(partial, partial_lse, out, lse)
     if m > 1:
-        with matmul_precision(allow_tf32, query.device):
+        with tf32(allow_tf32, query.device):
             out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
         out = out.to(query.dtype)
         plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
