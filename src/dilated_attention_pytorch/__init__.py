@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core import (
     reset_global_memory_pool,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.functional import backends
+from dilated_attention_pytorch.functional import attention_rows, backends
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
     BlockSparseRingDilatedAttention,
@@ -77,6 +77,7 @@ __all__ = [
     "WorkspacePool",
     "XPosPositions",
     "__version__",
+    "attention_rows",
     "backends",
     "create_dilated_attention",
     "create_multihead_dilated_attention",

@@ -29,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 HEAD_DIM = 64
 CONTEXTS = {"cpu": (4096, 16_384, 65_536), "cuda": (32_768, 131_072, 524_288, 1_048_576)}
 PROMPTS = {"cpu": 8192, "cuda": 1_048_576}
-CHUNKS = {"cpu": (1024, 1500), "cuda": (65_536, 50_000)}
+CHUNKS = {"cpu": (4096, 1500), "cuda": (65_536, 50_000)}
 FLAT, FASTER, CHUNKED = 1.05, 20.0, 1.10  # what to reach on a GPU
 
 
