@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core import (
     reset_global_memory_pool,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.functional import backends
+from dilated_attention_pytorch.functional import attention_rows, backends
 from dilated_attention_pytorch.inspect import (
     benchmark_implementations,
     diagnose_oom_error,
@@ -34,6 +34,7 @@ from dilated_attention_pytorch.inspect import (
 from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.nn import (
     DilatedAttention,
+    DilatedKVCache,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
     ImprovedDilatedAttention,
@@ -62,6 +63,7 @@ __all__ = [
     "BlockSparseRingMultiheadDilatedAttention",
     "Branch",
     "DilatedAttention",
+    "DilatedKVCache",
     "DilatedPatternCache",
     "DilatedSpec",
     "DilatedTransformerDecoderLayer",
@@ -86,6 +88,7 @@ __all__ = [
     "WorkspacePool",
     "XPosPositions",
     "__version__",
+    "attention_rows",
     "backends",
     "benchmark_implementations",
     "create_dilated_attention",

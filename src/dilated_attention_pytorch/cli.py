@@ -99,6 +99,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--prometheus-address", metavar="HOST:PORT", help="default: 127.0.0.1:9464, this machine alone")
 
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt with a trained model",
+        description="Continue a prompt with the byte-level model of a run; figures go to stderr.",
+    )
+    generate.set_defaults(command=_generate)
+    generate.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or one of save_pretrained")
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads stdin")
+    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="bytes to generate (200)")
+    for flag, kind, text in (
+        ("--temperature", float, "divides the logits; 0 takes the likeliest byte (1.0)"),
+        ("--top-k", int, "draw from the K likeliest bytes"),
+        ("--top-p", float, "draw from the fewest bytes that together have this probability"),
+        ("--seed", int, "of the draws"),
+        ("--chunk", int, "bytes of the prompt to take at once (all)"),
+    ):
+        generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
+    generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+
     bench = commands.add_parser(
         "bench",
         help="measure against the strongest baselines",
@@ -117,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
             "cache",
             "pool",
             "shard",
+            "decode",
             "tune",
             "page",
             "report",
@@ -124,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         help="attention, short, scaling, blocksparse: time and memory against baselines; all: these, then page and "
         "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
         "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
+        "decode: time a token over context length, and prompts in chunks; "
         "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
         "charts, from results",
     )
@@ -326,6 +347,44 @@ def _newest_run() -> Path:
     return max(newest, key=lambda checkpoint: checkpoint.stat().st_mtime).parents[1]
 
 
+def _generate(arguments: argparse.Namespace) -> None:
+    import codecs
+
+    import torch
+
+    from dilated_attention_pytorch.models import LongNetLM
+    from dilated_attention_pytorch.train.checkpoint import list_checkpoints
+
+    checkpoints = list_checkpoints(arguments.run)
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = LongNetLM.from_pretrained(checkpoints[-1] if checkpoints else arguments.run, device=device)
+    if model.config.vocab_size != 256:
+        raise ValueError(
+            f"this command writes bytes, and the model has {model.config.vocab_size} tokens: use generate()"
+        )
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise ValueError("a prompt needs at least one character")
+    tokens = torch.tensor([list(prompt.encode())], device=device)
+    settings = {"temperature", "top_k", "top_p", "seed", "chunk"}
+    given = {name: value for name, value in vars(arguments).items() if name in settings}
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    print(prompt, end="", flush=True)
+    began = time.perf_counter()
+    first: float | None = None
+    count = 0
+    for chosen in model.stream(tokens, arguments.max_new_tokens, **given):
+        print(decoder.decode(bytes(chosen.tolist())), end="", flush=True)
+        first = time.perf_counter() if first is None else first
+        count += 1
+    ended = time.perf_counter()
+    print(decoder.decode(b"", final=True))
+    if first is not None:
+        rate = "" if count < 2 else f", then {(count - 1) / (ended - first):.1f} tokens/s"
+        figures = f"{tokens.shape[1]} tokens of prompt and the first new one in {first - began:.3f} s{rate}"
+        print(f"{count} tokens: {figures}", file=sys.stderr)
+
+
 def _bench(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.bench.contenders import choose_contenders
     from dilated_attention_pytorch.bench.memory import print_memory
@@ -355,6 +414,11 @@ def _bench(arguments: argparse.Namespace) -> None:
         return
     if arguments.heads is not None or arguments.head_dim is not None:
         raise ValueError(f"--heads and --head-dim belong to shard; choose cases of {suite} with --cases")
+    if suite == "decode":
+        from dilated_attention_pytorch.bench.decode import run_decode
+
+        run_decode(_bench_device(arguments.device), arguments.tokens, out)
+        return
     if out is None and suite in ("all", "page", "report"):
         raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")
     if suite in ("all", "page"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import Any, Literal, overload
 
 import torch
@@ -13,12 +14,15 @@ from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
+from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.kernels.ladder import backends, check_backend
 from dilated_attention_pytorch.kernels.op import attend
 
 __all__ = [
+    "RowWeights",
+    "attention_rows",
     "autocast_inputs",
     "backends",
     "check_backend",
@@ -167,6 +171,48 @@ def dilated_attention(
         )
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
     return attend(query, key, value, spans, seed, problem, backend, plain, return_lse, resources)
+
+
+def attention_rows(
+    query: Tensor,
+    key: Tensor,
+    rows: Sequence[int],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    head_layout: HeadLayout = "interleaved",
+    seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    spans: Tensor | None = None,
+    head_offset: int = 0,
+    total_heads: int | None = None,
+) -> dict[tuple[int, int, int], RowWeights]:
+    """The exact attention weights of some query rows, as lists of the keys that they see.
+
+    Arguments are those of `dilated_attention`; `rows` are positions in a batch row. The key of the result is
+    `(batch row, row, query head)`. A key that several branches show has the sum of its weights. No `N x N` tensor is
+    made: memory is that of the lists. Dropout plays no part.
+
+    >>> q, k = torch.zeros(2, 1, 16, 2, 8).unbind(0)
+    >>> found = attention_rows(q, k, [6], segment_lengths=[4, 8], dilation_rates=[1, 2], is_causal=True)
+    >>> found[0, 6, 0]  # of head 0, which sees 4, 5, 6 in the first branch and 0, 2, 4, 6 in the second
+    RowWeights(positions=tensor([0, 2, 4, 5, 6]), weights=tensor([0.1429, 0.1429, 0.2857, 0.1429, 0.2857]))
+    """
+    query, key = autocast_inputs(query, key)
+    problem = checked_problem(
+        query, key, key, segment_lengths, dilation_rates, head_layout, is_causal, scale, 0.0, head_offset, total_heads,
+        None, None, "auto",
+    )  # fmt: skip
+    B, N = query.shape[:2]
+    wanted = [index(row) for row in rows]
+    for row in wanted:
+        if not 0 <= row < N:
+            raise ValueError(f"rows must lie within the {N} tokens, from 0 to {N - 1}, got {row}")
+    spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans)
+    return row_weights(query, key, wanted, problem, spans)
 
 
 def refuse_dense_mask(attn_mask: Tensor | None) -> None:

@@ -3,8 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+import torch
+
 from dilated_attention_pytorch.core import DilatedSpec, dense_mask
-from dilated_attention_pytorch.inspect.pictures import draw_documentation, pattern_svg
+from dilated_attention_pytorch.functional import attention_rows
+from dilated_attention_pytorch.inspect.pictures import draw_documentation, pattern_svg, row_shares, write_rows
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -22,3 +26,17 @@ def test_a_pattern_has_a_coloured_cell_for_every_visible_pair() -> None:
     colours = [rect.get("fill") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
     shown = dense_mask(spec, spec.offsets(2), 6, is_causal=True)[:, 1].sum((1, 2)).tolist()
     assert [colours.count(colour) for colour in ("#e8590c",)] == shown[1:]
+
+
+def test_weights_of_rows_are_drawn_darkest_where_they_are_largest(tmp_path) -> None:
+    query, key = torch.zeros(2, 1, 16, 1, 4).unbind(0)
+    found = attention_rows(query, key, [7], segment_lengths=[4, 8], dilation_rates=[1, 2], is_causal=True)
+    found |= attention_rows(query, key, [6], segment_lengths=[4, 8], dilation_rates=[1, 2], is_causal=True)
+    assert row_shares(found[0, 6, 0], 16) == [0.5, 0, 0.5, 0, 1, 0.5, 1, *[0] * 9]
+    assert row_shares(found[0, 7, 0], 16, cells=4) == [0, 1, 0, 0]
+    write_rows(tmp_path / "rows.svg", found, 16)
+    text = (tmp_path / "rows.svg").read_text()
+    ElementTree.fromstring(text)
+    assert "batch row 0, row 6, head 0" in text
+    with pytest.raises(ValueError, match="name rows in attention_rows"):
+        write_rows(tmp_path / "rows.svg", {}, 16)

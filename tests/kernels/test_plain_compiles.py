@@ -16,7 +16,7 @@ import dilated_attention_pytorch
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-SCRIPT = Path(__file__).parent / "compile_plain_kernels.py"
+FOLDER = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,22 @@ SCRIPT = Path(__file__).parent / "compile_plain_kernels.py"
     [(64, "causal", "content_adaptive", 128), (128, "whole", "random", 256), (64, "causal", "dense", 0)],
 )
 def test_plain_kernels_compile(head_dim, mask, pattern, block_size) -> None:
+    compiled = ["forward_kernel mma", "delta_kernel plain", "dkdv_kernel mma", "dq_kernel mma"]
+    check_compiled("compile_plain_kernels.py", [head_dim, mask, pattern, block_size], compiled)
+
+
+@pytest.mark.parametrize(("head_dim", "tokens"), [(64, 1), (128, 5)])
+def test_decoding_kernels_compile(head_dim, tokens) -> None:
+    compiled = ["append_kernel plain", "split_kernel mma", "combine_kernel plain"]
+    if tokens > 1:  # these are stored after they have attended
+        compiled = [*compiled[1:], compiled[0]]
+    check_compiled("compile_decode_kernels.py", [head_dim, tokens], compiled)
+
+
+def check_compiled(script, arguments, compiled) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     source = str(Path(dilated_attention_pytorch.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    arguments = [sys.executable, str(SCRIPT), str(head_dim), mask, pattern, str(block_size)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
-    compiled = ["forward_kernel mma", "delta_kernel plain", "dkdv_kernel mma", "dq_kernel mma"]
+    command = [sys.executable, str(FOLDER / script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == compiled, done.stderr[-3000:]

@@ -11,7 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
+from dilated_attention_pytorch.core.row_weights import RowWeights
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
 
 _CELL, _GAP = 14, 18
@@ -183,6 +186,28 @@ def _write(path: Path, picture: Any) -> None:
 
 def _byte_unit(most: float) -> tuple[str, int]:
     return next((one for one in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if most >= one[1]), ("B", 1))
+
+
+def write_rows(
+    path: Path, found: Mapping[tuple[int, int, int], RowWeights], tokens: int, title: str = "attention weights"
+) -> None:
+    """What `functional.attention_rows` found, as an `.svg` or `.png`: a strip a row and head, darker where more is."""
+    if not found:
+        raise ValueError("there is no row to draw: name rows in attention_rows")
+    strips: list[list[float]] = []
+    for weights in found.values():
+        strip = row_shares(weights, tokens)
+        strips += [strip] * 4 + [[0.0] * len(strip)]
+    names = [f"batch row {b}, row {row}, head {head}" for b, row, head in found]
+    write_density(path, strips[:-1], title, [f"{tokens:,} keys; from above:", *names])
+
+
+def row_shares(found: RowWeights, tokens: int, cells: int = 128) -> list[float]:
+    """The weight that falls into each of `cells` equal parts of the keys, over the largest of them."""
+    cells = min(cells, tokens)
+    totals = torch.zeros(cells, dtype=torch.float64)
+    totals.index_add_(0, found.positions.cpu() * cells // tokens, found.weights.detach().double().cpu())
+    return (totals / totals.max().clamp_min(1e-300)).tolist()
 
 
 def _share_of_ink(share: float) -> float:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.resources import is_plain
+from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.generation import Sampling, cached_logits, generated_tokens, recomputed_logits
 from dilated_attention_pytorch.models.weights import load_weights, save_weights
 from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, XPosPositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
@@ -146,6 +148,7 @@ class LongNetLM(_Pretrained):
         key_padding_mask: Tensor | None = None,
         seqlens: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: Sequence[DilatedKVCache] | None = None,
         finish: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Logits `(B, N, vocab)` of the token that follows each position.
@@ -153,7 +156,8 @@ class LongNetLM(_Pretrained):
         `finish(hidden, weight)` takes the place of the head, with the final hidden states and the head's weight: a loss
         that needs no logits of all tokens at once. It runs within `forward`, where ranks that share the model have it.
         """
-        hidden = self.hidden(tokens, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens)
+        lengths = {"key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens}
+        hidden = self.hidden(tokens, **lengths, cache=cache)
         return self.head(hidden) if finish is None else finish(hidden, self.head.weight)
 
     def hidden(
@@ -163,21 +167,67 @@ class LongNetLM(_Pretrained):
         key_padding_mask: Tensor | None = None,
         seqlens: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: Sequence[DilatedKVCache] | None = None,
     ) -> Tensor:
-        """The final hidden states `(B, N, d_model)`, before the head."""
+        """The final hidden states `(B, N, d_model)`, before the head. `cache` is one of `new_cache`'s.
+
+        With a cache, `tokens` are the next ones of its rows, and it has taken them when this returns.
+        """
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be (batch, tokens) of whole numbers, got {tokens.dtype} {tuple(tokens.shape)}"
             )
         B, N = tokens.shape
         spans = self._spans(tokens, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
-        rotation = None if self.positions is None else self.positions(B, N, spans, tokens.device)
+        if cache is None:
+            rotation = None if self.positions is None else self.positions(B, N, spans, tokens.device)
+        else:
+            self._check_cache(cache, tokens)
+            position = cache[0].lengths[:, None] + torch.arange(N, device=tokens.device)
+            rotation = None if self.positions is None else self.positions.of(position.clamp_min(0))
         x = self.dropout(self.embedding(tokens) * self.config.d_model**0.5)  # (B, N, E)
-        for layer in self.layers:
-            x = self._run(layer, x, is_causal=True, spans=spans, rotation=rotation)
+        for i, layer in enumerate(self.layers):
+            held = {} if cache is None else {"cache": cache[i]}
+            x = self._run(layer, x, is_causal=True, spans=spans, rotation=rotation, **held)
         return self.norm(x)
 
-    @torch.no_grad()
+    def new_cache(
+        self, batch: int, *, padding: Tensor | None = None, rewindable: int = 0, dtype: torch.dtype | None = None
+    ) -> list[DilatedKVCache]:
+        """An empty cache for each layer; `padding` and `rewindable` as in `DilatedKVCache`.
+
+        `dtype` is that of keys and values: the parameters', or autocast's, unless told otherwise.
+        """
+        weight, c = self.embedding.weight, self.config
+        if dtype is None:
+            (like,) = autocast_inputs(weight[:0])
+            dtype = like.dtype
+        return [
+            DilatedKVCache(
+                c.segment_lengths,
+                c.dilation_rates,
+                batch=batch,
+                num_heads=c.num_heads,
+                num_kv_heads=c.num_kv_heads,
+                head_dim=c.head_dim,
+                head_layout=c.head_layout,
+                padding=padding,
+                rewindable=rewindable,
+                dtype=dtype,
+                device=weight.device,
+            )
+            for _ in self.layers
+        ]
+
+    def _check_cache(self, cache: Sequence[DilatedKVCache], tokens: Tensor) -> None:
+        if len(cache) != len(self.layers):
+            raise ValueError(f"the model has {len(self.layers)} layers, the cache {len(cache)}: make it with new_cache")
+        if cache[0].batch != tokens.shape[0] or cache[0].lengths.device != tokens.device:
+            raise ValueError(
+                f"the cache is for a batch of {cache[0].batch} on {cache[0].lengths.device}, the tokens are "
+                f"{tuple(tokens.shape)} on {tokens.device}: make it with new_cache"
+            )
+
     def generate(
         self,
         tokens: Tensor,
@@ -185,31 +235,72 @@ class LongNetLM(_Pretrained):
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
         generator: torch.Generator | None = None,
+        eos: int | None = None,
+        key_padding_mask: Tensor | None = None,
+        use_cache: bool = True,
+        chunk: int | None = None,
+        on_tokens: Callable[[Tensor], object] | None = None,
     ) -> Tensor:
-        """`(B, N + max_new_tokens)`: the prompt and its continuation; `temperature=0` takes the likeliest token."""
-        if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(
-                f"max_new_tokens and temperature must be at least 0 and top_k at least 1, "
-                f"got {max_new_tokens}, {temperature}, {top_k}"
-            )
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
-        try:
-            for _ in range(max_new_tokens):
-                logits = self.head(self.hidden(tokens)[:, -1]).float()  # (B, vocab)
-                if temperature == 0:
-                    chosen = logits.argmax(-1, keepdim=True)
-                else:
-                    if top_k is not None and top_k < logits.shape[-1]:
-                        least = logits.topk(top_k).values[:, -1:]
-                        logits = logits.masked_fill(logits < least, -torch.inf)
-                    chosen = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
-                tokens = torch.cat([tokens, chosen], dim=1)
-        finally:
-            for module, training in modes:
-                module.training = training
-        return tokens
+        """`(B, N + new)`: the prompt and its continuation, of `max_new_tokens` tokens or up to where all rows ended.
+
+        Args:
+            tokens: `(B, N)`, the prompt.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k, top_p: draw from the `top_k` likeliest tokens, of these from the fewest that together reach `top_p`.
+            seed: of the draws; or `generator`, which goes on where it stands.
+            eos: the token that ends a row; what follows it is `eos` again.
+            key_padding_mask: `(B, N)`, True = ignore, for prompts of several lengths: padding stands on the left.
+            use_cache: False computes every token from the whole sequence: the same tokens, to compare with.
+            chunk: how many tokens of the prompt to take at once; all by default.
+            on_tokens: called with the new tokens, `(B,)`, as soon as they are there; `stream` iterates over them.
+        """
+        new = []
+        for chosen in self.stream(
+            tokens,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            generator=generator,
+            eos=eos,
+            key_padding_mask=key_padding_mask,
+            use_cache=use_cache,
+            chunk=chunk,
+        ):
+            new.append(chosen)
+            if on_tokens is not None:
+                on_tokens(chosen)
+        return torch.cat([tokens, torch.stack(new, dim=1)], dim=1) if new else tokens
+
+    def stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        eos: int | None = None,
+        key_padding_mask: Tensor | None = None,
+        use_cache: bool = True,
+        chunk: int | None = None,
+    ) -> Iterator[Tensor]:
+        """The tokens that `generate` appends, `(B,)` at a time, as they come."""
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        draw = sampling.generator(seed, generator, tokens.device)
+        if use_cache:
+            steps = cached_logits(self, tokens, key_padding_mask, chunk)
+        elif chunk is not None:
+            raise ValueError("chunk cuts the prompt that a cache takes: leave it out with use_cache=False")
+        else:
+            steps = recomputed_logits(self, tokens, key_padding_mask)
+        return generated_tokens(self, steps, sampling, draw, max_new_tokens, eos)
 
 
 class LongNet(_Pretrained):

@@ -7,6 +7,7 @@ from dilated_attention_pytorch.nn.block_sparse import (
     BlockSparseMultiheadDilatedAttention,
 )
 from dilated_attention_pytorch.nn.factories import create_dilated_attention, create_multihead_dilated_attention
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import RotaryPositions, Rotation, XPosPositions, rotate
 from dilated_attention_pytorch.nn.transformer import (
@@ -19,6 +20,7 @@ __all__ = [
     "BlockSparseDilatedAttention",
     "BlockSparseMultiheadDilatedAttention",
     "DilatedAttention",
+    "DilatedKVCache",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
     "FeedForward",

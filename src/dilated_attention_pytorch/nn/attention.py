@@ -15,6 +15,7 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.functional import check_backend, dilated_attention, refuse_dense_mask
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 _SWITCHES = ("use_pattern_cache", "enable_memory_pool", "lightweight_pool")
 
@@ -135,6 +136,27 @@ class DilatedAttention(nn.Module):
             spans=spans,
             allow_tf32=self.allow_tf32,
             sparse_config=self.sparse_config,
+            backend=self.backend,
+            resources=self.resources,
+        )
+
+    def attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: DilatedKVCache) -> Tensor:
+        """The causal rows `(B, m, H, D)` of the next `m` tokens of the cache's rows, which it has when this returns."""
+        if type(self).attend is not DilatedAttention.attend:
+            raise ValueError(
+                f"a cache serves whole rows on one device, which {type(self).__name__} does not compute: "
+                "decode with DilatedAttention"
+            )
+        if self.training and self.attention_dropout:
+            raise ValueError("a cache is for inference, without attention_dropout: call eval() first")
+        if cache.spec != self.spec:
+            raise ValueError(f"the cache is for {cache.spec}, this attention is {self.spec}: make a cache for it")
+        return cache.attend(
+            query,
+            key,
+            value,
+            scale=self.softmax_scale,
+            allow_tf32=self.allow_tf32,
             backend=self.backend,
             resources=self.resources,
         )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention, SharesResources
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import Rotation, rotate
 
 
@@ -131,14 +132,19 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         cu_seqlens: Tensor | None = None,
         spans: Tensor | None = None,
         rotation: Rotation | None = None,
+        cache: DilatedKVCache | None = None,
     ) -> tuple[Tensor, None]:
         """`(out, None)` with `out` `(B, N, E)`, or `(N, E)` for an unbatched input.
 
-        `rotation` turns queries and keys by their positions (`RotaryPositions`, `XPosPositions`). Weights would take
-        O(N^2) memory, so `need_weights=True` is refused; `average_attn_weights` only concerns them.
+        `rotation` turns queries and keys by their positions (`RotaryPositions`, `XPosPositions`). With a `cache` the
+        inputs are the next tokens of its rows. Weights would take O(N^2) memory, so `need_weights=True` is refused;
+        `average_attn_weights` only concerns them.
         """
         if need_weights:
-            raise ValueError("attention weights take O(N^2) memory and are not returned: pass need_weights=False")
+            raise ValueError(
+                "attention weights take O(N^2) memory and are not returned: pass need_weights=False; "
+                "functional.attention_rows gives those of some rows"
+            )
         self._check(query, key, value)
         if query.dim() == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -154,22 +160,33 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
                 cu_seqlens=cu_seqlens,
                 spans=spans,
                 rotation=rotation,
+                cache=cache,
             )
             return out[0], None
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, heads, D)
         if rotation is not None:
             q, k = rotate(q, k, rotation)
-        out = self.attention(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-            seqlens=seqlens,
-            cu_seqlens=cu_seqlens,
-            spans=spans,
-        ).flatten(-2)  # (B, N, E)
+        if cache is None:
+            out = self.attention(
+                q,
+                k,
+                v,
+                is_causal=is_causal,
+                attn_mask=attn_mask,
+                key_padding_mask=key_padding_mask,
+                seqlens=seqlens,
+                cu_seqlens=cu_seqlens,
+                spans=spans,
+            )
+        else:
+            stated = (attn_mask, key_padding_mask, seqlens, cu_seqlens, spans)
+            if not is_causal or any(x is not None for x in stated):
+                raise ValueError(
+                    "a cache holds the past of causal rows and knows their padding: pass is_causal=True with it, and "
+                    "no mask or lengths"
+                )
+            out = self.attention.attend_next(q, k, v, cache)
+        out = out.flatten(-2)  # (B, N, E)
         if self.norm is not None:
             out = self.norm(out)
         return self.out_proj(out), None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import Rotation
 
@@ -96,9 +97,10 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         *,
         spans: Tensor | None = None,
         rotation: Rotation | None = None,
+        cache: DilatedKVCache | None = None,
     ) -> Tensor:
-        """`(B, N, E)`. A dense `src_mask` is refused: use `is_causal`."""
-        x = src + self._attend_to_self(src, src_mask, src_key_padding_mask, is_causal, spans, rotation)
+        """`(B, N, E)`. A dense `src_mask` is refused: use `is_causal`. With a `cache`, `src` are its next tokens."""
+        x = src + self._attend_to_self(src, src_mask, src_key_padding_mask, is_causal, spans, rotation, cache)
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
     def _attend_to_self(
@@ -109,6 +111,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         is_causal: bool,
         spans: Tensor | None,
         rotation: Rotation | None,
+        cache: DilatedKVCache | None = None,
     ) -> Tensor:
         x = self.norm1(x)
         attended, _ = self.self_attn(
@@ -120,6 +123,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
             is_causal=is_causal,
             spans=spans,
             rotation=rotation,
+            cache=cache,
         )
         return self.dropout(attended)
 

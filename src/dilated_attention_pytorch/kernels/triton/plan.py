@@ -41,7 +41,7 @@ def plan_for(
 ) -> Plan:
     """The remembered plan of calls like this one, forward or, with `grad_out`, backward."""
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
-    tf32 = query.dtype == torch.float32 and _tf32(problem.allow_tf32)
+    tf32 = query.dtype == torch.float32 and allows_tf32(problem.allow_tf32)
     kind = (
         id(problem),  # a plan keeps its problem, so no other one gets its number; hashing one takes long
         query.device,
@@ -228,5 +228,6 @@ def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
     return torch.tensor(offsets, dtype=torch.int32, device=device)
 
 
-def _tf32(allow: bool | None) -> bool:
+def allows_tf32(allow: bool | None) -> bool:
+    """Whether float32 products may use TF32: as the call says, or PyTorch's setting."""
     return torch.backends.cuda.matmul.allow_tf32 if allow is None else allow

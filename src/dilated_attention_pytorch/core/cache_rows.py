@@ -1,0 +1,168 @@
+"""Where the grid rows of a bounded cache lie: pure arithmetic on positions, shared by the cache and its kernels.
+
+A later query sees, in branch `(w, r)`, grid rows of its own segment only. So a branch keeps a ring of `capacity` rows
+for each of its key/value heads. Rows are numbered over the whole document, `rows` of them a segment: the token at
+position `p` is row `p // w * rows + (p % w) // r`, and lies at that number modulo `capacity`. Without room for
+rewinding `capacity` is `rows`: row `t` of every segment has the same place, and the next segment overwrites it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.pattern import grid_rows
+from dilated_attention_pytorch.core.resources import is_plain
+from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable
+
+
+@dataclass(frozen=True)
+class BranchRows:
+    """One branch's rings, which follow each other from row `first` of the cache on, one for each head in `heads`."""
+
+    index: int  # of the branch in its spec
+    segment_length: int  # w
+    dilation_rate: int  # r
+    heads: slice  # the key/value heads that are on the branch: in every head layout a contiguous range
+    offsets: tuple[int, ...]  # of those heads
+    rows: int  # of a whole segment, for the head that has most
+    capacity: int
+    first: int
+    ring: int  # the number of its first ring among those of all branches
+
+    @property
+    def reach(self) -> int:
+        """A token this far back from the newest has been overwritten, whatever its place in its segment."""
+        return (-(-self.capacity // self.rows) + 1) * self.segment_length
+
+    def stored(self, stored: Tensor) -> Tensor:
+        """The branch's rings in the cache's keys or values, as a view `(B, heads, capacity, D)`."""
+        count = len(self.offsets)
+        return stored[:, self.first : self.first + count * self.capacity].unflatten(1, (count, self.capacity))
+
+    def overwritten(self, length: int, longest: int) -> bool:
+        """Whether a document cut back to `length` tokens misses rows that it needs, after it has had `longest`."""
+        segment, within = divmod(length, self.segment_length)
+        if within <= min(self.offsets) or longest <= length:
+            return False
+        after, rest = divmod(longest - 1, self.segment_length)
+        newest = after * self.rows + min(rest // self.dilation_rate, self.rows - 1)
+        return newest - self.capacity >= segment * self.rows
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """The rows of a whole cache: those of every branch that has heads, and one that is written and never read.
+
+    Any `rewindable` tokens can be taken back at any time, which costs about `rewindable / r` rows a head and branch.
+
+    >>> spec = DilatedSpec.of([4, 8], [1, 2])
+    >>> CacheRows(spec, spec.offsets(2)).total  # 4 rows a head on both branches
+    17
+    """
+
+    spec: DilatedSpec
+    offsets: OffsetTable
+    rewindable: int = 0
+    branches: tuple[BranchRows, ...] = field(init=False, repr=False, compare=False)
+    # Branches that have the same heads: in every head layout those are all heads, or heads of one branch only.
+    branches_by_heads: tuple[tuple[BranchRows, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "branches", self._branches())
+        by_heads: dict[tuple[int, int], list[BranchRows]] = {}
+        for branch in self.branches:
+            by_heads.setdefault((branch.heads.start, branch.heads.stop), []).append(branch)
+        object.__setattr__(self, "branches_by_heads", tuple(map(tuple, by_heads.values())))
+
+    def _branches(self) -> tuple[BranchRows, ...]:
+        found, first, ring = [], 0, 0
+        for index, (branch, offsets) in enumerate(zip(self.spec.branches, self.offsets)):
+            w, r = branch.segment_length, branch.dilation_rate
+            present = [h for h, offset in enumerate(offsets) if offset is not None]
+            mine = tuple(offset for offset in offsets if offset is not None)
+            rows = max((grid_rows(w, r, offset) for offset in mine), default=0)
+            if rows == 0:
+                continue
+            # To go back into a segment from up to `rewindable` tokens later, none of its rows may be overwritten then.
+            segments, rest = divmod(w - 1 + max(self.rewindable - 1, 0), w)
+            capacity = segments * rows + min(rest // r, rows - 1) + 1
+            heads = slice(present[0], present[-1] + 1)
+            assert len(present) == heads.stop - heads.start, offsets
+            found.append(BranchRows(index, w, r, heads, mine, rows, capacity, first, ring))
+            first, ring = first + len(mine) * capacity, ring + len(mine)
+        return tuple(found)
+
+    @property
+    def unread(self) -> int:
+        """Where tokens go that no later query sees, so that shapes do not depend on positions."""
+        if not self.branches:
+            return 0
+        last = self.branches[-1]
+        return last.first + len(last.offsets) * last.capacity
+
+    @property
+    def total(self) -> int:
+        return self.unread + 1
+
+
+class Rings(NamedTuple):
+    """Every ring of a cache, `(rings,)` each: branch by branch, and head by head."""
+
+    head: Tensor
+    offset: Tensor
+    segment_length: Tensor
+    dilation_rate: Tensor
+    rows: Tensor
+    capacity: Tensor
+    first: Tensor
+
+    def of(self, branch: BranchRows) -> Rings:
+        return Rings(*(x[branch.ring : branch.ring + len(branch.offsets)] for x in self))
+
+    def number(self, position: Tensor) -> Tensor:
+        """`(..., rings)`: the number of the grid row at, or around, each position `(..., 1)`."""
+        w = self.segment_length
+        return position // w * self.rows + position % w // self.dilation_rate
+
+    def on_grid(self, position: Tensor) -> Tensor:
+        """`(..., rings)`: whether each position `(..., 1)` is a row of each ring; one before the first token is not."""
+        return (position % self.segment_length % self.dilation_rate == self.offset) & (position >= 0)
+
+
+def rings_on(rows: CacheRows, like: Tensor) -> Rings:
+    """The rings as tensors on the device of `like`, made once."""
+    return _remembered_rings(rows, like.device) if is_plain(like) else _rings(rows, like.device)
+
+
+def _rings(rows: CacheRows, device: torch.device) -> Rings:
+    table = [
+        (branch.heads.start + h, offset, branch.segment_length, branch.dilation_rate, branch.rows, branch.capacity,
+         branch.first + h * branch.capacity)
+        for branch in rows.branches
+        for h, offset in enumerate(branch.offsets)
+    ]  # fmt: skip
+    return Rings(*torch.tensor(table, device=device).reshape(-1, len(Rings._fields)).unbind(1))
+
+
+_remembered_rings = lru_cache(256)(_rings)
+
+
+class CacheState(NamedTuple):
+    """A cache as the kernels take it: keys and values `(B, rows.total, D)`, and how many tokens each row has had.
+
+    A length is also the position of the row's next token; below 0, that token is left padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor  # (B,)
+    rows: CacheRows
+
+    def of_row(self, b: int) -> CacheState:
+        """The state of batch row `b` alone."""
+        return CacheState(self.keys[b : b + 1], self.values[b : b + 1], self.lengths[b : b + 1], self.rows)

@@ -1,0 +1,322 @@
+"""A few new tokens against a bounded cache, all branches in one launch: split, then combine.
+
+A program takes one split, some of the rows that a branch keeps for a key/value head, and the queries of that head's
+group: with few queries there would be too few programs otherwise. For its rows t of the open segment, which lie at
+`(segment * rows + t) % capacity` of the head's ring, it leaves
+
+    lse_s = log sum_t exp(scale * q.k_t),    out_s = sum_t exp(scale * q.k_t - lse_s) v_t
+
+and a second kernel merges the splits of a row: lse = log sum_s exp(lse_s), out = sum_s exp(lse_s - lse) out_s.
+`append_kernel` stores new tokens on the grids that they are on.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheState
+from dilated_attention_pytorch.core.merge import merge
+from dilated_attention_pytorch.kernels.decode import own_partial
+from dilated_attention_pytorch.kernels.eager import tf32
+from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.plan import allows_tf32
+from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
+
+_MOST_KINDS = 256
+_PROGRAMS = 528  # four for each multiprocessor of an H200: as many splits as that takes
+_SPLIT_ROWS = (512, 256, 128, 64)
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: CacheState,
+    scale: float,
+    allow_tf32: bool | None,
+) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of the new tokens, which are stored; see `kernels.decode.attend_cached`."""
+    if query.is_cuda and query.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(query.device):
+            return decode(query, key, value, state, scale, allow_tf32)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    m = query.shape[1]
+    keys, values, lengths, rows = state
+    plan = _plan(
+        rows, query.shape, query.stride()[:3], key.stride()[:3], value.stride()[:3], query.dtype, query.device, scale,
+        query.dtype == torch.float32 and allows_tf32(allow_tf32),
+    )  # fmt: skip
+    if m == 1:  # stored first, it is one of the cached rows
+        plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
+    partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=query.device)
+    partial_lse = torch.empty(plan.partial_shape[:-1], dtype=torch.float32, device=query.device)
+    plan.split(query, keys, values, partial, partial_lse, lengths, plan.branches, plan.heads, plan.splits)
+    out = torch.empty(query.shape, dtype=query.dtype if m == 1 else torch.float32, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    plan.combine(partial, partial_lse, out, lse)
+    if m > 1:
+        with tf32(allow_tf32, query.device):
+            out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
+        out = out.to(query.dtype)
+        plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
+    return out, lse
+
+
+class _Plan:
+    """What calls of one kind share: tables on the device, and launches."""
+
+    def __init__(self, rows, shape, q_strides, k_strides, v_strides, dtype, device, scale, tf32) -> None:
+        B, m, H, D = shape
+        self.dtype = dtype  # a launch serves tensors of one dtype
+        kv_heads = len(rows.offsets[0])
+        group = H // kv_heads
+        branches = rows.branches
+        block_d = triton.next_power_of_2(D)
+        block_m = max(16, min(64, triton.next_power_of_2(m * group)))
+        tiles = triton.cdiv(m * group, block_m)
+        split_rows = _rows_a_split(branches, B * kv_heads * tiles)
+        splits = [(i, first) for i, branch in enumerate(branches) for first in range(0, branch.rows, split_rows)]
+        splits = splits or [(0, 0)]
+        self.branches = _table([(b.segment_length, b.dilation_rate, b.rows, b.capacity) for b in branches], device)
+        self.heads = _table(
+            [
+                (branch.offsets[h - branch.heads.start], branch.first + (h - branch.heads.start) * branch.capacity)
+                if branch.heads.start <= h < branch.heads.stop
+                else (-1, 0)
+                for branch in branches
+                for h in range(kv_heads)
+            ],
+            device,
+        )
+        self.splits = _table(splits, device)
+        self.partial_shape = (B, m, H, len(splits), D)
+        stored = (rows.total, len(branches), kv_heads, m)
+        shared = {"D": D, "BLOCK_D": block_d}
+        self.append = Launch(
+            append_kernel, B * m * kv_heads * max(1, len(branches)), (*k_strides, *v_strides, *stored), shared
+        )
+        split_settings = {
+            "GROUP": group,
+            "BLOCK_M": block_m,
+            "BLOCK_N": min(64, split_rows),
+            "PRECISION": "tf32" if tf32 else "ieee",
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+        self.split = Launch(
+            split_kernel,
+            B * kv_heads * tiles * len(splits),
+            (*q_strides, *stored, len(splits), tiles, split_rows, 1 if m == 1 else 0, scale),
+            shared | split_settings,
+        )
+        settings = shared | {
+            "BLOCK_S": triton.next_power_of_2(len(splits)),
+            "STEP": min(16, triton.next_power_of_2(len(splits))),
+        }
+        self.combine = Launch(combine_kernel, B * m * H, (len(splits),), settings)
+
+
+def _rows_a_split(branches: Sequence[BranchRows], programs_a_split: int) -> int:
+    """The longest splits that still keep the GPU busy."""
+    for rows in _SPLIT_ROWS:
+        if programs_a_split * sum(triton.cdiv(branch.rows, rows) for branch in branches) >= _PROGRAMS:
+            return rows
+    return _SPLIT_ROWS[-1]
+
+
+_plan = functools.lru_cache(_MOST_KINDS)(_Plan)
+
+
+def _table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    return torch.tensor(rows or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
+
+
+UNSPECIALIZED = ("rows", "branch_count", "Hkv", "m", "split_count", "tiles", "split_rows", "appended")
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def append_kernel(
+    K,
+    V,
+    Keys,
+    Values,
+    lengths,
+    branches,
+    heads,
+    k_b,
+    k_n,
+    k_h,
+    v_b,
+    v_n,
+    v_h,
+    rows,
+    branch_count,
+    Hkv,
+    m,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One token of one head on one branch, if it is a row of its grid and the newest of these tokens at its place."""
+    pid = tl.program_id(0)
+    branch = pid % branch_count
+    head = (pid // branch_count) % Hkv
+    i = (pid // branch_count // Hkv) % m
+    b = (pid // branch_count // Hkv // m).to(tl.int64)
+    W = tl.load(branches + branch * 4)
+    rate = tl.load(branches + branch * 4 + 1)
+    M = tl.load(branches + branch * 4 + 2)
+    C = tl.load(branches + branch * 4 + 3)
+    offset = tl.load(heads + (branch * Hkv + head) * 2)
+    first = tl.load(heads + (branch * Hkv + head) * 2 + 1)
+    begin = tl.load(lengths + b)
+    position = begin + i
+    if offset < 0 or position < 0:
+        return
+    within = position % W
+    newest = begin + m - 1
+    number = position // W * M + within // rate
+    if within % rate != offset or number <= newest // W * M + newest % W // rate - C:
+        return
+    columns = tl.arange(0, BLOCK_D)
+    real = columns < D
+    place = (b * rows + first + number % C) * D + columns
+    k = tl.load(K + b * k_b + i * k_n + head.to(tl.int64) * k_h + columns, mask=real, other=0.0)
+    v = tl.load(V + b * v_b + i * v_n + head.to(tl.int64) * v_h + columns, mask=real, other=0.0)
+    tl.store(Keys + place, k, mask=real)
+    tl.store(Values + place, v, mask=real)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def split_kernel(
+    Q,
+    Keys,
+    Values,
+    Out,
+    Lse,
+    lengths,
+    branches,
+    heads,
+    splits,
+    q_b,
+    q_n,
+    q_h,
+    rows,
+    branch_count,
+    Hkv,
+    m,
+    split_count,
+    tiles,
+    split_rows,
+    appended,
+    scale,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    split = pid % split_count
+    tile = (pid // split_count) % tiles
+    kv_head = (pid // split_count // tiles) % Hkv
+    b = (pid // split_count // tiles // Hkv).to(tl.int64)
+    branch = tl.load(splits + split * 2)
+    first_row = tl.load(splits + split * 2 + 1)
+    W = tl.load(branches + branch * 4)
+    rate = tl.load(branches + branch * 4 + 1)
+    M = tl.load(branches + branch * 4 + 2)
+    C = tl.load(branches + branch * 4 + 3)
+    offset = tl.load(heads + (branch * Hkv + kv_head) * 2)
+    first = tl.load(heads + (branch * Hkv + kv_head) * 2 + 1)
+
+    # Queries of a group lie side by side; what they see lies in the newest cached token's segment.
+    lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = lines // GROUP
+    head = kv_head * GROUP + lines % GROUP
+    begin = tl.load(lengths + b)
+    held = begin + appended
+    segment = tl.maximum(held - 1, 0) // W
+    start = segment * W
+    within = begin + i - start
+    sees = (i < m) & (held > 0) & (offset >= 0) & (begin + i >= 0) & (within < W) & (within % rate == offset)
+    tokens = tl.minimum(within + 1, held - start)
+    count = tl.where(sees, (tokens - offset + rate - 1) // rate, 0).to(tl.int32)
+    end = tl.minimum(first_row + split_rows, tl.max(count))
+
+    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    columns = tl.arange(0, BLOCK_D)
+    q_rows = Q + b * q_b + i[:, None].to(tl.int64) * q_n + head[:, None].to(tl.int64) * q_h
+    q = tl.load(q_rows + columns[None, :], mask=(i[:, None] < m) & (columns[None, :] < D), other=0.0)
+    ring = (b * rows + first) * D
+    begins_at = (segment * M % C).to(tl.int32)
+    for row in tl.range(first_row, end, BLOCK_N):
+        t = row + tl.arange(0, BLOCK_N)
+        place = begins_at + t
+        place = tl.where(place >= C, place - C, place)
+        place = tl.where(t < end, place, C)  # beyond the ring: not loaded
+        k = load_rows(Keys + ring, place, D, D, BLOCK_D, C, True)
+        s = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2_E)
+        s = tl.where(t[None, :] < count[:, None], s, -float("inf"))
+        higher = tl.maximum(highest, tl.max(s, 1))
+        # A row that has seen nothing yet would take -inf from -inf.
+        against = tl.where(higher == -float("inf"), 0.0, higher)
+        p = tl.exp2(s - against[:, None])
+        alpha = tl.exp2(highest - against)
+        total = total * alpha + tl.sum(p, 1)
+        v = load_rows(Values + ring, place, D, D, BLOCK_D, C, True)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        highest = higher
+    seen = total > 0
+    line = ((b * m + i) * (Hkv * GROUP) + head) * split_count + split
+    tl.store(
+        Lse + line, tl.where(seen, (highest + tl.log2(tl.where(seen, total, 1.0))) * LN_2, -float("inf")), mask=i < m
+    )
+    out = acc / tl.where(seen, total, 1.0)[:, None]
+    tl.store(
+        Out + line[:, None] * D + columns[None, :], out, mask=seen[:, None] & (i[:, None] < m) & (columns[None, :] < D)
+    )
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def combine_kernel(
+    Partial,
+    PartialLse,
+    Out,
+    Lse,
+    split_count,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One row of one head; a split that saw nothing has left no `out`."""
+    line = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, BLOCK_S)
+    lse = tl.load(PartialLse + line * split_count + every, mask=every < split_count, other=-float("inf"))
+    highest = tl.max(lse, 0)
+    against = tl.where(highest == -float("inf"), 0.0, highest)
+    total = tl.sum(tl.exp2((lse - against) * LOG2_E), 0)
+    columns = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.range(0, split_count, STEP):
+        split = start + tl.arange(0, STEP)
+        share = tl.load(PartialLse + line * split_count + split, mask=split < split_count, other=-float("inf"))
+        weight = tl.exp2((share - against) * LOG2_E)
+        real = (split[:, None] < split_count) & (share[:, None] > -float("inf")) & (columns[None, :] < D)
+        partial = tl.load(Partial + (line * split_count + split[:, None]) * D + columns[None, :], mask=real, other=0.0)
+        acc += tl.sum(weight[:, None] * partial, 0)
+    seen = total > 0
+    out = acc / tl.where(seen, total, 1.0)
+    tl.store(Out + line * D + columns, out.to(Out.dtype.element_ty), mask=columns < D)
+    tl.store(Lse + line, tl.where(seen, against + tl.log2(tl.where(seen, total, 1.0)) * LN_2, -float("inf")))

@@ -1,0 +1,153 @@
+"""Generation, token by token: where the next logits come from, and how a token is chosen from them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+
+Steps = Generator[Tensor, Tensor, None]
+"""Yields logits `(B, vocab)`, and is sent the tokens `(B,)` that were chosen from them."""
+
+
+class LanguageModel(Protocol):
+    """What generation asks of a model."""
+
+    head: nn.Linear
+
+    def hidden(
+        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cache: list[DilatedKVCache] | None = None
+    ) -> Tensor: ...
+
+    def new_cache(self, batch: int, *, padding: Tensor | None = None) -> list[DilatedKVCache]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn: temperature, then the `top_k` likeliest, then the fewest of them that reach `top_p`.
+
+    >>> Sampling(temperature=0).choose(torch.tensor([[0.1, 0.7, 0.2]]))
+    tensor([1])
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
+            raise ValueError(
+                f"temperature must be at least 0 and top_k at least 1, got {self.temperature} and {self.top_k}"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    def generator(
+        self, seed: int | None, generator: torch.Generator | None, device: torch.device
+    ) -> torch.Generator | None:
+        if seed is None:
+            return generator
+        if generator is not None:
+            raise ValueError("seed and generator both say where draws come from: pass one of them")
+        return torch.Generator(device).manual_seed(seed)
+
+    def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """A token for each row of `(B, vocab)` logits."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        chances = F.softmax(logits, -1)
+        if self.top_p is not None and self.top_p < 1:
+            falling, order = chances.sort(-1, descending=True)
+            before = falling.cumsum(-1) - falling  # the likeliest token always stays
+            chances = chances.scatter(-1, order, falling.masked_fill(before >= self.top_p, 0.0))
+        return torch.multinomial(chances, 1, generator=generator)[:, 0]
+
+
+def cached_logits(model: LanguageModel, tokens: Tensor, key_padding_mask: Tensor | None, chunk: int | None) -> Steps:
+    """Logits from a bounded cache, which takes the prompt in chunks."""
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+    cache = model.new_cache(tokens.shape[0], padding=_left_padding(tokens, key_padding_mask))
+    for piece in tokens.split(chunk or max(tokens.shape[1], 1), dim=1):
+        last = model.hidden(piece, cache=cache)[:, -1]
+    while True:
+        chosen = yield model.head(last)
+        last = model.hidden(chosen[:, None], cache=cache)[:, -1]
+
+
+def recomputed_logits(model: LanguageModel, tokens: Tensor, key_padding_mask: Tensor | None) -> Steps:
+    """Logits from the whole sequence every time."""
+    _left_padding(tokens, key_padding_mask)
+    mask = key_padding_mask
+    while True:
+        chosen = yield model.head(model.hidden(tokens, key_padding_mask=mask)[:, -1])
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+        mask = None if mask is None else F.pad(mask, (0, 1))
+
+
+@torch.no_grad()
+def generated_tokens(
+    model: nn.Module,
+    steps: Steps,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    max_new_tokens: int,
+    eos: int | None,
+) -> Iterator[Tensor]:
+    """The chosen tokens, `(B,)` at a time; the model is in eval mode for as long as it computes."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    ended: Tensor | None = None
+    chosen: Tensor | None = None
+    for _ in range(max_new_tokens):
+        with _evaluating(model):
+            logits = next(steps) if chosen is None else steps.send(chosen)
+        chosen = sampling.choose(logits, generator)
+        if eos is not None:
+            if ended is not None:
+                chosen = chosen.masked_fill(ended, eos)
+            ended = chosen == eos
+        yield chosen
+        if ended is not None and bool(ended.all()):
+            return
+
+
+class _evaluating:
+    """Eval mode within the block, then every module in its own mode again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __enter__(self) -> None:
+        self._modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+
+    def __exit__(self, *error: object) -> None:
+        for module, training in self._modes:
+            module.training = training
+
+
+def _left_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
+    if tokens.dim() != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"a prompt is (batch, tokens) with at least one token, got {tuple(tokens.shape)}")
+    spans = document_spans(*tokens.shape, key_padding_mask=key_padding_mask)
+    if spans is None:
+        return None
+    wrong = (spans[:, 1] != tokens.shape[1]) | (spans[:, 0] == spans[:, 1])
+    if wrong.any():
+        raise ValueError(
+            f"row {int(wrong.int().argmax())} of the prompt is padded on the right or empty: generation continues at "
+            "the end of every row, so pad on the left"
+        )
+    return spans[:, 0]

@@ -1,0 +1,176 @@
+"""A bounded key/value cache for causal decoding: what later tokens can still see, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
+from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
+from dilated_attention_pytorch.kernels.decode import attend_cached
+
+
+class DilatedKVCache:
+    """The keys and values of one attention layer that later tokens can see: at most `sum(w / r)` rows a head.
+
+    Its size depends neither on the number of tokens so far nor on those to come. Tensors keep their shapes and their
+    places in memory, so that a step with a few tokens can be compiled or captured in a CUDA graph.
+
+    Args:
+        segment_lengths, dilation_rates, head_layout: as in the attention it serves.
+        batch, num_heads, head_dim, num_kv_heads: of its tensors; `num_kv_heads` is `num_heads` by default.
+        padding: `(B,)`, how many of each row's first tokens are left padding; the grid starts after them.
+        rewindable: how many tokens `rewind` can take back at any time, for speculative decoding; a few more rows.
+        head_offset, total_heads: under head sharding, as in `functional.dilated_attention`.
+        dtype, device: of keys and values.
+
+    >>> cache = DilatedKVCache([16, 64], [1, 4], batch=1, num_heads=4, head_dim=8)
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
+    >>> prompt = cache.attend(q[:, :99], k[:, :99], v[:, :99])
+    >>> cache.attend(q[:, 99:], k[:, 99:], v[:, 99:]).shape
+    torch.Size([1, 1, 4, 8])
+    >>> cache.lengths, cache.nbytes
+    (tensor([100]), 8256)
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        batch: int,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        head_layout: HeadLayout = "interleaved",
+        padding: Tensor | None = None,
+        rewindable: int = 0,
+        head_offset: int = 0,
+        total_heads: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if min(batch, num_heads, head_dim, num_kv_heads) < 1 or rewindable < 0:
+            raise ValueError(
+                "batch, num_heads, head_dim and num_kv_heads must be at least 1 and rewindable at least 0, "
+                f"got {batch}, {num_heads}, {head_dim}, {num_kv_heads} and {rewindable}"
+            )
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        self.spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
+        self.batch, self.num_heads, self.num_kv_heads, self.head_dim = batch, num_heads, num_kv_heads, head_dim
+        self.head_offset, self.total_heads = head_offset, total_heads
+        problem = Problem(spec=self.spec, is_causal=True, head_offset=head_offset, total_heads=total_heads)
+        self.rows = CacheRows(self.spec, problem.offsets(num_heads, num_kv_heads), rewindable)
+        # Rows that nobody has written yet meet weights of 0, and 0 times what empty memory may hold need not be 0.
+        self.keys = torch.zeros(batch, self.rows.total, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
+        self._longest = torch.zeros_like(self.lengths)
+        self.reset(padding)
+
+    @property
+    def rewindable(self) -> int:
+        return self.rows.rewindable
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, from the first token on."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def reset(self, padding: Tensor | None = None) -> None:
+        """Forget every token; `padding` is that of the next prompt."""
+        if padding is None:
+            self.lengths.zero_()
+        else:
+            if padding.shape != (self.batch,) or padding.is_floating_point() or bool((padding < 0).any()):
+                raise ValueError(
+                    f"padding must be the numbers of left-padded tokens, ({self.batch},), each at least 0; "
+                    f"got {padding.dtype} {tuple(padding.shape)}"
+                )
+            self.lengths.copy_(-padding)
+        self._longest.copy_(self.lengths)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        allow_tf32: bool | None = None,
+        backend: str = "auto",
+        resources: Resources = NO_RESOURCES,
+    ) -> Tensor:
+        """The rows of a full causal forward for the next `m` tokens, `(B, m, H, D)`, which the cache then holds.
+
+        `key` and `value` are `(B, m, Hkv, D)`; `m` is 1, or any number of tokens of a prompt.
+        """
+        query, key, value = autocast_inputs(query, key, value)
+        problem = checked_problem(
+            query, key, value, self.spec.segment_lengths, self.spec.dilation_rates, self.spec.head_layout, True, scale,
+            0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
+        )  # fmt: skip
+        self._check(query, key)
+        state = CacheState(self.keys, self.values, self.lengths, self.rows)
+        out, _ = attend_cached(query, key, value, state, problem, backend, resources)
+        self.lengths.add_(query.shape[1])
+        torch.maximum(self._longest, self.lengths, out=self._longest)
+        return out
+
+    def rewind(self, tokens: int | Tensor) -> None:
+        """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
+        back = torch.as_tensor(tokens, device=self.lengths.device).expand(self.batch)
+        if back.is_floating_point() or back.dtype == torch.bool:
+            raise TypeError(f"rewind takes whole numbers of tokens, got {back.dtype}")
+        found = zip(back.tolist(), self.lengths.tolist(), self._longest.tolist())
+        for b, (count, length, longest) in enumerate(found):
+            if not 0 <= count <= max(length, 0):
+                raise ValueError(f"row {b} of the cache has {max(length, 0)} tokens to rewind, got {count}")
+            for branch in self.rows.branches:
+                if count and branch.overwritten(length - count, longest):
+                    raise ValueError(
+                        f"rewinding row {b} by {count} tokens, from {length} to {length - count}, needs rows of branch "
+                        f"(w={branch.segment_length}, r={branch.dilation_rate}) that later tokens have overwritten: "
+                        f"make the cache with rewindable={longest - length + count} (it has {self.rewindable}), or "
+                        "reset it and run the tokens again"
+                    )
+        self.lengths.sub_(back)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row `b` continue what row `rows[b]` has been, as beam search does; in place."""
+        if rows.shape != (self.batch,) or rows.is_floating_point() or rows.dtype == torch.bool:
+            raise ValueError(
+                f"reorder takes the ({self.batch},) rows to continue from, got {rows.dtype} {tuple(rows.shape)}"
+            )
+        for state in (self.keys, self.values, self.lengths, self._longest):
+            state.copy_(state.index_select(0, rows))
+
+    def _check(self, query: Tensor, key: Tensor) -> None:
+        mine = (self.batch, self.num_heads, self.num_kv_heads, self.head_dim)
+        theirs = (query.shape[0], query.shape[2], key.shape[2], query.shape[3])
+        if theirs != mine:
+            raise ValueError(
+                f"the cache is for (batch, heads, key/value heads, head_dim) = {mine}, the tensors are {theirs}: "
+                "make a cache for them"
+            )
+        if query.device != self.keys.device or query.dtype != self.keys.dtype:
+            raise ValueError(
+                f"the cache holds {self.keys.dtype} on {self.keys.device}, the tensors are {query.dtype} on "
+                f"{query.device}: make the cache with their dtype and device"
+            )
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+            raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({list(self.spec.segment_lengths)}, {list(self.spec.dilation_rates)}, "
+            f"batch={self.batch}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, head_layout={self.spec.head_layout!r}, rewindable={self.rewindable}, "
+            f"dtype={self.keys.dtype}, device={str(self.keys.device)!r})"
+        )

@@ -1,0 +1,26 @@
+"""Compile the decoding kernels for compute capability 9.0 as launched for a head dim and a number of new tokens."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from compile_plain_kernels import CompilesInstead
+
+
+def main(head_dim: str, tokens: str) -> None:
+    from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
+    from dilated_attention_pytorch.core.spec import DilatedSpec
+    from dilated_attention_pytorch.kernels.triton import decode
+
+    for name in ("append_kernel", "split_kernel", "combine_kernel"):
+        setattr(decode, name, CompilesInstead(getattr(decode, name)))
+    spec = DilatedSpec.of([2048, 4096], [1, 2])
+    rows = CacheRows(spec, spec.offsets(4))
+    keys, values = torch.zeros(2, 1, rows.total, int(head_dim), dtype=torch.bfloat16).unbind(0)
+    q, k, v = (torch.zeros(1, int(tokens), heads, int(head_dim), dtype=torch.bfloat16) for heads in (8, 4, 4))
+    decode.decode(q, k, v, CacheState(keys, values, torch.zeros(1, dtype=torch.int64), rows), 0.1, False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

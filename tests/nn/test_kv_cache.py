@@ -1,0 +1,387 @@
+"""Decoding through a bounded cache gives the rows of a full forward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilated_attention_pytorch import (
+    DilatedAttention,
+    DilatedKVCache,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+)
+from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.kernels.decode import attend_cached_op
+
+pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
+
+LAYOUTS = ["interleaved", "blocked", "grouped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A causal problem that comes in chunks."""
+
+    segment_lengths: tuple[int, ...] = (4, 6, 10)
+    dilation_rates: tuple[int, ...] = (1, 2, 3)
+    tokens: int = 30
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 4
+    head_layout: str = "interleaved"
+    padding: tuple[int, ...] = ()
+    scale: float | None = None
+    seed: int = 0
+
+    @property
+    def spec(self) -> dict:
+        return {
+            "segment_lengths": self.segment_lengths,
+            "dilation_rates": self.dilation_rates,
+            "head_layout": self.head_layout,
+        }
+
+    def tensors(self, dtype=torch.float64) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return tuple(
+            torch.randn(self.batch, self.tokens, heads, self.head_dim, dtype=torch.float64, generator=generator).to(
+                dtype
+            )
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+
+    def cache(self, dtype=torch.float64, **settings) -> DilatedKVCache:
+        return DilatedKVCache(
+            **self.spec,
+            batch=self.batch,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            padding=torch.tensor(self.padding) if self.padding else None,
+            dtype=dtype,
+            **settings,
+        )
+
+    def expected(self, *tensors: torch.Tensor) -> torch.Tensor:
+        mask = None
+        if self.padding:
+            mask = torch.arange(tensors[0].shape[1]) < torch.tensor(self.padding)[:, None]
+        return dilated_attention(
+            *tensors, **self.spec, is_causal=True, scale=self.scale, key_padding_mask=mask, backend="reference"
+        )
+
+
+def feed(cache: DilatedKVCache, tensors, chunks, **settings) -> torch.Tensor:
+    """What the cache gives for tokens that come in chunks of these sizes, the last of them again and again."""
+    outs, start, chunks = [], 0, list(chunks)
+    while start < tensors[0].shape[1]:
+        size = chunks.pop(0) if len(chunks) > 1 else chunks[0]
+        outs.append(cache.attend(*(x[:, start : start + size] for x in tensors), **settings))
+        start += size
+    return torch.cat(outs, dim=1)
+
+
+def check(stream: Stream, chunks, dtype=torch.float64, tolerance=1e-10, backend="auto", **settings) -> None:
+    tensors = stream.tensors(dtype)
+    found = feed(stream.cache(dtype, **settings), tensors, chunks, scale=stream.scale, backend=backend)
+    torch.testing.assert_close(
+        found.double(), stream.expected(*(x.double() for x in tensors)).double(), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.fixture(params=["few", "many"], autouse=False)
+def chunks_of_any_size_go_both_ways(request, monkeypatch) -> None:
+    """Short chunks take the static path, or, as long ones do, the operator's."""
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AT_ONCE", 64 if request.param == "few" else 0)
+
+
+@pytest.mark.usefixtures("chunks_of_any_size_go_both_ways")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("padding", [(), (0, 5)], ids=["whole", "left-padded"])
+@pytest.mark.parametrize("chunks", [[1], [7], [13, 1], [1, 29], [11, 4]], ids=str)
+def test_chunks_equal_one_forward_over_three_of_the_largest_segments(layout, padding, chunks) -> None:
+    check(Stream(head_layout=layout, padding=padding), chunks)
+
+
+@st.composite
+def streams(draw) -> tuple[Stream, list[int], int]:
+    branches = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 7)), min_size=1, max_size=3))
+    heads, kv_heads = draw(st.sampled_from([(1, 1), (3, 3), (5, 5), (4, 2), (6, 1)]))
+    batch = draw(st.integers(1, 3))
+    stream = Stream(
+        segment_lengths=tuple(w for w, _ in branches),
+        dilation_rates=tuple(r for _, r in branches),
+        tokens=3 * max(w for w, _ in branches) + draw(st.integers(1, 5)),
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_layout=draw(st.sampled_from(LAYOUTS)),
+        padding=draw(st.one_of(st.just(()), st.tuples(*[st.integers(0, 8)] * batch))),
+        scale=draw(st.sampled_from([None, 0.3, -0.2])),
+        seed=draw(st.integers(0, 2**32)),
+    )
+    chunks = draw(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+    return stream, chunks, draw(st.sampled_from([0, 0, 1, 3, 11]))
+
+
+@settings(max_examples=40)
+@given(streams())
+@pytest.mark.parametrize("most", [0, 4, 64])
+def test_any_spec_in_any_chunks_equals_one_forward(most, case) -> None:
+    stream, chunks, rewindable = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AT_ONCE", most)
+        check(stream, chunks, rewindable=rewindable)
+
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+KERNEL = Stream(tokens=24, head_dim=16, segment_lengths=(5, 8), dilation_rates=(1, 3))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("stream", "chunks", "rewindable"),
+    [
+        (KERNEL, [9, 1, 5, 3, 1], 0),
+        (dataclasses.replace(KERNEL, head_layout="grouped", padding=(0, 6)), [4, 1, 1, 7, 2], 4),
+        (dataclasses.replace(KERNEL, head_layout="blocked", heads=3, kv_heads=3, batch=1, head_dim=24), [20, 1], 2),
+        (dataclasses.replace(KERNEL, segment_lengths=(200,), dilation_rates=(2,), tokens=70, batch=1), [65, 1, 2], 0),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-2)], ids=str)
+def test_the_kernel_equals_one_forward_in_the_interpreter(stream, chunks, rewindable, dtype, tolerance) -> None:
+    check(stream, chunks, dtype, tolerance, backend="triton", rewindable=rewindable)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_decoding_keeps_the_error_budget(dtype) -> None:
+    stream = Stream(segment_lengths=(16, 32), dilation_rates=(1, 4), tokens=100, batch=4, head_dim=16)
+    tensors = stream.tensors(dtype)
+    expected = stream.expected(*(x.double() for x in tensors)).double()
+    whole = dilated_attention(*tensors, **stream.spec, is_causal=True).double()
+    budget = 2e-6 if dtype == torch.float32 else 1.5 * ((whole - expected).norm() / expected.norm()).item()
+    for chunks in ([1], [33, 5], [70]):
+        found = feed(stream.cache(dtype), tensors, chunks).double()
+        assert (found - expected).norm() / expected.norm() <= budget
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cache_holds_the_grid_rows_of_a_segment_and_never_grows(layout) -> None:
+    stream = Stream(head_layout=layout)
+    cache, tensors = stream.cache(), stream.tensors()
+    before, places = cache.nbytes, (cache.keys.data_ptr(), cache.values.data_ptr())
+    feed(cache, tensors, [7, 1])
+    assert cache.nbytes == before == cache.keys.nbytes + cache.values.nbytes
+    assert (cache.keys.data_ptr(), cache.values.data_ptr()) == places
+    most = sum(-(-w // r) for w, r in zip(stream.segment_lengths, stream.dilation_rates))
+    assert cache.keys.shape[1] <= most * stream.kv_heads + 1
+    if layout == "grouped":  # a head is on one branch only: 4 and 3 rows, and the one that nobody reads
+        assert cache.keys.shape[1] == 8
+
+
+@settings(max_examples=40)
+@given(streams(), st.data())
+def test_tokens_taken_back_within_the_room_leave_no_trace(case, data) -> None:
+    """As in speculative decoding: some drafts are appended, all but a few are taken back, others come instead."""
+    stream, _, _ = case
+    tensors, room = stream.tensors(), data.draw(st.integers(1, 6))
+    cache, outs, at = stream.cache(rewindable=room), [], 0
+    draft = Stream.tensors(dataclasses.replace(stream, seed=stream.seed + 1, tokens=room))
+    padding = max(stream.padding, default=0)
+    while at < stream.tokens:
+        if at >= padding:
+            count = data.draw(st.integers(1, room))
+            cache.attend(*(x[:, :count] for x in draft), scale=stream.scale)
+            cache.rewind(count)
+        step = data.draw(st.integers(room, room + 3))
+        outs.append(cache.attend(*(x[:, at : at + step] for x in tensors), scale=stream.scale))
+        at += step
+    torch.testing.assert_close(torch.cat(outs, dim=1), stream.expected(*tensors), rtol=1e-10, atol=1e-10)
+
+
+def test_rows_are_taken_back_by_different_numbers() -> None:
+    stream = Stream((10,), (1,), tokens=9)
+    tensors = stream.tensors()
+    cache = stream.cache()
+    feed(cache, tensors, [9])
+    cache.rewind(torch.tensor([2, 5]))
+    assert cache.lengths.tolist() == [7, 4]
+    for b, length in enumerate((7, 4)):
+        again = [torch.cat([x[b : b + 1, :length], x[b : b + 1, :1]], dim=1) for x in tensors]
+        last = stream.expected(*again)[:, -1]
+        found = stream_step(cache, tensors, b)
+        torch.testing.assert_close(found, last, rtol=1e-10, atol=1e-10)
+
+
+def stream_step(cache, tensors, row):
+    """What the first token again would give after what `row` holds, and the cache as it was."""
+    out = cache.attend(*(x[:, :1] for x in tensors))
+    cache.rewind(1)
+    return out[row]
+
+
+def test_a_rewind_past_what_was_overwritten_names_the_branch_and_the_way_out() -> None:
+    stream = Stream()
+    cache = stream.cache()
+    feed(cache, [x[:, :9] for x in stream.tensors()], [9])
+    with pytest.raises(
+        ValueError, match=r"rewinding row 0 by 3 tokens, from 9 to 6, needs rows of branch \(w=4, r=1\)"
+    ):
+        cache.rewind(3)
+    with pytest.raises(ValueError, match="rewindable=3"):
+        cache.rewind(3)
+    with pytest.raises(ValueError, match="has 9 tokens to rewind, got 10"):
+        cache.rewind(10)
+    with pytest.raises(TypeError, match="whole numbers"):
+        cache.rewind(1.5)
+    assert cache.lengths.tolist() == [9, 9]
+    cache.rewind(1)  # to where a segment of 4 begins: nothing of it is needed
+    assert cache.lengths.tolist() == [8, 8]
+
+
+@pytest.mark.parametrize("rewindable", [0, 5])
+def test_reordered_rows_continue_the_rows_they_came_from(rewindable) -> None:
+    stream = Stream(batch=3, padding=(0, 2, 5))
+    tensors = stream.tensors()
+    cache = stream.cache(rewindable=rewindable)
+    feed(cache, [x[:, :17] for x in tensors], [17])
+    order = torch.tensor([2, 2, 0])
+    cache.reorder(order)
+    found = feed(cache, [x[order, 17:] for x in tensors], [1])
+    expected = stream.expected(*tensors)[order, 17:]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_reset_cache_begins_anew() -> None:
+    stream = Stream()
+    cache, tensors = stream.cache(), stream.tensors()
+    first = feed(cache, tensors, [7])
+    cache.reset()
+    torch.testing.assert_close(feed(cache, tensors, [1]), first, rtol=1e-10, atol=1e-10)
+
+
+def test_a_step_compiles_whole_and_once() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    stream = Stream()
+    cache, tensors = stream.cache(), stream.tensors()
+    counter = CompileCounter()
+    step = torch.compile(cache.attend, backend=counter, fullgraph=True)
+    outs = [step(*(x[:, i : i + 1] for x in tensors)) for i in range(stream.tokens)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), stream.expected(*tensors), rtol=1e-10, atol=1e-10)
+    assert cache.lengths.tolist() == [stream.tokens] * 2
+    assert counter.frame_count == 1
+
+
+def test_what_does_not_fit_the_cache_is_refused_before_it_is_touched() -> None:
+    stream = Stream()
+    cache, (q, k, v) = stream.cache(), stream.tensors()
+    with pytest.raises(ValueError, match=r"= \(2, 4, 2, 4\), the tensors are \(1, 4, 2, 4\)"):
+        cache.attend(q[:1], k[:1], v[:1])
+    with pytest.raises(ValueError, match=r"the tensors are \(2, 4, 4, 4\)"):
+        cache.attend(q, q, q)
+    with pytest.raises(ValueError, match=r"holds torch\.float64 on cpu, the tensors are torch\.float32"):
+        cache.attend(q.float(), k.float(), v.float())
+    with pytest.raises(ValueError, match="on meta: make the cache"):
+        cache.attend(q.to("meta"), k.to("meta"), v.to("meta"))
+    with pytest.raises(ValueError, match=r"within torch\.no_grad"):
+        cache.attend(q.requires_grad_(), k, v)
+    with pytest.raises(ValueError, match="without a cache: use 'eager'"):
+        cache.attend(q.detach(), k, v, backend="reference")
+    with pytest.raises(ValueError, match="numbers of left-padded tokens"):
+        cache.reset(torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match="rows to continue from"):
+        cache.reorder(torch.tensor([0]))
+    with pytest.raises(ValueError, match="must divide num_heads"):
+        DilatedKVCache([4], [1], batch=1, num_heads=4, num_kv_heads=3, head_dim=4)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def test_a_module_refuses_a_cache_that_is_not_its_own() -> None:
+    stream = Stream(head_layout="blocked")
+    cache, (q, k, v) = stream.cache(), stream.tensors()
+    with pytest.raises(ValueError, match="make a cache for it"):
+        DilatedAttention([4, 8], [1, 2]).attend_next(q, k, v, cache)
+    with pytest.raises(ValueError, match="decode with DilatedAttention"):
+        RingDilatedAttention(**stream.spec).attend_next(q, k, v, cache)
+    with pytest.raises(ValueError, match="call eval"):
+        DilatedAttention(**stream.spec, attention_dropout=0.1).attend_next(q, k, v, cache)
+    attention = MultiheadDilatedAttention(16, 4, **stream.spec, num_kv_heads=2)
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(ValueError, match="pass is_causal=True with it"):
+        attention(x, x, x, cache=cache)
+    out = DilatedAttention(**stream.spec).attend_next(q, k, v, cache)
+    torch.testing.assert_close(out, stream.expected(q, k, v), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "grouped"])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_the_operator_says_what_it_writes_and_returns(tokens, layout) -> None:
+    stream = Stream(tokens=tokens, head_layout=layout)
+    cache = stream.cache()
+    offsets = [-1 if offset is None else offset for row in cache.rows.offsets for offset in row]
+    torch.library.opcheck(
+        attend_cached_op,
+        (
+            *stream.tensors(),
+            cache.keys,
+            cache.values,
+            cache.lengths,
+            *stream.spec.values(),
+            offsets,
+            0,
+            0.25,
+            None,
+            "auto",
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chunks", [[1], [150, 1], [97, 5, 1, 3], [64]], ids=str)
+def test_the_kernels_keep_the_error_budget_on_a_gpu(dtype, layout, chunks) -> None:
+    stream = Stream((64, 96), (1, 4), tokens=300, heads=8, kv_heads=4, head_dim=64, head_layout=layout, padding=(0, 37))
+    tensors = [x.cuda() for x in stream.tensors(dtype)]
+    expected = stream.expected(*(x.cpu().double() for x in tensors)).double()
+    found = feed(stream.cache(dtype, device="cuda", rewindable=5), tensors, chunks, allow_tf32=False).double().cpu()
+    mask = torch.arange(stream.tokens) < torch.tensor(stream.padding)[:, None]
+    whole = dilated_attention(*tensors, **stream.spec, is_causal=True, key_padding_mask=mask.cuda(), allow_tf32=False)
+    budget = 2e-6 if dtype == torch.float32 else 1.5 * ((whole.cpu().double() - expected).norm() / expected.norm())
+    assert (found - expected).norm() / expected.norm() <= budget
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled"])
+def test_a_step_is_captured_in_a_graph_and_replayed_across_segments(compiled) -> None:
+    stream = Stream((64, 96), (1, 4), tokens=200, heads=8, kv_heads=4, head_dim=64)
+    tensors = [x.cuda() for x in stream.tensors(torch.float32)]
+    expected = stream.expected(*(x.cpu().double() for x in tensors)).double()
+    cache = stream.cache(torch.float32, device="cuda")
+    if compiled:
+        step = torch.compile(lambda q, k, v: cache.attend(q, k, v, allow_tf32=False), fullgraph=True)
+        outs = [step(*(x[:, i : i + 1].clone() for x in tensors)) for i in range(stream.tokens)]
+    else:
+        new = [x[:, :1].clone() for x in tensors]
+        cache.attend(*new, allow_tf32=False)  # compiles, and copies tables
+        cache.reset()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cache.attend(*new, allow_tf32=False)
+        outs = []
+        for i in range(stream.tokens):
+            for place, x in zip(new, tensors):
+                place.copy_(x[:, i : i + 1])
+            graph.replay()
+            outs.append(out.clone())
+        assert cache.lengths.tolist() == [200, 200]
+    found = torch.cat(outs, dim=1).double().cpu()
+    assert (found - expected).norm() / expected.norm() <= 2e-6
