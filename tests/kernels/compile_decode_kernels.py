@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 import torch
-from compile_plain_kernels import CompilesInstead
 
 
 def main(head_dim: str, tokens: str) -> None:
+    from compile_plain_kernels import CompilesInstead  # beside this script, which pytest collects from elsewhere
+
     from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
     from dilated_attention_pytorch.core.spec import DilatedSpec
     from dilated_attention_pytorch.kernels.triton import decode
