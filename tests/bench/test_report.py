@@ -140,9 +140,12 @@ def test_cache_and_pool_stand_in_one_table_for_all_machines(results, tmp_path) -
         "rebuild_8": 8.0,
         "hit_8": 1.0,
     }
-    step = {"suite": "pool", "case": "a step", "off": 2.0, "on": 1.0, "ratio": 0.5}
+    step = {"suite": "pool", "case": "a step", "off": 2.0, "on": 1.0, "ratio": 0.5, "noise": 1.0}
     sizes = {"peak_off": 1 << 21, "peak_on": 1 << 20, "memory_ratio": 0.5}
-    again = [{**step, "ratio": 0.4, **sizes}, {**step, "case": "no peak", "peak_off": None, "peak_on": None}]
+    again = [
+        {**step, "ratio": 0.4, "noise": 1.0, **sizes},
+        {**step, "case": "no peak", "peak_off": None, "peak_on": None},
+    ]
     cpu = {"machine": {"cpu": "some", "threads": 2}}
     with results.open("a") as stream:
         for one in (kind, step | sizes, cpu, kind, *again, again[0] | {"off": 7.0}):

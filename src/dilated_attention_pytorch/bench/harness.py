@@ -92,11 +92,15 @@ def _kept_pairs(spec: DilatedSpec, tokens: int, heads: int, config: SparsePatter
 
 @dataclass(frozen=True)
 class Comparison:
-    """Median milliseconds of two calls that took turns, and the quotient of their fastest thirds."""
+    """Median milliseconds of two calls that took turns, and quotients of their fastest thirds.
+
+    `noise` is the first call over itself, measured as `ratio` is: what a ratio may be off by.
+    """
 
     off: float
     on: float
     ratio: float  # on / off
+    noise: float  # off / off
 
 
 def compare(
@@ -118,11 +122,13 @@ def compare(
 
     for run in (off, on, off, on):
         once(run)
-    seconds = seconds or (2.0 if device == "cpu" else 0.7)  # a GPU's times vary less
-    pairs = max(least, min(2000, round(seconds * 1e3 / max(once(off) + once(on), 1e-3))))
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for i in range(pairs):  # each goes first as often as the other
-        for used in (False, True) if i % 2 else (True, False):
-            times[used].append(once(on if used else off))
-    fastest = {used: statistics.mean(sorted(found)[: -(-pairs // 3)]) for used, found in times.items()}
-    return Comparison(statistics.median(times[False]), statistics.median(times[True]), fastest[True] / fastest[False])
+    seconds = seconds or (3.0 if device == "cpu" else 0.7)  # a GPU's times vary less
+    calls = (off, on, off)
+    rounds = max(least, min(2000, round(seconds * 1e3 / max(2 * once(off) + once(on), 1e-3))))
+    times: list[list[float]] = [[], [], []]
+    for i in range(rounds):  # each goes first, second and last as often as the others
+        for j in (i % 3, (i + 1) % 3, (i + 2) % 3):
+            times[j].append(once(calls[j]))
+    fastest = [statistics.mean(sorted(found)[: -(-rounds // 3)]) for found in times]
+    medians = [statistics.median(found) for found in times]
+    return Comparison(medians[0], medians[1], fastest[1] / fastest[0], fastest[2] / fastest[0])

@@ -179,13 +179,20 @@ def _shared_sections(lines: list[dict[str, Any]]) -> list[Section]:
         ["Microseconds; then of a process in which eight threads ask at once."],
         ["what", "machine", "rebuild", "hit", "8 threads: rebuild", "8 threads: hit", "cached"],
     )
-    heads = ["case", "machine", "off, ms", "on, ms", "on/off"]
+    heads = ["case", "machine", "off, ms", "on, ms", "on/off", "off/off"]
     peak = ["off, peak MiB", "on, peak MiB", "on/off"]
     steps = {
-        "cache": Section("Pattern cache: on against off", ["By turns in one process."], heads),
+        "cache": Section(
+            "Pattern cache: on against off",
+            ["By turns in one process; off/off is the noise of such a quotient."],
+            heads,
+        ),
         "pool": Section(
             "Workspace pool: on against off",
-            ["By turns in one process; on a CPU, time is that of all processors, and memory that of new processes."],
+            [
+                "By turns in one process; off/off is the noise of such a quotient. On a CPU, time is that of all "
+                "processors, and memory that of new processes."
+            ],
             [*heads, *peak],
         ),
     }
@@ -195,7 +202,7 @@ def _shared_sections(lines: list[dict[str, Any]]) -> list[Section]:
             times = [f"{line[name]:.1f}" for name in ("rebuild", "hit", "rebuild_8", "hit_8")]
             kinds.body.append([*first, *times, "yes" if line["cached"] else "no"])
             continue
-        cells = [*first, f"{line['off']:.3f}", f"{line['on']:.3f}", f"{line['ratio']:.3f}"]
+        cells = [*first, *(f"{line[name]:.3f}" for name in ("off", "on", "ratio", "noise"))]
         if line["suite"] == "pool":
             sizes = [line["peak_off"], line["peak_on"]]
             cells += ["", "", ""] if None in sizes else [f"{size / 2**20:.1f}" for size in sizes]

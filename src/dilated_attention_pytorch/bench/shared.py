@@ -70,14 +70,17 @@ def run_shared(suite: str, device: str, lengths: Sequence[int] = (), out: Path |
         steps = _cache_steps(device, lengths or CACHE_LENGTHS)
     else:
         steps = _pool_steps(device, lengths or POOL_LENGTHS[device])
-    heads = (f"{name:>{width}}" for name, width in zip(("off", "on", "on/off") * 2, (10, 10, 8) * 2))
+    columns = ("off", "on", "on/off", "off/off", "off", "on", "on/off")
+    heads = (f"{name:>{width}}" for name, width in zip(columns, (10, 10, 8, 9, 10, 10, 8)))
     print(f"\n{'milliseconds (of processors, on a CPU), then peak MiB':<64}{''.join(heads)}")
     for step in steps:
         rows.append({"suite": suite, **asdict(step), "memory_ratio": step.memory_ratio})
         memory = ""
         if step.peak_off is not None and step.peak_on is not None:
             memory = f"{step.peak_off / 2**20:>10.1f}{step.peak_on / 2**20:>10.1f}{step.memory_ratio:>8.3f}"
-        print(f"{step.case:<64}{step.off:>10.3f}{step.on:>10.3f}{step.ratio:>8.3f}{memory}", flush=True)
+        print(
+            f"{step.case:<64}{step.off:>10.3f}{step.on:>10.3f}{step.ratio:>8.3f}{step.noise:>9.3f}{memory}", flush=True
+        )
     for row in rows:
         append_line(out, row)
     print(*_verdicts(rows), sep="\n")
@@ -91,6 +94,7 @@ class Step:
     off: float
     on: float
     ratio: float
+    noise: float
     peak_off: int | None = None
     peak_on: int | None = None
 
@@ -113,6 +117,9 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             worst, case = max(values)
             met = "met" if worst <= limit else "NOT MET"
             yield f"{met}: {what} with it on at most {limit} of off; worst {worst:.3f} ({case})"
+    if steps:
+        noises = [row["noise"] for row in steps]
+        yield f"noise: the same call, off, over itself {min(noises):.3f} to {max(noises):.3f}"
 
 
 def _kinds(device: str) -> Iterator[dict[str, Any]]:
