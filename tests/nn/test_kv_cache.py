@@ -95,13 +95,14 @@ def check(stream: Stream, chunks, dtype=torch.float64, tolerance=1e-10, backend=
     )
 
 
-@pytest.fixture(params=["few", "many"], autouse=False)
-def chunks_of_any_size_go_both_ways(request, monkeypatch) -> None:
-    """Short chunks take the static path, or, as long ones do, the operator's."""
+@pytest.fixture(params=["few", "merged", "again"], autouse=False)
+def chunks_of_any_size_go_every_way(request, monkeypatch) -> None:
+    """Short chunks take the static path, or, as long ones do, the operator's, with or without what the cache keeps."""
     monkeypatch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AT_ONCE", 64 if request.param == "few" else 0)
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AGAIN", 100 if request.param == "again" else 0)
 
 
-@pytest.mark.usefixtures("chunks_of_any_size_go_both_ways")
+@pytest.mark.usefixtures("chunks_of_any_size_go_every_way")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("padding", [(), (0, 5)], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("chunks", [[1], [7], [13, 1], [1, 29], [11, 4]], ids=str)
@@ -132,11 +133,12 @@ def streams(draw) -> tuple[Stream, list[int], int]:
 
 @settings(max_examples=40)
 @given(streams())
-@pytest.mark.parametrize("most", [0, 4, 64])
-def test_any_spec_in_any_chunks_equals_one_forward(most, case) -> None:
+@pytest.mark.parametrize(("most", "again"), [(0, 0.0), (0, 100.0), (4, 0.5), (64, 0.5)])
+def test_any_spec_in_any_chunks_equals_one_forward(most, again, case) -> None:
     stream, chunks, rewindable = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AT_ONCE", most)
+        patch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AGAIN", again)
         check(stream, chunks, rewindable=rewindable)
 
 

@@ -59,7 +59,9 @@ def test_the_peak_falls_with_each_technique() -> None:
     assert peak(checkpointing="full", offload=True) < full
     assert peak(checkpointing="selective", offload=True) < selective
     assert peak(checkpointing="full", mlp_tile=4096) < full
-    assert peak(loss_chunk=4096) < none
+    # The logits are gone before backward reaches the layers: a smaller loss shows where the layers hold little.
+    wide = {"checkpointing": "full", "mlp_tile": 4096}
+    assert peak(**wide, loss_chunk=4096) < peak(**wide)
 
 
 def test_a_tensor_that_is_overwritten_after_its_copy_comes_back_as_it_was() -> None:

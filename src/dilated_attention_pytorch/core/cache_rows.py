@@ -34,10 +34,14 @@ class BranchRows:
     first: int
     ring: int  # the number of its first ring among those of all branches
 
-    @property
-    def reach(self) -> int:
-        """A token this far back from the newest has been overwritten, whatever its place in its segment."""
-        return (-(-self.capacity // self.rows) + 1) * self.segment_length
+    def every(self, heads: slice) -> slice:
+        """Some of the branch's heads, numbered among all of them."""
+        return slice(self.heads.start + heads.start, self.heads.start + heads.stop, heads.step)
+
+    def number(self, position: int) -> int:
+        """The number of the last grid row at or before a position, or of its segment's first."""
+        segment, within = divmod(position, self.segment_length)
+        return segment * self.rows + min(within // self.dilation_rate, self.rows - 1)
 
     def stored(self, stored: Tensor) -> Tensor:
         """The branch's rings in the cache's keys or values, as a view `(B, heads, capacity, D)`."""
@@ -49,9 +53,7 @@ class BranchRows:
         segment, within = divmod(length, self.segment_length)
         if within <= min(self.offsets) or longest <= length:
             return False
-        after, rest = divmod(longest - 1, self.segment_length)
-        newest = after * self.rows + min(rest // self.dilation_rate, self.rows - 1)
-        return newest - self.capacity >= segment * self.rows
+        return self.number(longest - 1) - self.capacity >= segment * self.rows
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,11 @@ class Rings(NamedTuple):
     capacity: Tensor
     first: Tensor
 
-    def of(self, branch: BranchRows) -> Rings:
-        return Rings(*(x[branch.ring : branch.ring + len(branch.offsets)] for x in self))
-
     def number(self, position: Tensor) -> Tensor:
         """`(..., rings)`: the number of the grid row at, or around, each position `(..., 1)`."""
         w = self.segment_length
-        return position // w * self.rows + position % w // self.dilation_rate
+        # After the last row of a segment there may be room for one that no head here has.
+        return position // w * self.rows + torch.minimum(position % w // self.dilation_rate, self.rows - 1)
 
     def on_grid(self, position: Tensor) -> Tensor:
         """`(..., rings)`: whether each position `(..., 1)` is a row of each ring; one before the first token is not."""

@@ -162,15 +162,6 @@ class WorkspacePool:
             torch.cuda.empty_cache()
         return run()
 
-    def serve(self, work: Callable[[Take], Result]) -> Result:
-        """`work(take)` for the length of a lease; if memory runs out, once more after freeing what is idle."""
-
-        def leased() -> Result:
-            with self.lease() as take:
-                return work(take)
-
-        return self.retrying(leased)
-
     def get_stats(self) -> dict[str, Any]:
         """`total_allocated, peak_allocated` (bytes held now and at most), `allocation_count, reuse_rate` and more."""
         with self._lock:

@@ -5,30 +5,34 @@ and over the new tokens themselves. Then the new tokens are stored.
 
 - A few tokens (`_MOST_AT_ONCE`) go one way whatever their positions, which may differ between batch rows: shapes are
   static and nothing waits for the device, so that the step can be compiled and captured in a CUDA graph.
-- A longer chunk is cut, branch by branch, where the open segment ends: the pieces are ordinary problems of the
-  operator, and only queries of the open segment meet the cache.
+- A longer chunk is an ordinary problem of the operator where all branches begin a segment; and elsewhere, if the chunk
+  is long beside the open segments, once the cached rows have been put back before it, at their places. Otherwise it is
+  cut, branch by branch, where the open segment ends, and only queries of the open segment meet the cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, Rings, rings_on
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, rings_on
 from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable, Problem
-from dilated_attention_pytorch.kernels import dense
+from dilated_attention_pytorch.kernels import dense, vendor
 from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.ladder import choose_backend
 from dilated_attention_pytorch.kernels.op import attend
 
 _MOST_AT_ONCE = 64
+_MOST_AGAIN = 0.5  # of a chunk: tokens before it whose rows are computed once more, rather than merged with its own
 
 
 def attend_cached(
@@ -113,8 +117,9 @@ def _attend_cached(
         raise ValueError("backend 'reference' computes whole sequences, without a cache: use 'eager' or 'auto' with it")
     engine = choose_backend(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
-        out, lse = _attend_chunk(query, key, value, state, problem, backend, resources)
-        store(key, value, state)
+        at = state.lengths.tolist()
+        out, lse = _attend_chunk(at, query, key, value, state, problem, backend, resources)
+        _store_chunk(at, key, value, state)
         return out, lse
     scale = problem.softmax_scale(D)
     if engine == "triton":
@@ -133,27 +138,43 @@ def _attend_cached(
 
 
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:
-    """Put the grid rows of the new tokens into their places; what a newer one overwrites is not written at all."""
-    rings, rows, m = rings_on(state.rows, key), state.rows, key.shape[1]
-    if m <= _MOST_AT_ONCE:
-        _store(key, value, state, rings, rings.head)
-        return
-    for branch in rows.branches:
-        last = slice(-min(m, branch.reach), None)
-        after = state._replace(lengths=state.lengths + (m - min(m, branch.reach)))
-        _store(key[:, last], value[:, last], after, rings.of(branch), branch.heads)
-
-
-def _store(key: Tensor, value: Tensor, state: CacheState, rings: Rings, heads: Tensor | slice) -> None:
+    """Put the grid rows of a few new tokens into their places; what a newer one overwrites is not written at all."""
     B, m = key.shape[:2]
     keys, values, lengths, rows = state
+    rings = rings_on(rows, key)
     position = (lengths[:, None] + torch.arange(m, device=key.device)).unsqueeze(-1)  # (B, m, 1)
     number = rings.number(position)  # (B, m, rings)
     kept = rings.on_grid(position) & (number > number[:, -1:] - rings.capacity)
     place = torch.where(kept, number % rings.capacity + rings.first, rows.unread)
     batch_rows = torch.arange(B, device=key.device)[:, None, None]
     for stored, x in ((keys, key), (values, value)):
-        stored[batch_rows, place] = x[:, :, heads]
+        stored[batch_rows, place] = x[:, :, rings.head]
+
+
+def _store_chunk(at: list[int], key: Tensor, value: Tensor, state: CacheState) -> None:
+    """`store` for many tokens from positions `at` on, which the host knows: a few copies of strided rows."""
+    if len(set(at)) > 1:
+        for b in range(len(at)):
+            _store_chunk(at[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b))
+        return
+    begin, end = at[0], at[0] + key.shape[1]
+    for branch in state.rows.branches if end > 0 else ():
+        w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
+        oldest = max(0, branch.number(end - 1) - C + 1)
+        rings = [(branch.stored(stored), x) for stored, x in ((state.keys, key), (state.values, value))]
+        for segment in range(max(oldest // branch.rows, max(begin, 0) // w), (end - 1) // w + 1):
+            for offset, heads in heads_by_offset(branch.offsets):
+                zero = segment * w + offset  # where row 0 of the segment stands
+                first = max(0, oldest - segment * branch.rows, -((zero - max(begin, 0)) // r))
+                count = len(range(zero + first * r, min(end, (segment + 1) * w), r))
+                place = (segment * branch.rows + first) % C
+                for start, length, to in ((0, min(count, C - place), place), (C - place, count - (C - place), 0)):
+                    if length > 0:
+                        rows = slice(
+                            zero + (first + start) * r - begin, zero + (first + start + length - 1) * r - begin + 1, r
+                        )
+                        for ring, x in rings:
+                            ring[:, heads, to : to + length] = x[:, rows, branch.every(heads)].transpose(1, 2)
 
 
 def cached_partial(query: Tensor, state: CacheState, held: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -237,6 +258,7 @@ def _group(query: Tensor, rows: CacheRows) -> int:
 
 
 def _attend_chunk(
+    at: list[int],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -245,16 +267,16 @@ def _attend_chunk(
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    at, (B, m) = state.lengths.tolist(), query.shape[:2]
+    B, m = query.shape[:2]
     if max(at) <= 0:  # nothing is cached yet
         spans = torch.tensor([[min(-p, m), m] for p in at], device=query.device) if any(at) else None
         return _whole(query, key, value, spans, problem, backend, resources)
     if len(set(at)) == 1:
         return _attend_chunk_at(at[0], query, key, value, state, problem, backend, resources)
-    by_row = [
-        _attend_chunk(query[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b), problem, backend, resources)
-        for b in range(B)
-    ]
+    by_row = []
+    for b in range(B):
+        row = (at[b : b + 1], query[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b))
+        by_row.append(_attend_chunk(*row, problem, backend, resources))
     return torch.cat([out for out, _ in by_row]), torch.cat([lse for _, lse in by_row])
 
 
@@ -269,12 +291,18 @@ def _attend_chunk_at(
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     m, rows = query.shape[1], state.rows
-    open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
-    if not any(open_tokens):  # every branch begins a segment: the cache is out of sight
+    before = begin % math.lcm(*rows.spec.segment_lengths)  # tokens since all branches began a segment
+    if before == 0:  # the cache is out of sight
         return _whole(query, key, value, None, problem, backend, resources)
-    q = _working(query)
-    out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype, device=q.device)
+    if before <= m * _MOST_AGAIN:
+        padded = F.pad(query, (0, 0, 0, 0, before, 0))
+        k = _with_cached(key, state.keys, begin, before, rows)
+        v = _with_cached(value, state.values, begin, before, rows)
+        out, lse = _whole(padded, k, v, None, problem, backend, resources)
+        return out[:, before:], lse[:, before:]
+    open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
+    out = torch.zeros_like(query, dtype=_working(query).dtype)
+    lse = torch.full(out.shape[:3], -torch.inf, dtype=out.dtype, device=out.device)
     for count in sorted(set(open_tokens)):
         # Branches whose open segments end together are one problem before that end, and one after it.
         together = [i for i, tokens in enumerate(open_tokens) if tokens == count]
@@ -292,8 +320,25 @@ def _attend_chunk_at(
         for branch in rows.branches:
             count = open_tokens[branch.index]
             if count:
-                _merge_cached_(out[:, :count], lse[:, :count], q[:, :count], state, begin, branch, scale, take)
+                _merge_cached_(out[:, :count], lse[:, :count], query[:, :count], state, begin, branch, scale, take)
     return out.to(query.dtype), lse
+
+
+def _with_cached(x: Tensor, stored: Tensor, begin: int, before: int, rows: CacheRows) -> Tensor:
+    """Keys or values from position `begin` on, after `before` more: cached rows at their places, zeros between them.
+
+    Of the tokens before, a branch shows none but the rows that it keeps.
+    """
+    whole = F.pad(x, (0, 0, 0, 0, before, 0))
+    for branch in rows.branches:
+        segment, within = divmod(begin, branch.segment_length)
+        for offset, heads in heads_by_offset(branch.offsets):
+            held = len(range(offset, within, branch.dilation_rate))
+            if held:
+                kept = _unrolled(branch.stored(stored)[:, heads], segment * branch.rows % branch.capacity, held)
+                places = slice(before - within + offset, before, branch.dilation_rate)
+                whole[:, places, branch.every(heads)] = kept.transpose(1, 2)
+    return whole
 
 
 def _whole(
@@ -351,19 +396,20 @@ def _merge_cached_(
         held, at = len(range(offset, within, r)), (offset - within) % r
         if held == 0 or at >= q.shape[1]:
             continue
-        k, v = (
-            _working(_unrolled(branch.stored(x)[:, heads], first, held)).transpose(1, 2)
-            for x in (state.keys, state.values)
-        )
+        low = vendor.fits(q, scale)
+        k, v = (_unrolled(branch.stored(x)[:, heads], first, held).transpose(1, 2) for x in (state.keys, state.values))
+        k, v = (k, v) if low else (_working(k), _working(v))
+        mine = branch.every(heads)
         for g in range(group):
-            start, stop = branch.heads.start + heads.start, branch.heads.start + heads.stop
-            mine = slice(start * group + g, (stop - 1) * group + g + 1, heads.step * group)
-            part = q[:, at::r, mine]
-            if dense.flash_fits(part, scale):
+            queries = slice(mine.start * group + g, (mine.stop - 1) * group + g + 1, mine.step * group)
+            part = q[:, at::r, queries] if low else _working(q[:, at::r, queries])
+            if low:
+                partial = vendor.forward(part, k, v, scale, False)
+            elif dense.flash_fits(part, scale):
                 partial = dense.flash_forward(part, k, v, scale, False)
             else:
                 partial = dense.chunked_forward(part, k, v, scale, False, None, take)
-            merge_(out[:, at::r, mine], lse[:, at::r, mine], *partial)
+            merge_(out[:, at::r, queries], lse[:, at::r, queries], *partial)
 
 
 def _unrolled(ring: Tensor, first: int, count: int) -> Tensor:

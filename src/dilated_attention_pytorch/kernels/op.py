@@ -219,10 +219,8 @@ def _forward(
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            cache, pool = resources
-            if pool is None:
-                return engine.forward(query, key, value, problem, spans, seed, layout, cache)
-            return pool.serve(lambda take: engine.forward(query, key, value, problem, spans, seed, layout, cache, take))
+            inputs = (query, key, value, problem, spans, seed, layout, *resources)
+            return resources.retrying(lambda: engine.forward(*inputs))
         return resources.retrying(lambda: eager.forward(query, key, value, problem, spans, seed, layout, resources))
 
 
@@ -250,9 +248,8 @@ def _backward(
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            cache, pool = resources
-            inputs = (grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, cache)
-            return engine.backward(*inputs) if pool is None else pool.serve(lambda take: engine.backward(*inputs, take))
+            inputs = (grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, *resources)
+            return resources.retrying(lambda: engine.backward(*inputs))
         return resources.retrying(
             lambda: eager.backward(
                 grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, resources

@@ -183,7 +183,7 @@ def append_kernel(
     within = position % W
     newest = begin + m - 1
     number = position // W * M + within // rate
-    if within % rate != offset or number <= newest // W * M + newest % W // rate - C:
+    if within % rate != offset or number <= newest // W * M + tl.minimum(newest % W // rate, M - 1) - C:
         return
     columns = tl.arange(0, BLOCK_D)
     real = columns < D

@@ -10,6 +10,7 @@ that they can be captured into a CUDA graph.
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
 from dilated_attention_pytorch.core.cache_entries import spans_key
-from dilated_attention_pytorch.core.memory_pool import Take
+from dilated_attention_pytorch.core.memory_pool import Take, WorkspacePool
 from dilated_attention_pytorch.core.pattern_cache import PatternCache
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
@@ -39,36 +40,37 @@ def forward(
     seed: Tensor | None,
     layout: BlockLayout | None = None,
     cache: PatternCache | None = None,
-    take: Take | None = None,
+    pool: WorkspacePool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)`. `take`, where there is a pool, gives what does not leave the call."""
+    """`(out, lse)`. `pool`, if any, lends what does not leave the call."""
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):  # Triton launches on the current one
-            return forward(query, key, value, problem, spans, seed, layout, cache, take)
+            return forward(query, key, value, problem, spans, seed, layout, cache, pool)
     dtype = query.dtype
     query, scale, _ = _positive_scale(query, problem)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
     plan = plan_for(problem, spans, seed, query, key, value)
-    new = plan.new
-    if take is not None and plan.sum_dtype != dtype and not problem.partial:
-        new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
-    out = new(plan.like_query)
-    lse = torch.empty_like(plan.like_lse)
-    if not plan.every_row_written:
-        lse.fill_(-torch.inf)
-    for branch in plan.branches:
-        kept = None if layout is None else layout.branches[branch.index]
-        if branch.hopper is not None:
-            branch.hopper.forward(query, key, value, out, lse, branch, scale * _LOG2_E, kept)
-            continue
-        launch = branch.launches.get("forward")
-        if launch is None:
-            launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, kept)
-            branch.launches["forward"] = launch
-        # Without dropout the seed is not read.
-        tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
-        launch(query, key, value, out, lse, *tables, *(() if kept is None else kept.key_lists))
-    return out if out.dtype == dtype or problem.partial else out.to(dtype), lse.transpose(1, 2)
+    with _lease(pool, plan.forward_loan, plan) as take:
+        new = plan.new
+        if take is not None and plan.sum_dtype != dtype and not problem.partial:
+            new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
+        out = new(plan.like_query)
+        lse = torch.empty_like(plan.like_lse)
+        if not plan.every_row_written:
+            lse.fill_(-torch.inf)
+        for branch in plan.branches:
+            kept = None if layout is None else layout.branches[branch.index]
+            if branch.hopper is not None:
+                branch.hopper.forward(query, key, value, out, lse, branch, scale * _LOG2_E, kept)
+                continue
+            launch = branch.launches.get("forward")
+            if launch is None:
+                launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, kept)
+                branch.launches["forward"] = launch
+            # Without dropout the seed is not read.
+            tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
+            launch(query, key, value, out, lse, *tables, *(() if kept is None else kept.key_lists))
+        return out if out.dtype == dtype or problem.partial else out.to(dtype), lse.transpose(1, 2)
 
 
 def backward(
@@ -84,11 +86,11 @@ def backward(
     seed: Tensor | None,
     layout: BlockLayout | None = None,
     cache: PatternCache | None = None,
-    take: Take | None = None,
+    pool: WorkspacePool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
-            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, cache, take)
+            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, cache, pool)
     dtype = query.dtype
     query, scale, sign = _positive_scale(query, problem)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
@@ -96,34 +98,45 @@ def backward(
     lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
     out = out.contiguous()
     plan = plan_for(problem, spans, seed, query, key, value, grad_out, grad_lse)
-    new = plan.new
-    if take is not None and plan.sum_dtype != dtype and not problem.partial:
-        new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
-    dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
-    delta = torch.empty_like(lse) if take is None else _taken(take, lse)
-    launch = plan.launches.get("delta")
-    if launch is None:
-        launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
-    workspace = delta
-    if plan.workspace_size:
-        like = plan.like_workspace
-        workspace = torch.empty_like(like) if take is None else _taken(take, like)
-    launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
-    for branch in plan.branches:
-        kept = None if layout is None else layout.branches[branch.index]
-        if branch.hopper is not None:
-            branch.hopper.backward(query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace, kept)
-            continue
-        if "dkdv" not in branch.launches:
-            branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, kept)
-            branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, kept)
-        inputs = (query, key, value, grad_out, lse, delta)
-        tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
-        branch.launches["dkdv"](*inputs, dk, dv, *tables, *(() if kept is None else kept.query_lists))
-        branch.launches["dq"](*inputs, dq, *tables, *(() if kept is None else kept.key_lists))
-    if sign != 1:
-        dq = dq * sign
-    return (dq, dk, dv) if dq.dtype == dtype or problem.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
+    with _lease(pool, plan.backward_loan, plan) as take:
+        new = plan.new
+        if take is not None and plan.sum_dtype != dtype and not problem.partial:
+            new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
+        dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
+        delta = torch.empty_like(lse) if take is None else _taken(take, lse)
+        launch = plan.launches.get("delta")
+        if launch is None:
+            launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
+        workspace = delta
+        if plan.workspace_size:
+            like = plan.like_workspace
+            workspace = torch.empty_like(like) if take is None else _taken(take, like)
+        launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
+        for branch in plan.branches:
+            kept = None if layout is None else layout.branches[branch.index]
+            if branch.hopper is not None:
+                branch.hopper.backward(
+                    query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace, kept
+                )
+                continue
+            if "dkdv" not in branch.launches:
+                branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, kept)
+                branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, kept)
+            inputs = (query, key, value, grad_out, lse, delta)
+            tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
+            branch.launches["dkdv"](*inputs, dk, dv, *tables, *(() if kept is None else kept.query_lists))
+            branch.launches["dq"](*inputs, dq, *tables, *(() if kept is None else kept.key_lists))
+        if sign != 1:
+            dq = dq * sign
+        return (dq, dk, dv) if dq.dtype == dtype or problem.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
+
+
+def _lease(pool: WorkspacePool | None, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
+    """Loans of a pass; none where the pool would leave even the largest to PyTorch, asking costs short calls time."""
+    return _NO_LEASE if pool is None or largest < pool.threshold(plan.device) else pool.lease()
+
+
+_NO_LEASE: AbstractContextManager[None] = nullcontext()
 
 
 def _taken(take: Take, like: Tensor) -> Tensor:

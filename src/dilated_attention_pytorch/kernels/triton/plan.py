@@ -112,6 +112,10 @@ class Plan:
             most = max(branch.workspace_rows for branch in taken)
             self.workspace_size, self.workspace_turns = taken[0].hopper.workspace_size(most, self.D)
         self.like_workspace = one.expand(self.workspace_size)
+        # The largest workspace of a pass, in bytes: a pool is asked only if it would serve one.
+        sums = 0 if self.sum_dtype == query.dtype or problem.partial else query.numel() * self.sum_dtype.itemsize
+        self.forward_loan = sums
+        self.backward_loan = max(sums, 4 * self.like_lse.numel(), 4 * self.workspace_size)
 
 
 class PlannedBranch:
