@@ -20,10 +20,10 @@ def at_step(number: int, act) -> None:
     """Let rank 1 act just before a step."""
     real = trainer._step
 
-    def step_with_act(model, optimizer, corpus, config, step, ranks):
+    def step_with_act(stepper, corpus, config, step, ranks):
         if step == number and RANK == 1:
             act()
-        return real(model, optimizer, corpus, config, step, ranks)
+        return real(stepper, corpus, config, step, ranks)
 
     trainer._step = step_with_act
 
