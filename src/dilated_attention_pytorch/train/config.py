@@ -166,6 +166,11 @@ class TrainConfig:
                     "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine "
                     "deepspeed does by itself: use 'bf16', or engine fsdp or ddp"
                 )
+            if memory.mlp_tile and self.zero is not None and self.zero.stage == 3:
+                raise ValueError(
+                    "mlp_tile takes gradients of weights that ZeRO stage 3 has taken away by then: use stage 1 or 2, "
+                    "engine fsdp, or checkpointing without mlp_tile"
+                )
         if self.tensor_parallel > 1:
             for name in ("float8", "structured_sparsity"):
                 if getattr(memory, name):
