@@ -68,7 +68,10 @@ class Stepper:
     def step(self, tokens: Tensor, following: Tensor, learning_rate: float) -> Outcome:
         """Move the weights along the gradient of a batch `(B, N)` that all ranks drew alike."""
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+            if isinstance(group["lr"], Tensor):  # torchao's compiled step would take a number for a constant
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
         # The last micro-batch is told, for ranks exchange gradients with it.
         parts = list(self._parts(tokens, following))
         losses: list[Tensor] = []
