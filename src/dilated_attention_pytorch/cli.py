@@ -71,6 +71,19 @@ def _parser() -> argparse.ArgumentParser:
         ("--num-layers", int, "layers"),
     ):
         train.add_argument(flag, type=kind, help=text)
+    train.add_argument(
+        "--preset",
+        choices=["125m", "350m", "760m", "1.3b", "2.7b", "6b"],
+        help="a model of this size, with the length, batch, learning rate and memory options for it",
+    )
+    train.add_argument(
+        "--hardware",
+        choices=["auto", "h100", "h200", "a100", "v100", "rocm", "cpu"],
+        help="precision for it (default: PyTorch's; with --preset that of the device)",
+    )
+    train.add_argument(
+        "--stages", type=Path, metavar="FILE", help="stages of length, pattern, batch and learning rate: .toml or .json"
+    )
     train.add_argument("--segment-lengths", nargs="+", type=int, metavar="W", help="one a branch")
     train.add_argument("--dilation-rates", nargs="+", type=int, metavar="R", help="one a branch")
     train.add_argument(
@@ -264,6 +277,7 @@ def _train(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.train import TrainConfig, train
     from dilated_attention_pytorch.train.config import MAY_CHANGE, settings_of
     from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
+    from dilated_attention_pytorch.train.presets import expand_presets
 
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
     ranks, max_restarts = given.pop("ranks", None), given.pop("max_restarts", None)
@@ -298,10 +312,12 @@ def _train(arguments: argparse.Namespace) -> None:
         config = dataclasses.replace(TrainConfig.from_json(run / "config.json"), **given)
     else:
         model: dict[str, Any] = {name: given.pop(name) for name in _MODEL_FLAGS if name in given}
+        _settle_stages(given, model)
+        given = expand_presets(given)
         defaults = TrainConfig()
         if "d_model" in model:  # the default feed-forward width follows the model's
             model["dim_feedforward"] = 0
-        config = TrainConfig(model=dataclasses.replace(defaults.model, **model), **given)
+        config = TrainConfig(model=dataclasses.replace(given.pop("model", defaults.model), **model), **given)
     if ranks is None:
         train(config, run, resume="auto" if auto_resume else resuming)
         return
@@ -310,6 +326,18 @@ def _train(arguments: argparse.Namespace) -> None:
     settled = {"command", "ranks", "max_restarts", "out", "resume"}
     flags = _as_flags({name: value for name, value in vars(arguments).items() if name not in settled})
     launch_ranks(ranks, max_restarts or 0, ["train", *flags, "--resume" if resuming else "--out", str(run)])
+
+
+def _settle_stages(given: dict[str, Any], model: dict[str, Any]) -> None:
+    """Read the file of --stages, which decides what flags may not state as well."""
+    if "stages" not in given:
+        return
+    from dilated_attention_pytorch.train.stages import read_stages
+
+    decided = ("sequence_length", "batch_size", "learning_rate", "segment_lengths", "dilation_rates")
+    if both := ["--" + name.replace("_", "-") for name in decided if name in given or name in model]:
+        raise ValueError(f"--stages say what {', '.join(both)} are: leave one of both out")
+    given["stages"] = read_stages(given["stages"])
 
 
 def _settle_zero(given: dict[str, Any]) -> None:

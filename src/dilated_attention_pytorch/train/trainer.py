@@ -23,6 +23,8 @@ from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Corpus, read_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
+from dilated_attention_pytorch.train.presets import float32_products
+from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
 
 _BITS = 1.0 / math.log(2.0)
@@ -35,7 +37,7 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     is one. Ranks that torchrun restarts resume by themselves. SIGTERM and Ctrl-C save, then raise `Stopped`.
     """
     shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
-    with join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
+    with float32_products(config.tf32), join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
         model, records, unigram_bits = _train(config, run, "auto" if ranks.restarts else resume, ranks)
     if not ranks.first:
         return _figures(records, unigram_bits)
@@ -51,13 +53,15 @@ def _train(
     tqdm = _progress_bar()
     ranks.check_same(dataclasses.asdict(config))
     found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
-    if config.batch_size % ranks.data_ranks:
-        raise ValueError(
-            f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {config.batch_size}"
-        )
+    for stage in config.stages or (config,):
+        if stage.batch_size % ranks.data_ranks:
+            raise ValueError(
+                f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {stage.batch_size}"
+            )
     if config.zero is not None:
         check_zero(config.zero, ranks)
-    corpus = read_corpus(config.data, config.sequence_length)
+    longest = max(stage.sequence_length for stage in config.stages or (config,))
+    corpus = read_corpus(config.data, longest)
     ranks.check_same({"corpus, in bytes": (len(corpus.training), len(corpus.validation))})
     torch.manual_seed(config.seed)
     plain = LongNetLM(config.model).to(ranks.device)
@@ -74,6 +78,7 @@ def _train(
         model = ZeroModel(plain, optimizer, config.zero, ranks, batch_size=part, clip_norm=config.clip_norm)
     checkpointer = Checkpointer(run, plain, model, optimizer, ranks, config.keep_checkpoints)
     start = checkpointer.restore() if found else 0
+    _enter_stage(model, config, max(start, 1))
     if start >= config.steps and resume != "auto":
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
     records = ranks.on_first(lambda: _prepare_run(config, run, start))
@@ -96,9 +101,13 @@ def _train(
     ):
         # On the first rank alone; where that fails, all of them raise.
         ranks.on_first(lambda: monitors.open(config.monitors, run, start, config.prometheus_address))
-        branches = [f"w{w} r{r}" for w, r in zip(config.model.segment_lengths, config.model.dilation_rates)]
         for step in range(start + 1, config.steps + 1):
             began = time.perf_counter()
+            stage, step_of_stage = _enter_stage(model, config, step)
+            if config.stages and ranks.first and (step_of_stage == 1 or step == start + 1):
+                pattern = f"{stage.segment_lengths} / {stage.dilation_rates}"
+                bar.write(f"stage    {stage.sequence_length:,} tokens, {pattern}, from step {step - step_of_stage + 1}")
+            branches = [f"w{w} r{r}" for w, r in zip(stage.segment_lengths, stage.dilation_rates)]
             loss, norm = _step(model, optimizer, corpus, config, step, ranks)
             if not math.isfinite(loss + norm):
                 raise FloatingPointError(
@@ -108,12 +117,12 @@ def _train(
             seconds = time.perf_counter() - began
             record = {"step": step, "loss": loss, "bits": loss * _BITS, "gradient_norm": norm}
             if step % config.validate_every == 0 or step == config.steps:
-                record["validation_bits"] = validate(model, corpus, config, ranks)
+                record["validation_bits"] = validate(model, corpus, config, ranks, step)
             # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
             received = ranks.bytes_received(len(branches))
             looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed, *received)
             seconds, memory, stop, failed, *received = looked.amax(0).tolist()
-            record["tokens_per_second"] = config.batch_size * config.sequence_length / seconds
+            record["tokens_per_second"] = stage.batch_size * stage.sequence_length / seconds
             records.append(record)
             if failed:
                 checkpointer.settle()
@@ -147,6 +156,14 @@ def _train(
 
 def _axes(ranks: Ranks) -> str:
     return "".join(f", {name} {ranks.axis(name)}" for name in ("sequence", "tensor") if ranks.axis(name) > 1)
+
+
+def _enter_stage(model: nn.Module, config: TrainConfig, step: int) -> tuple[Stage, int]:
+    """The stage of a step, with the step's number within it, after the model has its pattern; on all ranks alike."""
+    stage, step_of_stage = config.stage_at(step)
+    if not has_pattern(model, stage):
+        update_attention_config(model, stage)
+    return stage, step_of_stage
 
 
 def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]) -> bool:
@@ -195,14 +212,15 @@ class _Interrupt:
         self.signal = number
 
 
-def validate(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> float:
-    """Bits per byte on the validation split."""
+def validate(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks, step: int) -> float:
+    """Bits per byte on the validation split, in sequences of the step's stage."""
+    stage, _ = config.stage_at(step)
     model.eval()
     with torch.no_grad():
         losses = [
             _loss(model, tokens, following, ranks).item()
             for tokens, following in corpus.validation_batches(
-                config.batch_size, config.sequence_length, config.validation_batches
+                stage.batch_size, stage.sequence_length, config.validation_batches
             )
         ]
     model.train()
@@ -214,7 +232,8 @@ def _step(
 ) -> tuple[float, float]:
     # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
     torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
-    tokens, following = corpus.training_batch(config.batch_size, config.sequence_length, config.seed, step)
+    stage, _ = config.stage_at(step)
+    tokens, following = corpus.training_batch(stage.batch_size, stage.sequence_length, config.seed, step)
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(config, step)
     loss = _loss(model, tokens, following, ranks)
@@ -238,11 +257,8 @@ def _loss(model: nn.Module, tokens: Tensor, following: Tensor, ranks: Ranks) -> 
 
 
 def _learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return config.learning_rate * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, done))))
+    stage, step_of_stage = config.stage_at(step)
+    return stage.learning_rate_at(step_of_stage, config.warmup_steps)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
