@@ -172,7 +172,7 @@ def gradient_accumulation_training(
         group.clear()
 
     for batch in dataloader:
-        rows = len(batch["input_ids"])
+        rows = len(_checked(batch)["input_ids"])
         if rows > actual_batch_size:
             raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={actual_batch_size}")
         seen += 1
@@ -384,11 +384,16 @@ class _Step:
             return self._compute_loss(self._model(tokens, **lengths), labels)
 
 
-def _unpack(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _checked(batch: Batch) -> Batch:
     known = {"input_ids", "labels", *_LENGTHS}
     if not isinstance(batch, Mapping) or "input_ids" not in batch or batch.keys() - known:
         shown = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f"a batch is a mapping with input_ids, and perhaps labels and lengths, got {shown}")
+    return batch
+
+
+def _unpack(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    batch = _checked(batch)
     lengths = {name: batch[name].to(device) for name in _LENGTHS if batch.get(name) is not None}
     labels = batch.get("labels")
     if labels is None and lengths:
