@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,32 @@ def test_optimizing_a_large_model_with_deepspeed_wants_it_and_ranks(monkeypatch)
     monkeypatch.setattr("dilated_attention_pytorch.train.recipes._deepspeed", lambda ranks: None)
     with pytest.raises(ValueError, match="start the program by torchrun, or pass use_deepspeed=False"):
         optimize_large_model(small_model())
+
+
+@pytest.mark.parametrize(("hardware", "dtype"), [("h100", torch.bfloat16), ("v100", None), ("cpu", torch.float32)])
+def test_optimizing_a_large_model_gives_deepspeeds_engine_and_its_precision(monkeypatch, hardware, dtype) -> None:
+    given = {}
+
+    def initialize(**settings):
+        given.update(settings)
+        return "engine", "optimizer", None, None
+
+    monkeypatch.setattr(
+        "dilated_attention_pytorch.train.recipes._deepspeed", lambda ranks: SimpleNamespace(initialize=initialize)
+    )
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    found = optimize_large_model(small_model(), hardware=hardware, batch_size=3, clip_norm=0.5, offload=False)
+    assert found == ("engine", "optimizer")
+    config = given["config"]
+    assert (config["zero_optimization"]["stage"], config["train_micro_batch_size_per_gpu"]) == (2, 3)
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert config.get("fp16") == (None if dtype else {"enabled": True})
+    assert isinstance(given["optimizer"], torch.optim.AdamW)
+    assert given["model"].gradient_checkpointing
+    if dtype is not None:
+        assert given["model"](torch.randint(50, (1, 20))).dtype == dtype
+    with pytest.raises(ValueError, match="DeepSpeed shards the state of PyTorch's AdamW, got"):
+        optimize_large_model(small_model(), optimizer="adamw8bit-torchao")
 
 
 def test_attention_takes_tf32_where_the_hardware_has_it() -> None:

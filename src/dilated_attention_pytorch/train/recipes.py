@@ -86,6 +86,11 @@ def optimize_large_model(
     if not use_deepspeed:
         _optimized(model, "large", hardware, changes)
         return model, _make_adamw(model)
+    if changes.setdefault("optimizer", "adamw") != "adamw":
+        raise ValueError(
+            f"DeepSpeed shards the state of PyTorch's AdamW, got optimizer={changes['optimizer']!r}: leave it out, or "
+            "pass use_deepspeed=False"
+        )
     device = _device_of(model)
     deepspeed = _deepspeed(Ranks(device=device))
     if not dist.is_initialized():
@@ -93,7 +98,7 @@ def optimize_large_model(
             raise ValueError("DeepSpeed works on ranks: start the program by torchrun, or pass use_deepspeed=False")
         deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     config = Zero(stage=2, cpu_offload=True).config(batch_size=batch_size, clip_norm=clip_norm)
-    options = _chosen("large", model, hardware, {**changes, "optimizer": changes.get("optimizer", "adamw")})
+    options = _chosen("large", model, hardware, changes)
     if options.precision == "fp16":  # DeepSpeed scales losses by itself
         config["fp16"] = {"enabled": True}
         options = dataclasses.replace(options, precision="fp32")
@@ -237,7 +242,8 @@ def train_stage(
         optimizer: AdamW by default, as the model's options have it.
         seed: of the order.
     """
-    sequences = [piece for item in dataset for piece in _pieces(item, stage_config)]
+    length = Stage.of(stage_config, sequences=1).sequence_length
+    sequences = [piece for item in dataset for piece in _pieces(item, length)]
     if not sequences:
         raise ValueError("the dataset has no sequence of which anything could be learned: they are of one token")
     stage = Stage.of(stage_config, len(sequences))
@@ -407,9 +413,8 @@ def _unpack(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, dict[st
     return tokens, labels, lengths
 
 
-def _pieces(item: Batch, stage_config: Mapping[str, Any] | Stage) -> list[dict[str, Tensor]]:
-    """The parts of a sequence that fit a stage, without those that teach nothing."""
+def _pieces(item: Batch, length: int) -> list[dict[str, Tensor]]:
+    """The parts of a sequence that fit a length, without those that teach nothing."""
     tokens, labels = tokens_and_labels(item)
-    length = Stage.of(stage_config, sequences=1).sequence_length
     cut = zip(tokens.split(length), labels.split(length))
     return [{"input_ids": ids, "labels": targets} for ids, targets in cut if (targets != IGNORED).any()]
