@@ -163,6 +163,11 @@ def test_the_8_bit_optimizer_is_the_one_that_is_installed(monkeypatch) -> None:
         assert memory_preset("1.3b", hardware_preset("a100")).optimizer == chosen
 
 
+def test_a_preset_for_deepspeed_leaves_out_what_that_cannot_shard() -> None:
+    memory = expand_presets({"preset": "2.7b", "hardware": "h100", "engine": "deepspeed"})["memory"]
+    assert (memory.optimizer, memory.mlp_tile, memory.checkpointing) == ("adamw", 0, "full")
+
+
 def test_tf32_is_on_as_long_as_a_run_lasts() -> None:
     before = torch.get_float32_matmul_precision()
     with float32_products(True):

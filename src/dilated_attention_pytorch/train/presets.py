@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -214,6 +215,8 @@ def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("stages"):  # which say that themselves
         for name in ("sequence_length", "batch_size", "learning_rate"):
             settings.pop(name, None)
+    if given.get("engine") == "deepspeed":  # which shards the state of AdamW, and in stage 3 weights that tiles need
+        settings["memory"] = dataclasses.replace(settings["memory"], optimizer="adamw", mlp_tile=0)
     return settings | given
 
 
