@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
-
-RUNS = Path("runs")
-
-# What a flag of `train` sets on the model rather than on the run.
-_MODEL_FLAGS = ("d_model", "num_heads", "num_layers", "segment_lengths", "dilation_rates")
+from typing import Any, NoReturn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     train.set_defaults(command=_train)
+    train.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML, which flags go before")
     train.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders")
     train.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder (default: a new one below runs/)")
     train.add_argument(
@@ -69,8 +65,18 @@ def _parser() -> argparse.ArgumentParser:
         ("--d-model", int, "width of the model"),
         ("--num-heads", int, "attention heads"),
         ("--num-layers", int, "layers"),
+        ("--dropout", float, "of embeddings and layers"),
+        ("--accumulate", int, "micro-batches a step, one after the other"),
+        (
+            "--skip-broken-steps",
+            int,
+            "steps in a row that may have a loss or gradient that is not finite (5)",
+        ),
+        ("--mlp-tile", int, "rows of a feed-forward network at a time, computed again in backward"),
+        ("--loss-chunk", int, "rows whose logits exist at a time"),
     ):
         train.add_argument(flag, type=kind, help=text)
+    _add_memory(train)
     train.add_argument(
         "--preset",
         choices=["125m", "350m", "760m", "1.3b", "2.7b", "6b"],
@@ -213,6 +219,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_memory(train: argparse.ArgumentParser) -> None:
+    for flag, choices, text in (
+        ("--checkpointing", ["none", "full", "selective"], "compute layers again in backward, or all but attention"),
+        ("--optimizer", ["adamw", "adamw8bit-torchao", "adamw8bit-bitsandbytes"], "with a state of 32 or 8 bits"),
+        ("--precision", ["fp32", "bf16", "fp16"], "of products; parameters stay float32"),
+        (
+            "--compile-mode",
+            ["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"],
+            "with --compile: how torch.compile goes about it",
+        ),
+    ):
+        train.add_argument(flag, choices=choices, help=text)
+    for flag, text in (
+        ("--offload", "keep what checkpointing keeps in host memory"),
+        ("--float8", "products of linear layers in float8, from compute capability 9.0 on"),
+        ("--structured-sparsity", "two of four neighbouring weights of feed-forward networks count, from 8.0 on"),
+        ("--compile", "torch.compile each layer"),
+    ):
+        train.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+    train.add_argument("--compile-backend", metavar="NAME", help="with --compile: default inductor")
+
+
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
@@ -273,106 +301,9 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from dilated_attention_pytorch.parallel.options import RunOptions
-    from dilated_attention_pytorch.train import TrainConfig, train
-    from dilated_attention_pytorch.train.config import MAY_CHANGE, settings_of
-    from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
-    from dilated_attention_pytorch.train.presets import expand_presets
+    from dilated_attention_pytorch.train.command import run_command
 
-    given = {name: value for name, value in vars(arguments).items() if name != "command"}
-    ranks, max_restarts = given.pop("ranks", None), given.pop("max_restarts", None)
-    out, auto_resume = given.pop("out", None), given.pop("auto_resume", False)
-    resuming = "resume" in given
-    run = given.pop("resume", None) if resuming else out
-    if "options" in given:
-        options = RunOptions.from_json(given.pop("options"))
-        if resuming:
-            raise ValueError("--options begins a run: resume it with --auto-resume, or leave --options out")
-        given = settings_of(options) | given
-        auto_resume = auto_resume or options.auto_resume
-        if ranks is not None and max_restarts is None:
-            max_restarts = options.max_restarts
-    if auto_resume and (resuming or out is None):
-        raise ValueError("--auto-resume continues the run in --out FOLDER: name it, and leave --resume out")
-    _settle_zero(given)
-    if max_restarts is not None and ranks is None:
-        raise ValueError("--max-restarts goes with --ranks; torchrun has an option of that name itself")
-    if under_torchrun():
-        if ranks is not None:
-            raise ValueError("torchrun has started this rank: leave --ranks out, or torchrun")
-        if run is None:
-            raise ValueError("ranks and restarts must agree on one folder: name it with --out or --resume FOLDER")
-    elif run is None:
-        run = _newest_run() if resuming else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
-    if resuming:
-        fixed = sorted(given.keys() - set(MAY_CHANGE))
-        if fixed or out is not None:
-            names = ", ".join("--" + name.replace("_", "-") for name in (*fixed, *(["out"] if out else [])))
-            raise ValueError(f"{names} cannot change when a run is resumed: start a new one")
-        config = dataclasses.replace(TrainConfig.from_json(run / "config.json"), **given)
-    else:
-        model: dict[str, Any] = {name: given.pop(name) for name in _MODEL_FLAGS if name in given}
-        _settle_stages(given, model)
-        given = expand_presets(given)
-        defaults = TrainConfig()
-        if "d_model" in model:  # the default feed-forward width follows the model's
-            model["dim_feedforward"] = 0
-        config = TrainConfig(model=dataclasses.replace(given.pop("model", defaults.model), **model), **given)
-    if ranks is None:
-        train(config, run, resume="auto" if auto_resume else resuming)
-        return
-    if ranks < 1 or (max_restarts or 0) < 0:
-        raise ValueError(f"--ranks must be at least 1 and --max-restarts at least 0, got {ranks} and {max_restarts}")
-    settled = {"command", "ranks", "max_restarts", "out", "resume"}
-    flags = _as_flags({name: value for name, value in vars(arguments).items() if name not in settled})
-    launch_ranks(ranks, max_restarts or 0, ["train", *flags, "--resume" if resuming else "--out", str(run)])
-
-
-def _settle_stages(given: dict[str, Any], model: dict[str, Any]) -> None:
-    """Read the file of --stages, which decides what flags may not state as well."""
-    if "stages" not in given:
-        return
-    from dilated_attention_pytorch.train.stages import read_stages
-
-    decided = ("sequence_length", "batch_size", "learning_rate", "segment_lengths", "dilation_rates")
-    if both := ["--" + name.replace("_", "-") for name in decided if name in given or name in model]:
-        raise ValueError(f"--stages say what {', '.join(both)} are: leave one of both out")
-    given["stages"] = read_stages(given["stages"])
-
-
-def _settle_zero(given: dict[str, Any]) -> None:
-    """Make one setting of the flags that concern DeepSpeed; another engine takes back what a resumed run has."""
-    from dilated_attention_pytorch.parallel.options import Zero
-
-    flags = {"zero_stage": "stage", "cpu_offload": "cpu_offload", "nvme_offload": "nvme_path"}
-    stated = {flag: given.pop(flag) for flag in flags if flag in given}
-    if given.get("engine") == "deepspeed":
-        if stated:
-            changes = {flags[flag]: value for flag, value in stated.items()}
-            given["zero"] = dataclasses.replace(given.get("zero") or Zero(), **changes)
-    elif stated:
-        names = ", ".join("--" + flag.replace("_", "-") for flag in stated)
-        raise ValueError(f"{names} goes with --engine deepspeed: add it, or leave {names} out")
-    elif "engine" in given:
-        given["zero"] = None
-
-
-def _as_flags(given: dict[str, Any]) -> list[str]:
-    flags = []
-    for name, value in given.items():
-        flags.append("--" + name.replace("_", "-"))
-        if value is not True:
-            flags += map(str, value if isinstance(value, list) else [value])
-    return flags
-
-
-def _newest_run() -> Path:
-    from dilated_attention_pytorch.train.checkpoint import list_checkpoints
-
-    newest = [found[-1] for run in RUNS.glob("*") if (found := list_checkpoints(run))]
-    if not newest:
-        raise FileNotFoundError(f"no run with a checkpoint below {RUNS}/: name its folder with --resume FOLDER")
-    return max(newest, key=lambda checkpoint: checkpoint.stat().st_mtime).parents[1]
+    run_command({name: value for name, value in vars(arguments).items() if name != "command"})
 
 
 def _generate(arguments: argparse.Namespace) -> None:
@@ -517,5 +448,19 @@ def _bench_device(stated: str | None) -> str:
     return stated or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def entry() -> NoReturn:
+    """The command as a process, whose status is right also where an error has left ranks waiting for each other."""
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if f"{__package__}.train" in sys.modules:  # else there are no ranks
+        from dilated_attention_pytorch.train.engine import exit_process
+
+        exit_process(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -10,20 +10,25 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter
 
+from dilated_attention_pytorch import cli
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import trainer
+from dilated_attention_pytorch.train.engine import exit_process
+from dilated_attention_pytorch.train.step import Stepper
 
 RANK = int(os.environ.get("RANK", "0"))
+# Everything that leaves the mathematics as it is.
+EXACT = "--accumulate 2 --checkpointing selective --offload --mlp-tile 5 --loss-chunk 7".split()  # noqa: SIM905
 
 
 def at_step(number: int, act) -> None:
     """Let rank 1 act just before a step."""
     real = trainer._step
 
-    def step_with_act(model, optimizer, corpus, config, step, ranks):
+    def step_with_act(stepper, corpus, config, step, ranks):
         if step == number and RANK == 1:
             act()
-        return real(model, optimizer, corpus, config, step, ranks)
+        return real(stepper, corpus, config, step, ranks)
 
     trainer._step = step_with_act
 
@@ -38,6 +43,14 @@ def share(folder: Path, flags: list[str]) -> None:
     assert main([*flags, "--out", str(folder / "stopped")]) == 128 + signal.SIGTERM
     trainer._step = real
     assert main(["train", "--resume", str(folder / "stopped"), "--engine", "ddp"]) == 0
+    assert main([*flags, "--out", str(folder / "fsdp-exact"), *EXACT]) == 0
+    assert main([*flags, "--out", str(folder / "ddp-exact"), "--engine", "ddp", *EXACT]) == 0
+    assert main([*flags, "--out", str(folder / "sequence-exact"), "--sequence-parallel", "2", *EXACT]) == 0
+    at_step(5, lambda: signal.raise_signal(signal.SIGTERM))
+    assert main([*flags, "--out", str(folder / "fp16"), "--precision", "fp16", *EXACT]) == 128 + signal.SIGTERM
+    trainer._step = real
+    assert main(["train", "--resume", str(folder / "fp16"), "--accumulate", "1"]) == 0
+    broken_on_one_rank(folder, flags)
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")
@@ -45,6 +58,19 @@ def share(folder: Path, flags: list[str]) -> None:
     if RANK == 1:
         FileSystemWriter.write_data = full_disk
     assert main([*flags, "--out", str(folder / "failed"), "--steps", "30"]) == 1
+
+
+def broken_on_one_rank(folder: Path, flags: list[str]) -> None:
+    """The loss of rank 1 is not a number in its third step alone."""
+    real, calls = Stepper.loss, []
+
+    def broken(self, *batch):
+        calls.append(batch)
+        return real(self, *batch) * (float("nan") if RANK == 1 and len(calls) == 3 else 1.0)
+
+    Stepper.loss = broken
+    assert main([*flags, "--out", str(folder / "broken")]) == 0
+    Stepper.loss = real
 
 
 def kill(folder: Path, flags: list[str]) -> None:
@@ -60,7 +86,8 @@ def hang(folder: Path, flags: list[str]) -> None:
     (folder / f"ready-{RANK}").touch()
     while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
         time.sleep(0.05)
-    main([*flags, "--out", str(folder / "hung"), "--timeout-seconds", "10"])
+    sys.argv[1:] = [*flags, "--out", str(folder / "hung"), "--timeout-seconds", "10"]
+    cli.entry()
 
 
 def four(folder: Path, flags: list[str]) -> None:
@@ -70,6 +97,7 @@ def four(folder: Path, flags: list[str]) -> None:
     assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "4", "--monitors", "jsonl"]) == 0
     assert main([*flags, "--out", str(folder / "sequence-data"), "--sequence-parallel", "2"]) == 0
     both = ["--sequence-parallel", "2", "--tensor-parallel", "2"]
+    assert main([*flags, "--out", str(folder / "sequence-tensor-exact"), *both, *EXACT]) == 0
     at_step(12, lambda: signal.raise_signal(signal.SIGTERM))
     assert main([*flags, "--out", str(folder / "sequence-tensor"), *both]) == 128 + signal.SIGTERM
     trainer._step = real
@@ -83,3 +111,4 @@ def four(folder: Path, flags: list[str]) -> None:
 if __name__ == "__main__":
     scenario, folder, *flags = sys.argv[1:]
     {"share": share, "kill": kill, "hang": hang, "four": four}[scenario](Path(folder), flags)
+    exit_process(0)  # a run that ended in an error leaves its group

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
@@ -99,7 +100,10 @@ def shared(folder, flags, alone) -> str:
     return launch(2, "share", folder, flags)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "ddp", "from-one", "stopped"])
+EXACT = ["fsdp-exact", "ddp-exact", "sequence-exact"]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp", "from-one", "stopped", *EXACT])
 def test_two_ranks_have_the_losses_of_one_process(folder, alone, shared, name) -> None:
     assert losses(folder / name) == pytest.approx(losses(alone), rel=1e-5)
 
@@ -124,6 +128,22 @@ def test_the_first_rank_logs_for_all(folder, shared) -> None:
     assert lines[-1].keys() >= {"loss", "tokens_per_second", "step_seconds", "checkpoint_stall_seconds", "restarts"}
     assert lines[-1]["peak_memory_bytes"] > 0
     assert lines[-1]["checkpoint_stall_seconds"] > 0
+
+
+def test_ranks_in_float16_scale_their_losses_alike_and_go_on_with_their_scale(folder, alone, shared) -> None:
+    assert "in float16" not in shared
+    assert losses(folder / "fp16") == pytest.approx(losses(alone), rel=5e-3)
+    state = folder / "fp16" / "checkpoints" / f"step-{STEPS:08d}" / "state"
+    known = FileSystemReader(state).read_metadata().state_dict_metadata
+    assert "scaler._growth_tracker" in known
+
+
+def test_a_step_that_is_broken_on_one_rank_is_skipped_by_all(folder, alone, shared) -> None:
+    assert shared.count("skipped: the loss is nan and the gradient's norm nan at step 3 (1 in a row)") == 1
+    records = [json.loads(line) for line in (folder / "broken" / "metrics.jsonl").read_text().splitlines()]
+    assert [record.get("skipped", 0) for record in records] == [0, 0, 1, *[0] * (STEPS - 3)]
+    assert [record["loss"] for record in records[:2]] == pytest.approx(losses(alone)[:2], rel=1e-5)
+    assert records[2]["loss_ema"] == records[1]["loss_ema"]
 
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(shared) -> None:
@@ -169,7 +189,9 @@ def test_four_ranks_go_on_where_two_stopped(folder, alone, on_four) -> None:
     assert losses(folder / "four") == pytest.approx(losses(alone), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sequence", "sequence-data", "sequence-tensor", "one-to-tensor", "one-to-ddp"])
+@pytest.mark.parametrize(
+    "name", ["sequence", "sequence-data", "sequence-tensor", "sequence-tensor-exact", "one-to-tensor", "one-to-ddp"]
+)
 def test_ranks_that_share_sequences_heads_and_parameters_have_the_losses_of_one_process(folder, on_four, name) -> None:
     assert len(losses(folder / name)) == 20
     assert losses(folder / name) == pytest.approx(losses(folder / "longer"), rel=1e-5)

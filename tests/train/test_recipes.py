@@ -27,7 +27,7 @@ from dilated_attention_pytorch import (
     update_attention_config,
 )
 from dilated_attention_pytorch.cli import _parser, main
-from dilated_attention_pytorch.train import TrainConfig, presets, trainer
+from dilated_attention_pytorch.train import TrainConfig, command, presets
 from dilated_attention_pytorch.train.batching import collate
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss
 from dilated_attention_pytorch.train.presets import (
@@ -181,8 +181,7 @@ def test_tf32_is_on_as_long_as_a_run_lasts() -> None:
 def config_of(monkeypatch, *flags: str) -> TrainConfig:
     """The config that `train` begins a run with."""
     begun = []
-    monkeypatch.setattr(trainer, "train", lambda config, run, resume: begun.append(config))
-    monkeypatch.setattr("dilated_attention_pytorch.train.train", trainer.train)
+    monkeypatch.setattr(command, "train", lambda config, run, resume: begun.append(config))
     assert main(["train", "--out", "unused", *flags]) == 0
     return begun[0]
 

@@ -15,6 +15,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import TrainConfig, curve, trainer
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train.data import Corpus, read_corpus
+from dilated_attention_pytorch.train.step import Stepper
 
 FLAGS = """
     --d-model 16 --num-heads 2 --num-layers 1 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
@@ -42,7 +43,10 @@ def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
     printed = capsys.readouterr().out
-    assert "bits per byte on the validation split; byte frequencies alone" in printed
+    result, to_beat = re.search(
+        r"result   (.+) bits per byte on the validation split\nto beat  (\S+) by byte pairs", printed
+    ).groups()
+    assert float(to_beat) < float(result)  # after four steps
     assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     newest = checkpoints.list_checkpoints(tmp_path / "run")[-1]
     assert {path.name for path in newest.iterdir()} == {"config.json", "model.safetensors", "state.pt"}
@@ -184,9 +188,12 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(trainer, "_loss", lambda model, *_: model.norm.weight.sum() * torch.nan)
-    assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 1
-    assert "the loss is nan and the gradient's norm nan at step 1: lower --learning-rate" in capsys.readouterr().err
+    monkeypatch.setattr(Stepper, "loss", lambda self, *_: self.model.norm.weight.sum() * torch.nan)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS, "--skip-broken-steps", 0) == 1
+    told = (
+        "the loss is nan and the gradient's norm nan at step 1, after 0 skipped steps before it: lower --learning-rate"
+    )
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "short", "unreadable"])
@@ -238,19 +245,19 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
 
 def test_without_matplotlib_the_curve_is_a_line_of_text(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(curve, "find_spec", lambda name: None)
-    assert curve.draw_curve([{"step": 1, "bits": 8.0}], 4.0, tmp_path / "loss.png") is None
+    assert curve.draw_curve([{"step": 1, "bits": 8.0}], {"bytes": 4.0}, tmp_path / "loss.png") is None
     assert curve.sparkline([8.0] * 100 + [1.0] * 100, width=4) == "██▁▁"
 
 
 def test_broken_gradients_reach_neither_weights_nor_checkpoints(tmp_path, text, capsys, monkeypatch) -> None:
-    real = trainer._loss
+    real = Stepper.loss
 
-    def broken(model, *batch):
-        loss = real(model, *batch)
-        return loss + (model.norm.weight * 0.0).sum().sqrt()  # finite itself, with an infinite derivative
+    def broken(self, *batch):
+        loss = real(self, *batch)
+        return loss + (self.model.norm.weight * 0.0).sum().sqrt()  # finite itself, with an infinite derivative
 
-    monkeypatch.setattr(trainer, "_loss", broken)
-    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 1
+    monkeypatch.setattr(Stepper, "loss", broken)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS, "--skip-broken-steps", 0) == 1
     assert "the gradient's norm nan at step 1" in capsys.readouterr().err
     assert checkpoints.list_checkpoints(tmp_path / "run") == []
 

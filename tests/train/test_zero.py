@@ -79,6 +79,21 @@ def test_ranks_that_share_sequences_have_the_losses_of_one_process(folder, alone
 
 
 @needs_deepspeed
+def test_a_step_that_is_broken_on_one_rank_is_skipped_by_all(folder, alone, shared) -> None:
+    assert shared.count("skipped: the loss is nan and the gradient's norm nan at step 3 (1 in a row)") == 1
+    records = [json.loads(line) for line in (folder / "broken" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "skipped" in record] == [3]
+    assert records[1]["loss"] == pytest.approx(losses(alone)[1], abs=1e-5)
+    assert records[3]["loss"] < records[0]["loss"]
+
+
+@needs_deepspeed
+def test_bf16_is_that_of_autocast(folder, alone, shared) -> None:
+    assert losses(folder / "bf16") != pytest.approx(losses(alone), abs=1e-5)
+    assert losses(folder / "bf16") == pytest.approx(losses(alone), rel=2e-2)
+
+
+@needs_deepspeed
 def test_two_ranks_go_on_where_one_process_stopped_and_pass_over_what_is_damaged(folder, alone, shared) -> None:
     assert f"step-{STEPS:08d}: state.pt is broken or truncated" in shared
     assert losses(folder / "damaged") == pytest.approx(losses(alone), abs=1e-5)
@@ -120,6 +135,8 @@ def test_other_ranks_stages_and_engines_go_on_where_two_ranks_stopped(folder, al
         (["--engine", "deepspeed", "--zero-stage", "1", "--nvme-offload", "x"], "NVMe offload needs ZeRO stage 3"),
         (["--engine", "deepspeed"], "wants to be started by torchrun: add --ranks P, or --ranks 1"),
         (["--engine", "deepspeed", "--tensor-parallel", "2"], "tensor_parallel=2 cuts them: use engine fsdp"),
+        (["--engine", "deepspeed", "--precision", "fp16"], "use 'bf16', or engine fsdp or ddp"),
+        (["--engine", "deepspeed", "--optimizer", "adamw8bit-torchao"], "shards the state of PyTorch's AdamW"),
         (["--options", "nowhere.json"], "nowhere.json"),
     ],
 )

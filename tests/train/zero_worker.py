@@ -12,16 +12,22 @@ import torch.nn.functional as F
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.parallel import Zero
-from dilated_attention_pytorch.train.engine import join_ranks
+from dilated_attention_pytorch.train.engine import exit_process, join_ranks
+from dilated_attention_pytorch.train.step import Stepper
 
 
 def share(folder: Path, flags: list[str]) -> None:
     """All stages, one by sequences too, resumed, a loop of one's own, and what every rank must refuse."""
-    for stage, offload in ((1, []), (2, ["--cpu-offload"])):
+    # Beside stages and offload, everything that leaves the mathematics as it is.
+    exact = "--accumulate 3 --checkpointing selective --offload --loss-chunk 7".split()  # noqa: SIM905
+    tiled = [*exact, "--mlp-tile", "5"]
+    for stage, offload in ((1, tiled), (2, ["--cpu-offload", *tiled])):
         run = ["--checkpoint-every", "10", "--engine", "deepspeed", "--zero-stage", str(stage), *offload]
         assert main([*flags, "--out", str(folder / f"stage-{stage}"), *run]) == 0
     halves = ["--sequence-parallel", "2", "--engine", "deepspeed", "--zero-stage", "3"]
-    assert main([*flags, "--out", str(folder / "sequence"), *halves]) == 0
+    assert main([*flags, "--out", str(folder / "sequence"), *halves, *exact]) == 0
+    broken_on_one_rank(folder, [*flags, "--engine", "deepspeed"])
+    assert main([*flags, "--out", str(folder / "bf16"), "--engine", "deepspeed", "--precision", "bf16"]) == 0
     # Twice: the second time there is nothing left to do but to say so.
     for _ in range(2):
         assert main([*flags, "--out", str(folder / "stage-3"), "--options", str(folder / "options.json")]) == 0
@@ -33,6 +39,19 @@ def share(folder: Path, flags: list[str]) -> None:
     AsyncIOBuilder.is_compatible = lambda *_, **__: False  # as where libaio is missing
     nvme = ["--engine", "deepspeed", "--nvme-offload", str(folder / "disk")]
     assert main([*flags, "--out", str(folder / "nvme"), *nvme]) == 1
+
+
+def broken_on_one_rank(folder: Path, flags: list[str]) -> None:
+    """The loss of rank 1 is not a number in its third step alone."""
+    real, calls = Stepper.loss, []
+
+    def broken(self, *batch):
+        calls.append(batch)
+        return real(self, *batch) * (float("nan") if dist.get_rank() == 1 and len(calls) == 3 else 1.0)
+
+    Stepper.loss = broken
+    assert main([*flags, "--out", str(folder / "broken")]) == 0
+    Stepper.loss = real
 
 
 def loop_of_ones_own() -> None:
@@ -66,6 +85,4 @@ def resume(folder: Path, flags: list[str]) -> None:
 if __name__ == "__main__":
     scenario, folder, *flags = sys.argv[1:]
     {"share": share, "resume": resume}[scenario](Path(folder), flags)
-    # A run that ended in an error leaves its group, whose threads may abort a process that ends with it.
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    exit_process(0)  # a run that ended in an error leaves its group

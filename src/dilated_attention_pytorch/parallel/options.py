@@ -40,10 +40,11 @@ class Zero:
         """Whether the optimizer's state is kept, and updated, away from the GPU."""
         return self.cpu_offload or self.nvme_path is not None
 
-    def config(self, *, batch_size: int = 1, clip_norm: float = 0.0) -> dict[str, Any]:
+    def config(self, *, batch_size: int = 1, clip_norm: float = 0.0, accumulate: int = 1) -> dict[str, Any]:
         """The configuration for `deepspeed.initialize`, of a float32 model and an optimizer of PyTorch's.
 
-        `batch_size` is a rank's; a `clip_norm` of 0 clips no gradients.
+        `batch_size` is a rank's, of one of the `accumulate` backward passes of a step; a `clip_norm` of 0 clips no
+        gradients.
 
         >>> Zero(stage=2, cpu_offload=True).config(batch_size=4, clip_norm=1.0)["zero_optimization"]
         {'stage': 2, 'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}
@@ -58,6 +59,7 @@ class Zero:
                 sharding["offload_param"] = place
         return {
             "train_micro_batch_size_per_gpu": batch_size,
+            "gradient_accumulation_steps": accumulate,
             "gradient_clipping": clip_norm,
             "zero_optimization": sharding,
             # AdamW is PyTorch's here as in the other engines: its fused form needs no compiler on the machine.

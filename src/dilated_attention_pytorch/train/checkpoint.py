@@ -4,8 +4,9 @@
 process writes that as `state.pt`, before it goes on. Ranks write it as `state/`, each its own shards, while training
 goes on; any number of ranks reads it, and one process too.
 
-The state is model, optimizer (with its learning rate) and step. Batches, learning rates and random numbers are
-functions of (seed, step, token rank), so that the step is their position, whatever the number of ranks.
+The state is model, optimizer (with its learning rate), the loss scale of float16 and step. Batches, learning rates and
+random numbers are functions of (seed, step, token rank), so that the step is their position, whatever the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def list_checkpoints(run: Path) -> list[Path]:
 class Checkpointer:
     """Saves a run's state and restores it; every rank calls every method, in the same order.
 
-    `plain` is the model, and `model` what the ranks made of it to train it, or the same.
+    `plain` is the model, and `model` what the ranks made of it to train it, or the same. `scaler` belongs to the state
+    where it is enabled.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class Checkpointer:
         plain: LongNetLM,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
         ranks: Ranks,
         keep: int,
     ) -> None:
-        self._run, self._plain, self._model, self._optimizer = run, plain, model, optimizer
+        self._run, self._plain, self._model, self._optimizer, self._scaler = run, plain, model, optimizer, scaler
         self._ranks, self._keep = ranks, keep
         self._saving: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
@@ -71,15 +74,18 @@ class Checkpointer:
         if self._group is None:
             try:
                 self._plain.save_pretrained(partial)
-                state = {"step": step, "optimizer": self._optimizer.state_dict()}
+                state = {"step": step, "optimizer": self._optimizer.state_dict(), **self._rest()}
                 write_whole(partial / _WHOLE, lambda path: torch.save(state, path))
                 self._publish(partial, folder)
+            except Exception as error:  # a full disk is a different one to each library that writes
+                raise OSError(_not_saved(_line(error))) from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         else:
             from dilated_attention_pytorch.train.shards import start_saving
 
-            written = start_saving(self._model, self._optimizer, step, partial / _SHARDS, self._group)
+            rest = self._rest()
+            written = start_saving(self._model, self._optimizer, rest, step, partial / _SHARDS, self._group)
             # The config as it is now: the next stage may have another pattern.
             config = self._plain.config.to_json()
             self._saving = self._thread.submit(self._finish, written, partial, folder, config)
@@ -97,7 +103,7 @@ class Checkpointer:
         self._saving = None
         failures = [reason for reason in self._ranks.gather_objects(error and _line(error)) if reason]
         if failures:
-            raise OSError(f"a checkpoint could not be saved ({failures[0]}): make room, and resume from the one before")
+            raise OSError(_not_saved(failures[0]))
 
     def close(self) -> None:
         """Wait for the save under way, and end its thread."""
@@ -156,7 +162,10 @@ class Checkpointer:
         if not (folder / _WHOLE).is_file():
             from dilated_attention_pytorch.train.shards import load_shards
 
-            return load_shards(self._model, self._optimizer, folder / _SHARDS, self._group)
+            rest = self._rest()
+            step = load_shards(self._model, self._optimizer, rest, folder / _SHARDS, self._group)
+            self._restore_rest(rest)
+            return step
         try:
             state = torch.load(folder / _WHOLE, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -168,7 +177,15 @@ class Checkpointer:
             from dilated_attention_pytorch.train.shards import load_whole
 
             load_whole(self._plain, self._model, self._optimizer, folder, state)
+        self._restore_rest(state)
         return int(state["step"])
+
+    def _rest(self) -> dict[str, Any]:
+        return {"scaler": self._scaler.state_dict()} if self._scaler.is_enabled() else {}
+
+    def _restore_rest(self, state: dict[str, Any]) -> None:
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
 
 
 def _step_folders(run: Path) -> list[Path]:
@@ -198,6 +215,10 @@ def _set_aside(passed: list[Path]) -> None:
         aside = folder.with_name(f"damaged-{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
+
+
+def _not_saved(reason: str) -> str:
+    return f"a checkpoint could not be saved ({reason}): make room, and resume from the one before"
 
 
 def _line(error: BaseException) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +32,29 @@ MAY_CHANGE = (
     "timeout_seconds",
     "monitors",
     "prometheus_address",
+    "accumulate",
+    "skip_broken_steps",
 )
+# Of the memory options, those that leave the mathematics as it is.
+MEMORY_MAY_CHANGE = (
+    "checkpointing",
+    "offload",
+    "offload_least_bytes",
+    "mlp_tile",
+    "loss_chunk",
+    "compile",
+    "compile_mode",
+    "compile_backend",
+)
+
+# What a TOML file has for a field whose default is of a type.
+_TOML_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a string"),
+    tuple: ((list,), "a list"),
+}
 
 _OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")
 
@@ -52,6 +77,10 @@ class TrainConfig:
     parameters, `ddp` copies them, `deepspeed` shards what `zero` says. So many ranks as `sequence_parallel` says share
     the tokens of a sequence, and `tensor_parallel` the heads and features of the model; by default all share the batch
     alone. A rank that is silent for `timeout_seconds`, in a step or a checkpoint, ends the run.
+
+    `memory` says how a step saves memory. A step takes its batch in `accumulate` micro-batches, one after the other,
+    and its loss and update are those of the whole batch. Up to `skip_broken_steps` steps in a row whose loss or
+    gradient is not finite are skipped; the next one ends the run.
 
     `stages` follow each other, and each says what its length, pattern, batch, peak learning rate and steps are: the
     run's own are those of the first, and `steps` all of theirs, unless the run is to end elsewhere. Each warms up.
@@ -83,6 +112,8 @@ class TrainConfig:
     timeout_seconds: float = 600.0
     monitors: tuple[str, ...] = ()
     prometheus_address: str = "127.0.0.1:9464"
+    accumulate: int = 1
+    skip_broken_steps: int = 5
     memory: MemoryOptions = field(default=MemoryOptions())
 
     def __post_init__(self) -> None:
@@ -100,10 +131,11 @@ class TrainConfig:
             "keep_checkpoints",
             "sequence_parallel",
             "tensor_parallel",
+            "accumulate",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "sample_bytes"):
+        for name in ("warmup_steps", "weight_decay", "sample_bytes", "skip_broken_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("learning_rate", "clip_norm", "timeout_seconds"):
@@ -119,6 +151,12 @@ class TrainConfig:
             raise ValueError(
                 f"engine {self.engine} wants every parameter alike on all ranks, and tensor_parallel="
                 f"{self.tensor_parallel} cuts them: use engine fsdp, or tensor_parallel 1"
+            )
+        self._check_memory()
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate cuts a batch into micro-batches of one size: {self.accumulate} must divide the "
+                f"batch_size, which is {self.batch_size}"
             )
         if unknown := set(self.monitors) - set(KINDS):
             raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
@@ -158,9 +196,38 @@ class TrainConfig:
         own: dict[str, Any] = {name: getattr(self, name) for name in (*_OF_A_STAGE, "steps")}
         return Stage(segment_lengths=self.model.segment_lengths, dilation_rates=self.model.dilation_rates, **own)
 
+    def _check_memory(self) -> None:
+        """Refuse what an engine cannot do; what a device cannot is refused when the model is on it."""
+        memory = self.memory
+        if self.engine == "deepspeed":
+            if memory.optimizer != "adamw":
+                raise ValueError(
+                    f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} "
+                    "keeps another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'"
+                )
+            if memory.precision == "fp16":
+                raise ValueError(
+                    "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine "
+                    "deepspeed does by itself: use 'bf16', or engine fsdp or ddp"
+                )
+            if memory.mlp_tile and self.zero is not None and self.zero.stage == 3:
+                raise ValueError(
+                    "mlp_tile takes gradients of weights that ZeRO stage 3 has taken away by then: use stage 1 or 2, "
+                    "engine fsdp, or checkpointing without mlp_tile"
+                )
+        if self.tensor_parallel > 1:
+            for name in ("float8", "structured_sparsity"):
+                if getattr(memory, name):
+                    raise ValueError(
+                        f"{name} replaces linear layers whole, and tensor_parallel={self.tensor_parallel} cuts them: "
+                        f"use tensor_parallel 1, or leave {name} out"
+                    )
+
     def is_same_run(self, other: TrainConfig) -> bool:
         """Whether both describe one run, perhaps carried out in another way."""
-        return dataclasses.replace(self, **{name: getattr(other, name) for name in MAY_CHANGE}) == other
+        carried_out = {name: getattr(other, name) for name in MAY_CHANGE}
+        memory = {name: getattr(other.memory, name) for name in MEMORY_MAY_CHANGE}
+        return dataclasses.replace(self, **carried_out, memory=dataclasses.replace(self.memory, **memory)) == other
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -178,6 +245,61 @@ class TrainConfig:
             raise FileNotFoundError(f"no training run at {path.parent}: there is no {path.name}") from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the config of a training run: {error}") from None
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The fields of a `TrainConfig` that a TOML file states; `model`, `memory` and `zero` are tables.
+
+    What the table `model` leaves out is that of the default model.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        try:
+            import tomli as tomllib
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "a config file is read with tomli before Python 3.11: pip install 'dilated-attention-pytorch[train]'"
+            ) from error
+    try:
+        stated = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no config file {path}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
+    _check_keys(stated, TrainConfig, path, "")
+    for name, kind in (("model", ModelConfig), ("memory", MemoryOptions), ("zero", Zero)):
+        if name in stated:
+            if not isinstance(stated[name], dict):
+                raise ValueError(f"{name} in {path} is a table: write [{name}] and its keys below")
+            _check_keys(stated[name], kind, path, f"[{name}] ")
+            try:
+                if kind is ModelConfig:
+                    stated[name] = change_model(SMALL_MODEL, stated[name])
+                else:
+                    stated[name] = kind(**stated[name])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, [{name}]: {error}") from None
+    return stated
+
+
+def change_model(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
+    """A model of other sizes; the width of its feed-forward networks follows its own unless it is stated."""
+    if "d_model" in changes:
+        changes = {"dim_feedforward": 0, **changes}
+    return dataclasses.replace(model, **changes)
+
+
+def _check_keys(stated: Mapping[str, Any], kind: Any, path: Path, table: str) -> None:
+    """Every key is a field, and every value of the type of the field's default."""
+    known = {given.name: given for given in dataclasses.fields(kind)}
+    for key, value in stated.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ValueError(f"{path} has an unknown key {table}{key}: did you mean {near[0]}?")
+        types, said = _TOML_TYPES.get(type(known[key].default), ((type(value),), ""))
+        if type(value) not in types:
+            raise ValueError(f"{table}{key} in {path} must be {said}, got {value!r}")
 
 
 def settings_of(options: RunOptions) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from dilated_attention_pytorch.models.weights import write_whole
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def draw_curve(records: Sequence[dict[str, Any]], unigram_bits: float, path: Path) -> Path | None:
-    """A PNG of bits per byte over steps, or None without matplotlib (extra `viz`)."""
+def draw_curve(records: Sequence[dict[str, Any]], baselines: Mapping[str, float], path: Path) -> Path | None:
+    """A PNG of bits per byte over steps, beside baselines by name, or None without matplotlib (extra `viz`)."""
     if find_spec("matplotlib") is None:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -27,7 +27,8 @@ def draw_curve(records: Sequence[dict[str, Any]], unigram_bits: float, path: Pat
         points = [(record["step"], record[key]) for record in records if key in record]
         if points:
             axes.plot(*zip(*points), label=label, **style)
-    axes.axhline(unigram_bits, linestyle="--", color="gray", label="byte frequencies (unigram)")
+    for (label, bits), dashes in zip(baselines.items(), cycle(("--", ":", "-."))):
+        axes.axhline(bits, linestyle=dashes, color="gray", label=label)
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)

@@ -13,6 +13,7 @@ from torch import Tensor
 # One block in twenty is held out; blocks are spread over the corpus, so that both splits are alike.
 _HELD_OUT = 20
 _BLOCK = 1 << 16
+_COUNTED = 1 << 24  # pairs at a time
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,17 @@ class Corpus:
         counts = torch.bincount(self.training.int(), minlength=256).double() + 1.0
         bits = -(counts / counts.sum()).log2()
         return bits[self.validation.int()].mean().item()
+
+    def bigram_bits(self) -> float:
+        """Bits per byte of the validation split under the training split's counts of byte pairs, each one higher."""
+        counts = torch.ones(256 * 256, dtype=torch.float64)
+        for start in range(0, len(self.training) - 1, _COUNTED):
+            piece = self.training[start : start + _COUNTED + 1].int()
+            counts += torch.bincount(piece[:-1] * 256 + piece[1:], minlength=256 * 256)
+        counts = counts.view(256, 256)  # by the byte before
+        bits = -(counts / counts.sum(1, keepdim=True)).log2()
+        held_out = self.validation.int()
+        return bits[held_out[:-1], held_out[1:]].mean().item()
 
     def training_batch(self, batch_size: int, length: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """Random windows and their next bytes, `(batch, length)` each; the same for the same seed and step."""

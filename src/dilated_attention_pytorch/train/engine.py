@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -100,9 +100,28 @@ class Ranks:
             return copied
         return nn.parallel.DistributedDataParallel(copied, process_group=_token_mesh(self.mesh).get_group())
 
-    def clip_gradients(self, model: nn.Module, limit: float) -> float:
-        """Scale the gradients so that their norm over all ranks is at most `limit`; returns the norm before."""
+    @contextlib.contextmanager
+    def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: ranks exchange gradients with the `last` one of a step only."""
+        if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+            with model.no_sync():
+                yield
+            return
+        if self.mesh is not None:
+            from torch.distributed.fsdp import FSDPModule
+
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)
+        yield
+
+    def clip_gradients(self, model: nn.Module, limit: float, scale: float = 1.0) -> float:
+        """Free the gradients of a loss scale, and cut them so that their norm over all ranks is at most `limit`.
+
+        Returns the norm before that, without the scale.
+        """
         from torch.distributed.tensor import DTensor
+
+        limit *= scale
 
         shards: dict[int, list[Tensor]] = {}  # by how many ranks have the same one
         for gradient in (parameter.grad for parameter in model.parameters()):
@@ -114,7 +133,10 @@ class Ranks:
                 )
                 shards.setdefault(dist.get_world_size() // cut, []).append(gradient.to_local())
         if self.mesh is None or not shards:
-            return nn.utils.clip_grad_norm_(model.parameters(), limit).item()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+            shards[1] = [p.grad for p in model.parameters() if p.grad is not None]
+            _divide(shards, scale)
+            return norm.item() / scale
         # On the local shards: DTensor would redistribute the norm, which can abort when a CPU process exits.
         squares = [nn.utils.get_total_norm(alike).square() / copies for copies, alike in shards.items()]
         square = torch.stack(squares).sum()
@@ -122,7 +144,8 @@ class Ranks:
         norm = square.sqrt()
         for alike in shards.values():
             torch._foreach_mul_(alike, (limit / (norm + 1e-6)).clamp(max=1.0))
-        return norm.item()
+        _divide(shards, scale)
+        return norm.item() / scale
 
     def bytes_received(self, branches: int) -> list[int]:
         """What came over the wire for each branch since this was last asked; nothing where tokens are not shared."""
@@ -179,6 +202,12 @@ class Ranks:
                     )
 
 
+def _divide(gradients: Mapping[int, list[Tensor]], scale: float) -> None:
+    if scale != 1.0:
+        for alike in gradients.values():
+            torch._foreach_div_(alike, scale)
+
+
 def under_torchrun() -> bool:
     """Whether the environment describes a rank of a group, as torchrun sets it."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -233,8 +262,20 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
     except Stopped:
         _leave()
         raise
-    # Not after an error: the other ranks may be gone, or wait for this one, and leaving the process ends the group.
+    # Not after an error: the other ranks may be gone, or wait for this one. `exit_process` ends the group then.
     _leave()
+
+
+def exit_process(status: int) -> NoReturn:
+    """End this process with a status, also where an error has left its group of ranks alive.
+
+    Python would take the group apart while its threads may still wait for other ranks, and abort.
+    """
+    if dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _leave() -> None:

@@ -33,10 +33,18 @@ from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
 
 def start_saving(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, shards: Path, group: dist.ProcessGroup
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rest: dict[str, Any],
+    step: int,
+    shards: Path,
+    group: dist.ProcessGroup,
 ) -> Future[Any]:
-    """Copy this rank's part of the state, and write it to `shards` in the background; `group` is for nothing else."""
-    state = {**_state(model, optimizer), "step": torch.tensor(step)}
+    """Copy this rank's part of the state, and write it to `shards` in the background; `group` is for nothing else.
+
+    `rest` are further parts of the state, the same on all ranks.
+    """
+    state = {**_state(model, optimizer), **rest, "step": torch.tensor(step)}
     written = async_save(state, checkpoint_id=shards, process_group=group)
     assert isinstance(written, Future)
     return written
@@ -51,15 +59,19 @@ def wait_written(written: Future[Any]) -> None:
 
 
 def load_shards(
-    model: nn.Module, optimizer: torch.optim.Optimizer, shards: Path, group: dist.ProcessGroup | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rest: dict[str, Any],
+    shards: Path,
+    group: dist.ProcessGroup | None,
 ) -> int:
-    """Restore what any number of ranks wrote; returns the step that was finished."""
+    """Restore what any number of ranks wrote, into `rest` too; returns the step that was finished."""
     if isinstance(model, ZeroModel):
         finished = torch.tensor(0)
         _read({"step": finished}, shards, None)
         model.restore(int(finished), lambda name, shape: _read_parameter(name, shape, shards))
         return int(finished)
-    state = {**_state(model, optimizer), "step": torch.tensor(0)}
+    state = {**_state(model, optimizer), **rest, "step": torch.tensor(0)}
     _read(state, shards, group)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import signal
 import threading
 import time
@@ -12,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import write_whole
@@ -22,12 +19,20 @@ from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Corpus, read_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
+from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
+from dilated_attention_pytorch.train.records import (
+    BITS,
+    check_broken,
+    latest,
+    read_records,
+    record_of,
+    write_records,
+)
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
+from dilated_attention_pytorch.train.step import Outcome, Stepper
 from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
-
-_BITS = 1.0 / math.log(2.0)
 
 
 def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = False) -> dict[str, Any]:
@@ -38,17 +43,18 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     """
     shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
     with float32_products(config.tf32), join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
-        model, records, unigram_bits = _train(config, run, "auto" if ranks.restarts else resume, ranks)
+        model, records, baselines = _train(config, run, "auto" if ranks.restarts else resume, ranks)
     if not ranks.first:
-        return _figures(records, unigram_bits)
-    if ranks.mesh is not None:  # the others are gone with their shards
+        return _figures(records, baselines)
+    # The others are gone with their shards; and sampling wants none of what training does to save memory.
+    if ranks.mesh is not None or config.memory != MemoryOptions():
         model = LongNetLM.from_pretrained(list_checkpoints(run)[-1], device=ranks.device)
-    return _report(run, model, config, records, unigram_bits, ranks.device)
+    return _report(run, model, config, records, baselines, ranks.device)
 
 
 def _train(
     config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks
-) -> tuple[LongNetLM, list[dict[str, Any]], float]:
+) -> tuple[LongNetLM, list[dict[str, Any]], dict[str, float]]:
     """The steps that are left; gives the model, what each step of the run recorded, and the bits to beat."""
     tqdm = _progress_bar()
     ranks.check_same(dataclasses.asdict(config))
@@ -58,6 +64,12 @@ def _train(
             raise ValueError(
                 f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {stage.batch_size}"
             )
+        part = stage.batch_size // ranks.data_ranks
+        if part % config.accumulate:
+            raise ValueError(
+                f"{config.accumulate} micro-batches must divide a rank's part of the batch, which is {part}: choose "
+                "another --accumulate or --batch-size"
+            )
     if config.zero is not None:
         check_zero(config.zero, ranks)
     longest = max(stage.sequence_length for stage in config.stages or (config,))
@@ -66,24 +78,36 @@ def _train(
     torch.manual_seed(config.seed)
     plain = LongNetLM(config.model).to(ranks.device)
     parameters = sum(parameter.numel() for parameter in plain.parameters())
+    prepare(plain, config.memory)
     model = ranks.share(plain, config.engine)
-    optimizer = torch.optim.AdamW(
+    optimizer = make_optimizer(
         _parameter_groups(model, config.weight_decay),
+        config.memory,
         lr=config.learning_rate,
         betas=(0.9, 0.95),
-        fused=True if config.zero is not None and config.zero.offloads else None,  # one pass over main memory
+        # One pass over main memory.
+        **({"fused": True} if config.zero is not None and config.zero.offloads else {}),
     )
     if config.zero is not None:
-        part = config.batch_size // ranks.data_ranks
-        model = ZeroModel(plain, optimizer, config.zero, ranks, batch_size=part, clip_norm=config.clip_norm)
-    checkpointer = Checkpointer(run, plain, model, optimizer, ranks, config.keep_checkpoints)
+        model = ZeroModel(
+            plain,
+            optimizer,
+            config.zero,
+            ranks,
+            batch_size=part // config.accumulate,
+            clip_norm=config.clip_norm,
+            accumulate=config.accumulate,
+            memory=config.memory,
+        )
+    stepper = Stepper(model, optimizer, config, ranks)
+    checkpointer = Checkpointer(run, plain, model, optimizer, stepper.scaler, ranks, config.keep_checkpoints)
     start = checkpointer.restore() if found else 0
     _enter_stage(model, config, max(start, 1))
     if start >= config.steps and resume != "auto":
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
     records = ranks.on_first(lambda: _prepare_run(config, run, start))
 
-    unigram_bits = corpus.unigram_bits()
+    baselines = {"unigram_bits": corpus.unigram_bits(), "bigram_bits": corpus.bigram_bits()}
     if ranks.first:
         print(f"corpus   {corpus.source}")
         shape = f"{config.model.segment_lengths} / {config.model.dilation_rates}"
@@ -94,6 +118,7 @@ def _train(
             print(f"metrics  http://{config.prometheus_address}/metrics", flush=True)
 
     saved, stall = start, 0.0
+    skipped = sum("skipped" in record for record in records)
     with (
         Monitors() as monitors,
         _Interrupt(patient=ranks.mesh is not None) as interrupt,
@@ -108,32 +133,33 @@ def _train(
                 pattern = f"{stage.segment_lengths} / {stage.dilation_rates}"
                 bar.write(f"stage    {stage.sequence_length:,} tokens, {pattern}, from step {step - step_of_stage + 1}")
             branches = [f"w{w} r{r}" for w, r in zip(stage.segment_lengths, stage.dilation_rates)]
-            loss, norm = _step(model, optimizer, corpus, config, step, ranks)
-            if not math.isfinite(loss + norm):
-                raise FloatingPointError(
-                    f"the loss is {loss} and the gradient's norm {norm} at step {step}: lower --learning-rate; "
-                    + (f"step {saved} is the last checkpoint" if saved else "there is no checkpoint yet")
-                )
+            outcome = _step(stepper, corpus, config, step, ranks)
             seconds = time.perf_counter() - began
-            record = {"step": step, "loss": loss, "bits": loss * _BITS, "gradient_norm": norm}
+            record = record_of(step, outcome, records)
+            records.append(record)
+            if outcome.is_broken:
+                skipped += 1
+                said = check_broken(outcome, records, config.skip_broken_steps, saved)
+                if ranks.first:
+                    bar.write(said)
             if step % config.validate_every == 0 or step == config.steps:
-                record["validation_bits"] = validate(model, corpus, config, ranks, step)
+                record["validation_bits"] = validate(stepper, corpus, config, step)
             # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
             received = ranks.bytes_received(len(branches))
             looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed, *received)
             seconds, memory, stop, failed, *received = looked.amax(0).tolist()
             record["tokens_per_second"] = stage.batch_size * stage.sequence_length / seconds
-            records.append(record)
             if failed:
                 checkpointer.settle()
             if step % config.checkpoint_every == 0 or step == config.steps or stop:
                 began = time.perf_counter()
                 checkpointer.save(step)
-                ranks.on_first(lambda: _write_metrics(run, records))
+                ranks.on_first(lambda: write_records(run, records))
                 saved, stall = step, time.perf_counter() - began
             figures = {
-                **{name: value for name, value in record.items() if name != "step"},
+                **{name: value for name, value in record.items() if name not in ("step", "skipped")},
                 "learning_rate": _learning_rate(config, step),
+                "skipped_steps": skipped,
                 "step_seconds": seconds,
                 "peak_memory_bytes": memory,
                 "checkpoint_stall_seconds": stall,
@@ -151,7 +177,7 @@ def _train(
                     print(f"stopped after step {step}; continue with --resume {run}", flush=True)
                 raise Stopped(int(stop))
     checkpointer.close()
-    return plain, records, unigram_bits
+    return plain, records, baselines
 
 
 def _axes(ranks: Ranks) -> str:
@@ -180,7 +206,7 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
 def _prepare_run(config: TrainConfig, run: Path, start: int) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
     write_whole(run / "config.json", lambda path: path.write_text(config.to_json()))
-    return [record for record in _read_metrics(run) if record["step"] <= start]
+    return [record for record in read_records(run) if record["step"] <= start]
 
 
 class _Interrupt:
@@ -212,48 +238,22 @@ class _Interrupt:
         self.signal = number
 
 
-def validate(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks, step: int) -> float:
+def validate(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int) -> float:
     """Bits per byte on the validation split, in sequences of the step's stage."""
     stage, _ = config.stage_at(step)
-    model.eval()
-    with torch.no_grad():
-        losses = [
-            _loss(model, tokens, following, ranks).item()
-            for tokens, following in corpus.validation_batches(
-                stage.batch_size, stage.sequence_length, config.validation_batches
-            )
-        ]
-    model.train()
-    return ranks.gather(sum(losses) / len(losses)).mean().item() * _BITS
+    stepper.model.eval()
+    batches = corpus.validation_batches(stage.batch_size, stage.sequence_length, config.validation_batches)
+    losses = [stepper.evaluate(tokens, following) for tokens, following in batches]
+    stepper.model.train()
+    return sum(losses) / len(losses) * BITS
 
 
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: TrainConfig, step: int, ranks: Ranks
-) -> tuple[float, float]:
+def _step(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int, ranks: Ranks) -> Outcome:
     # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
     torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
     stage, _ = config.stage_at(step)
-    tokens, following = corpus.training_batch(stage.batch_size, stage.sequence_length, config.seed, step)
-    for group in optimizer.param_groups:
-        group["lr"] = _learning_rate(config, step)
-    loss = _loss(model, tokens, following, ranks)
-    if isinstance(model, ZeroModel):
-        value = ranks.gather(loss.item()).mean().item()
-        return value, model.update(loss) if math.isfinite(value) else math.nan
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    norm = ranks.clip_gradients(model, config.clip_norm)
-    value = ranks.gather(loss.item()).mean().item()
-    if math.isfinite(value + norm):  # a broken step must not reach the weights
-        optimizer.step()
-    return value, norm
-
-
-def _loss(model: nn.Module, tokens: Tensor, following: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's part of a batch's loss, of which the mean over ranks is the mean over tokens."""
-    logits = model(ranks.part(tokens)).flatten(0, 1).float()
-    share = tokens.numel() / (ranks.data_ranks * ranks.axis("sequence"))  # shards may differ in length
-    return F.cross_entropy(logits, ranks.part(following).flatten(), reduction="sum") / share
+    batch = corpus.training_batch(stage.batch_size, stage.sequence_length, config.seed, step)
+    return stepper.step(*batch, _learning_rate(config, step))
 
 
 def _learning_rate(config: TrainConfig, step: int) -> float:
@@ -268,34 +268,20 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_whole(run / "metrics.jsonl", lambda path: path.write_text(lines))
-
-
-def _read_metrics(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        _ = [record["step"] for record in records]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
-    return records
-
-
 def _shown(records: list[dict[str, Any]]) -> dict[str, str]:
-    last = records[-1]
-    shown = {
-        "loss": f"{last['loss']:.3f}",
-        "bits/byte": f"{last['bits']:.3f}",
-        "tokens/s": f"{last['tokens_per_second']:,.0f}",
+    names = {
+        "loss": "loss",
+        "loss_ema": "smoothed",
+        "bits": "bits/byte",
+        "tokens_per_second": "tokens/s",
+        "validation_bits": "validation",
     }
-    validated = [record["validation_bits"] for record in records if "validation_bits" in record]
-    if validated:
-        shown["validation"] = f"{validated[-1]:.3f}"
-    return shown
+    found = {name: (key, latest(records, key)) for key, name in names.items()}
+    return {
+        name: f"{value:,.0f}" if key == "tokens_per_second" else f"{value:.3f}"
+        for name, (key, value) in found.items()
+        if value is not None
+    }
 
 
 def _report(
@@ -303,15 +289,17 @@ def _report(
     model: LongNetLM,
     config: TrainConfig,
     records: list[dict[str, Any]],
-    unigram_bits: float,
+    baselines: dict[str, float],
     device: torch.device,
 ) -> dict[str, Any]:
-    final = records[-1]["validation_bits"]
-    print(f"training {sparkline([record['bits'] for record in records])}")
-    picture = draw_curve(records, unigram_bits, run / "loss.png")
+    final, unigram, bigram = records[-1]["validation_bits"], baselines["unigram_bits"], baselines["bigram_bits"]
+    print(f"training {sparkline([record['bits'] for record in records if 'bits' in record])}")
+    lines = {"byte frequencies (unigram)": unigram, "byte pairs (bigram)": bigram}
+    picture = draw_curve(records, lines, run / "loss.png")
     if picture is not None:
         print(f"curve    {picture}")
-    print(f"result   {final:.3f} bits per byte on the validation split; byte frequencies alone {unigram_bits:.3f}")
+    print(f"result   {final:.3f} bits per byte on the validation split")
+    print(f"to beat  {bigram:.3f} by byte pairs (bigram) of the training split, {unigram:.3f} by bytes (unigram)")
     prompt = b"def "
     generator = torch.Generator(device).manual_seed(config.seed)
     tokens = torch.tensor([list(prompt)], device=device)
@@ -319,12 +307,12 @@ def _report(
     sample = bytes(generated[0].tolist()).decode("utf-8", errors="replace")
     write_whole(run / "sample.txt", lambda path: path.write_text(sample))
     print(f"sample\n{sample}")
-    return {**_figures(records, unigram_bits), "sample": sample}
+    return {**_figures(records, baselines), "sample": sample}
 
 
-def _figures(records: list[dict[str, Any]], unigram_bits: float) -> dict[str, Any]:
+def _figures(records: list[dict[str, Any]], baselines: dict[str, float]) -> dict[str, Any]:
     last = records[-1]
-    return {"validation_bits": last["validation_bits"], "unigram_bits": unigram_bits, "steps": last["step"]}
+    return {"validation_bits": last["validation_bits"], **baselines, "steps": last["step"]}
 
 
 def _progress_bar() -> Any:

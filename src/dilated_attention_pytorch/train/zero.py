@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.engine import Ranks
+from dilated_attention_pytorch.train.memory import MemoryOptions
 
 
 class Values(NamedTuple):
@@ -49,35 +50,53 @@ class ZeroModel(nn.Module):
     def __init__(
         self,
         plain: LongNetLM,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         zero: Zero,
         ranks: Ranks,
         *,
         batch_size: int,
         clip_norm: float,
+        accumulate: int,
+        memory: MemoryOptions,
     ) -> None:
         super().__init__()
         deepspeed = _deepspeed(ranks)
-        self._stage, self._device = zero.stage, ranks.device
+        self._stage, self._device, self._accumulate = zero.stage, ranks.device, accumulate
+        if memory.precision != "fp32":
+            # Within the model: DeepSpeed switches off what is around it.
+            autocast: Any = memory.autocast(ranks.device)
+            plain.forward = autocast(plain.forward)  # type: ignore[method-assign]
         self._optimizer = optimizer
         # By name, for DeepSpeed puts its own flat tensors into the optimizer's groups.
         names = {parameter: name for name, parameter in plain.named_parameters()}
         self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        config = zero.config(batch_size=batch_size, clip_norm=clip_norm)
+        config = zero.config(batch_size=batch_size, clip_norm=clip_norm, accumulate=accumulate)
         self._engine, *_ = deepspeed.initialize(
             model=plain, optimizer=optimizer, config=config, dist_init_required=False
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self._engine(tokens)
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        return self._engine(tokens, **how)
 
-    def update(self, loss: Tensor) -> float:
-        """One step of the optimizer along the clipped gradient of the ranks' mean loss; the norm before clipping."""
-        self._engine.backward(loss)
-        self._engine.step()
+    def update(self, losses: Iterable[Tensor]) -> float:
+        """One step of the optimizer along the clipped gradient of the ranks' mean of the sum of losses.
+
+        There are as many losses as the model is to accumulate, each made when the one before is done with. Returns the
+        norm before clipping; where that is not finite, nothing was changed.
+        """
+        for loss in losses:
+            self._engine.backward(loss, scale_wrt_gas=False)
+            self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        return norm if norm >= 0.0 else math.nan  # DeepSpeed says -1 where it is not finite
+        if math.isfinite(norm) and norm >= 0.0:
+            return norm
+        if not self._engine.optimizer.overflow:
+            raise FloatingPointError(
+                "a gradient that is not finite has reached the weights, which this version of DeepSpeed lets through: "
+                "resume from the last checkpoint with a lower --learning-rate, or with --engine fsdp"
+            )
+        return math.nan
 
     def state(self) -> dict[str, Any]:
         """Model and optimizer by name, each rank with its rows of every tensor, as FSDP2 has them."""
@@ -123,7 +142,8 @@ class ZeroModel(nn.Module):
         """Let DeepSpeed lay out AdamW's state, by a step that moves nothing, and set its count of steps."""
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0  # the trainer sets it at every step
-        self.update(self(torch.zeros(1, 2, dtype=torch.long, device=self._device)).sum() * 0.0)
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
+        self.update(self(tokens).float().sum() * 0.0 for _ in range(self._accumulate))
         for state in self._optimizer.state.values():
             state["step"].fill_(step)
         self._link_moments()

@@ -1,0 +1,116 @@
+"""One step of the optimizer: a batch in micro-batches, its loss scaled, its gradient clipped, applied unless broken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.train.config import TrainConfig
+from dilated_attention_pytorch.train.engine import Ranks
+from dilated_attention_pytorch.train.memory import loss as memory_loss
+from dilated_attention_pytorch.train.memory import make_scaler
+from dilated_attention_pytorch.train.zero import ZeroModel
+
+
+class Outcome(NamedTuple):
+    """What a step came to, the same on all ranks. The weights have moved only if both numbers are finite."""
+
+    loss: float
+    gradient_norm: float
+    is_overflow: bool = False  # of the scaled gradient in float16: the scale is halved, and nothing is wrong
+
+    @property
+    def is_broken(self) -> bool:
+        return not math.isfinite(self.loss + self.gradient_norm)
+
+
+class LossScale:
+    """PyTorch's `GradScaler`, which is shown the norm of the gradients instead of all of them.
+
+    The norm is the same on all ranks, and not finite if one gradient of one rank is not: so ranks scale alike, whatever
+    they share. Without float16 the scale is 1.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        self._scaler = scaler
+        self._norm = nn.Parameter(torch.zeros((), device=device))
+        self._shown = torch.optim.SGD([self._norm])
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)
+
+    @property
+    def value(self) -> float:
+        return self._scaler.get_scale()
+
+    def update(self, norm: float) -> bool:
+        """Halve the scale after an overflow, raise it after many steps without one; whether there was one."""
+        if not self._scaler.is_enabled():
+            return False
+        self._norm.grad = torch.full_like(self._norm, norm)
+        self._scaler.unscale_(self._shown)
+        self._scaler.update()
+        return not math.isfinite(norm)
+
+
+class Stepper:
+    """Trains a model that ranks share, batch by batch; every rank calls every method, in the same order."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, ranks: Ranks) -> None:
+        self.model, self._optimizer, self._config, self._ranks = model, optimizer, config, ranks
+        self.scaler = make_scaler(config.memory, ranks.device)
+        self._scale = LossScale(self.scaler, ranks.device)
+
+    def step(self, tokens: Tensor, following: Tensor, learning_rate: float) -> Outcome:
+        """Move the weights along the gradient of a batch `(B, N)` that all ranks drew alike."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        # The last micro-batch is told, for ranks exchange gradients with it.
+        parts = list(self._parts(tokens, following))
+        losses: list[Tensor] = []
+        if isinstance(self.model, ZeroModel):
+            norm = self.model.update(self._remember(losses, self.loss(*part)) for part in parts)
+            return Outcome(self._mean(losses), norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        for part in parts:
+            with self._ranks.accumulating(self.model, last=part is parts[-1]):
+                loss = self._remember(losses, self.loss(*part))
+                self._scale.scale(loss).backward()
+        norm = self._ranks.clip_gradients(self.model, self._config.clip_norm, self._scale.value)
+        value = self._mean(losses)
+        is_overflow = self._scale.update(norm) and math.isfinite(value)
+        outcome = Outcome(value, norm, is_overflow)
+        if not outcome.is_broken:
+            self._optimizer.step()
+        return outcome
+
+    def evaluate(self, tokens: Tensor, following: Tensor) -> float:
+        """The loss of a batch, without a gradient."""
+        with torch.no_grad():
+            return self._mean([self.loss(*part) for part in self._parts(tokens, following)])
+
+    def loss(self, tokens: Tensor, following: Tensor, share: float) -> Tensor:
+        """This rank's part of a loss, in micro-batches of which the mean over ranks of the sum is that of all tokens.
+
+        `share` is how many tokens a rank has on the average: shards of a sequence may differ in length.
+        """
+        return memory_loss(self.model, tokens, following, self._config.memory, reduction="sum") / share
+
+    def _parts(self, tokens: Tensor, following: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """This rank's micro-batches of a batch."""
+        ranks, pieces = self._ranks, self._config.accumulate
+        share = tokens.numel() / (ranks.data_ranks * ranks.axis("sequence"))
+        for own, next_ones in zip(ranks.part(tokens).chunk(pieces), ranks.part(following).chunk(pieces)):
+            yield own, next_ones, share
+
+    @staticmethod
+    def _remember(losses: list[Tensor], loss: Tensor) -> Tensor:
+        losses.append(loss.detach())
+        return loss
+
+    def _mean(self, losses: list[Tensor]) -> float:
+        return self._ranks.gather(torch.stack(losses).sum().item()).mean().item()

@@ -1,0 +1,164 @@
+"""Settings from a TOML file and flags that go before them; what a resumed run may change; what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.parallel import Zero
+from dilated_attention_pytorch.train import TrainConfig, command
+from dilated_attention_pytorch.train.config import SMALL_MODEL, read_settings
+from dilated_attention_pytorch.train.engine import launch_ranks
+from dilated_attention_pytorch.train.memory import MemoryOptions
+
+FILE = """
+steps = 7
+learning_rate = 1
+monitors = ["jsonl"]
+engine = "deepspeed"
+
+[model]
+d_model = 32
+num_heads = 2
+segment_lengths = [8, 16]
+dilation_rates = [1, 2]
+
+[memory]
+checkpointing = "full"
+offload = true
+loss_chunk = 64
+
+[zero]
+stage = 2
+"""
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[TrainConfig]:
+    """The configs of runs that commands would start."""
+    found: list[TrainConfig] = []
+    monkeypatch.setattr(command, "train", lambda config, run, resume: found.append(config))
+    return found
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_flags_go_before_the_file_and_the_file_before_defaults(file, started) -> None:
+    assert main(["train", "--out", "run", "--config", str(file)]) == 0
+    flags = "--steps 9 --num-heads 4 --no-offload --mlp-tile 5 --zero-stage 1 --dropout 0.1"
+    assert main(["train", "--out", "run", "--config", str(file), *flags.split()]) == 0
+    by_file, by_flags = started
+    assert (by_file.steps, by_file.learning_rate, by_file.monitors, by_file.zero) == (7, 1, ("jsonl",), Zero(stage=2))
+    assert by_file.memory == MemoryOptions(checkpointing="full", offload=True, loss_chunk=64)
+    assert (by_file.model.d_model, by_file.model.dim_feedforward, by_file.model.num_heads) == (32, 128, 2)
+    assert by_file.model.num_layers == SMALL_MODEL.num_layers
+    assert by_file.batch_size == TrainConfig().batch_size
+    assert (by_flags.steps, by_flags.zero) == (9, Zero(stage=1))
+    assert by_flags.memory == MemoryOptions(checkpointing="full", loss_chunk=64, mlp_tile=5)
+    assert (by_flags.model.num_heads, by_flags.model.dropout, by_flags.model.d_model) == (4, 0.1, 32)
+
+
+def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started) -> None:
+    assert main(["train", "--out", "run", "--config", str(file), "--engine", "ddp"]) == 0
+    assert (started[0].engine, started[0].zero) == ("ddp", None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("learning_rat = 1.0", "has an unknown key learning_rat: did you mean learning_rate?"),
+        ("[memory]\ncheckpoint = 'full'", "unknown key [memory] checkpoint: did you mean checkpointing?"),
+        ("[model]\nd_modle = 8", "unknown key [model] d_modle: did you mean d_model?"),
+        ("[memroy]\noffload = true", "unknown key memroy: did you mean memory?"),
+        ("steps = '7'", "steps in FILE must be a whole number, got '7'"),
+        ("steps = true", "must be a whole number, got True"),
+        ("learning_rate = 'high'", "must be a number, got 'high'"),
+        ("data = 'a.txt'", "data in FILE must be a list, got 'a.txt'"),
+        ("data = [1]", "(in FILE, or a flag)"),
+        ("steps = 0", "steps must be at least 1, got 0 (in FILE, or a flag)"),
+        ("memory = 3", "memory in FILE is a table: write [memory]"),
+        ("[memory]\noffload = true", "FILE, [memory]: offload moves what checkpointing keeps"),
+        ("[zero]\nstage = 2", "are of the engine deepspeed, and this one is fsdp"),
+        ("steps = ", "FILE is not a TOML file"),
+        (None, "no config file FILE"),
+    ],
+)
+def test_a_file_that_is_wrong_is_told_what_and_where(tmp_path, started, capsys, content, message) -> None:
+    path = tmp_path / "settings.toml"
+    if content is not None:
+        path.write_text(content)
+    assert main(["train", "--out", str(tmp_path / "run"), "--config", str(path)]) == 1
+    assert message.replace("FILE", str(path)) in capsys.readouterr().err
+    assert not started
+
+
+def test_a_file_begins_a_run_and_does_not_resume_one(file, tmp_path, started, capsys) -> None:
+    assert main(["train", "--resume", str(tmp_path), "--config", str(file)]) == 1
+    assert "--config begins a run" in capsys.readouterr().err
+    (tmp_path / "options.json").write_text("{}")
+    assert main(["train", "--options", str(tmp_path / "options.json"), "--config", str(file)]) == 1
+    assert "--options and --config both say how to run" in capsys.readouterr().err
+
+
+def test_ranks_are_told_the_file_and_the_flags(file, monkeypatch) -> None:
+    caught: list[list[str]] = []
+    monkeypatch.setattr(command, "launch_ranks", lambda ranks, restarts, arguments: caught.append(arguments))
+    flags = ["--config", str(file), "--no-offload", "--compile", "--mlp-tile", "5"]
+    assert main(["train", "--ranks", "2", "--out", "run", *flags]) == 0
+    assert caught == [["train", *flags, "--out", "run"]]
+    assert launch_ranks is not command.launch_ranks
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a run from before there were memory options."""
+    values = json.loads(TrainConfig(steps=9).to_json())
+    for name in ("memory", "accumulate", "skip_broken_steps"):
+        del values[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def test_a_run_from_before_the_memory_options_resumes_with_those_that_change_nothing(saved, started, capsys) -> None:
+    assert main(["train", "--resume", str(saved)]) == 0
+    assert started[0] == TrainConfig(steps=9)
+    changes = "--checkpointing selective --offload --mlp-tile 5 --loss-chunk 9 --accumulate 2 --skip-broken-steps 0"
+    assert main(["train", "--resume", str(saved), *changes.split()]) == 0
+    assert started[1].memory.checkpointing == "selective"
+    assert started[1].is_same_run(started[0])
+    assert main(["train", "--resume", str(saved), "--precision", "bf16", "--dropout", "0.1"]) == 1
+    assert "--dropout, --precision cannot change when a run is resumed" in capsys.readouterr().err
+    assert not started[1].is_same_run(TrainConfig(steps=9, memory=MemoryOptions(precision="bf16")))
+
+
+def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
+    config = TrainConfig(**read_settings(file))
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert TrainConfig.from_json(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "deepspeed", "memory": MemoryOptions(precision="fp16")}, "use 'bf16', or engine fsdp or ddp"),
+        ({"engine": "deepspeed", "memory": MemoryOptions(optimizer="adamw8bit-torchao")}, "PyTorch's AdamW"),
+        ({"engine": "deepspeed", "memory": MemoryOptions(mlp_tile=8)}, "use stage 1 or 2, engine fsdp, or"),
+        ({"tensor_parallel": 2, "memory": MemoryOptions(float8=True)}, "float8 replaces linear layers whole"),
+        (
+            {"tensor_parallel": 2, "memory": MemoryOptions(structured_sparsity=True, precision="bf16")},
+            "use tensor_parallel 1, or leave structured_sparsity out",
+        ),
+        ({"batch_size": 8, "accumulate": 3}, "3 must divide the batch_size, which is 8"),
+        ({"skip_broken_steps": -1}, "skip_broken_steps must be at least 0"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**settings)

@@ -1,0 +1,173 @@
+"""A step of the main job in one process: exact options change nothing, resuming is exact, broken steps are skipped."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.train import checkpoint as checkpoints
+from dilated_attention_pytorch.train.memory import MemoryOptions, make_scaler
+from dilated_attention_pytorch.train.records import record_of
+from dilated_attention_pytorch.train.step import LossScale, Outcome, Stepper
+
+from .test_train import FLAGS
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("step")
+
+
+@pytest.fixture(scope="module")
+def flags(folder) -> list[str]:
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return ["train", "--data", str(text), *FLAGS, "--steps", str(STEPS), "--batch-size", "4"]
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in records(run)]
+
+
+@pytest.fixture(scope="module")
+def plain(folder, flags) -> list[dict]:
+    assert main([*flags, "--out", str(folder / "plain")]) == 0
+    return records(folder / "plain")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--checkpointing full",
+        "--checkpointing selective --offload",
+        "--mlp-tile 5",
+        "--loss-chunk 7",
+        "--accumulate 2",
+        "--compile --compile-backend eager",
+        "--accumulate 4 --checkpointing selective --mlp-tile 5 --loss-chunk 7",
+    ],
+)
+def test_an_exact_option_leaves_losses_and_weights_as_they_are(tmp_path, folder, flags, plain, options) -> None:
+    assert main([*flags, "--out", str(tmp_path / "run"), *options.split()]) == 0
+    found = records(tmp_path / "run")
+    for key in ("loss", "gradient_norm", "loss_ema"):
+        assert [record[key] for record in found] == pytest.approx([record[key] for record in plain], rel=1e-5)
+    assert found[-1]["validation_bits"] == pytest.approx(plain[-1]["validation_bits"], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_resume_exactly_with_micro_batches_and_dropout(tmp_path, flags, plain, precision) -> None:
+    options = ["--precision", precision, "--accumulate", "2", "--dropout", "0.2"]
+    options += ["--checkpointing", "full", "--loss-chunk", "9"]
+    assert main([*flags, "--out", str(tmp_path / "whole"), *options]) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for later in checkpoints.list_checkpoints(tmp_path / "parts")[1:]:
+        shutil.rmtree(later)
+    assert main(["train", "--resume", str(tmp_path / "parts")]) == 0
+    whole, parts = (
+        [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in records(run)]
+        for run in (tmp_path / "whole", tmp_path / "parts")
+    )
+    assert parts == whole
+    assert [record["loss"] for record in whole] == pytest.approx([record["loss"] for record in plain], rel=0.2)
+
+
+def test_float16_overflows_halve_the_scale_and_its_state_is_kept(folder, flags, capsys, monkeypatch) -> None:
+    real, calls = Stepper.loss, []
+
+    def overflowing(self, *batch):
+        calls.append(batch)
+        loss = real(self, *batch)
+        return loss if len(calls) != 2 else loss + (self.model.norm.weight * 0.0).sum().sqrt()
+
+    monkeypatch.setattr(Stepper, "loss", overflowing)
+    run = folder / "overflow"
+    # Not even one broken step is allowed, and an overflow is none.
+    options = ["--precision", "fp16", "--skip-broken-steps", "0", "--validate-every", str(STEPS)]
+    assert main([*flags, "--out", str(run), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "at step 2 (too large for float16, so the loss scale is halved)" in printed
+    assert [record["step"] for record in records(run) if "skipped" in record] == [2]
+    state = torch.load(checkpoints.list_checkpoints(run)[-1] / "state.pt", weights_only=True)
+    assert state["scaler"]["scale"] == 2.0**15
+    assert state["scaler"]["_growth_tracker"] == STEPS - 2
+
+
+def test_a_scale_of_float32_does_nothing() -> None:
+    scale = LossScale(make_scaler(MemoryOptions(), "cpu"), torch.device("cpu"))
+    assert not scale.update(math.inf)
+    assert scale.value == 1.0
+
+
+def test_broken_steps_are_skipped_reported_and_end_the_run_when_there_are_too_many(
+    tmp_path, flags, plain, capsys, monkeypatch
+) -> None:
+    real, calls, broken = Stepper.loss, [], {3, 4}
+
+    def loss(self, *batch):
+        if self.model.training:
+            calls.append(batch)
+        return real(self, *batch) * (math.nan if self.model.training and len(calls) in broken else 1.0)
+
+    monkeypatch.setattr(Stepper, "loss", loss)
+    run = tmp_path / "run"
+    assert main([*flags, "--out", str(run), "--skip-broken-steps", "2", "--monitors", "jsonl"]) == 0
+    assert "skipped: the loss is nan and the gradient's norm nan at step 4 (2 in a row)" in capsys.readouterr().out
+    found = records(run)
+    assert [record.get("skipped", 0) for record in found] == [0, 0, 1, 1, 0, 0]
+    assert "loss" not in found[2]
+    assert found[3]["loss_ema"] == found[1]["loss_ema"]
+    assert all(math.isfinite(value) for record in found for value in record.values())
+    logged = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [line["skipped_steps"] for line in logged] == [0, 0, 1, 2, 2, 2]
+    # A row that is broken before and after an interruption is one row.
+    newest = checkpoints.list_checkpoints(run)
+    assert newest[0].name == "step-00000004"
+    shutil.rmtree(newest[1])
+    calls.clear()
+    broken.add(1)
+    assert main(["train", "--resume", str(run)]) == 1
+    told = "at step 5, after 2 skipped steps before it: lower --learning-rate, or raise --skip-broken-steps"
+    assert f"{told}; step 4 is the last checkpoint" in capsys.readouterr().err
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["step-00000004"]
+
+
+def test_the_smoothed_loss_is_a_mean_first_and_forgets_later() -> None:
+    found: list[dict] = []
+    for step in range(1, 201):
+        found.append(record_of(step, Outcome(1.0 if step <= 50 else 0.0, 1.0), found))
+    assert found[49]["loss_ema"] == pytest.approx(1.0)
+    assert found[99]["loss_ema"] == pytest.approx((1 - 1 / 50) ** 50)
+
+
+@pytest.mark.parametrize("limit", [600, 20_000])
+def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint_and_a_clear_message(
+    tmp_path, flags, capsys, limit
+) -> None:
+    """Files that may not grow fail in the writers of PyTorch and safetensors as a full disk does."""
+    run = tmp_path / "run"
+    assert main([*flags, "--out", str(run), "--steps", "2"]) == 0
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        assert main(["train", "--resume", str(run), "--steps", "4"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+    told = capsys.readouterr().err
+    assert "dilated-attention: " in told
+    assert "Traceback" not in told
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
