@@ -3,7 +3,9 @@
 The function is `dilated_attention_pytorch.functional.dilated_attention`; modules and models are below.
 """
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch._published_paths import publish
 from dilated_attention_pytorch._version import __version__
@@ -58,6 +60,21 @@ from dilated_attention_pytorch.parallel import (
     parallelize,
 )
 
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.train.batching import DynamicBatcher
+    from dilated_attention_pytorch.train.recipes import (
+        enable_fp8_training,
+        enable_structured_sparsity,
+        gradient_accumulation_training,
+        hierarchical_training_schedule,
+        optimize_large_model,
+        optimize_medium_model,
+        optimize_small_model,
+        train_hierarchically,
+        train_stage,
+    )
+    from dilated_attention_pytorch.train.stages import update_attention_config
+
 __all__ = [
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
@@ -69,6 +86,7 @@ __all__ = [
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
     "DistributedImprovedDilatedAttention",
+    "DynamicBatcher",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "LongNet",
@@ -96,15 +114,47 @@ __all__ = [
     "diagnose_oom_error",
     "diagnose_performance_issues",
     "document_spans",
+    "enable_fp8_training",
+    "enable_structured_sparsity",
     "get_global_memory_pool",
     "get_global_pattern_cache",
+    "gradient_accumulation_training",
+    "hierarchical_training_schedule",
     "memory_cleanup",
     "merge",
     "monitor_memory_realtime",
+    "optimize_large_model",
+    "optimize_medium_model",
+    "optimize_small_model",
     "parallelize",
     "profile_memory_usage",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",
+    "train_hierarchically",
+    "train_stage",
+    "update_attention_config",
 ]
+
+# Training loads engines of PyTorch that take seconds: these names are found when they are asked for.
+_OF_TRAINING = {
+    "DynamicBatcher": "batching",
+    "enable_fp8_training": "recipes",
+    "enable_structured_sparsity": "recipes",
+    "gradient_accumulation_training": "recipes",
+    "hierarchical_training_schedule": "recipes",
+    "optimize_large_model": "recipes",
+    "optimize_medium_model": "recipes",
+    "optimize_small_model": "recipes",
+    "train_hierarchically": "recipes",
+    "train_stage": "recipes",
+    "update_attention_config": "stages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TRAINING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.train.{_OF_TRAINING[name]}"), name)
+
 
 publish(sys.modules[__name__])

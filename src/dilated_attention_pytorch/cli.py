@@ -77,6 +77,19 @@ def _parser() -> argparse.ArgumentParser:
     ):
         train.add_argument(flag, type=kind, help=text)
     _add_memory(train)
+    train.add_argument(
+        "--preset",
+        choices=["125m", "350m", "760m", "1.3b", "2.7b", "6b"],
+        help="a model of this size, with the length, batch, learning rate and memory options for it",
+    )
+    train.add_argument(
+        "--hardware",
+        choices=["auto", "h100", "h200", "a100", "v100", "rocm", "cpu"],
+        help="precision for it (default: PyTorch's; with --preset that of the device)",
+    )
+    train.add_argument(
+        "--stages", type=Path, metavar="FILE", help="stages of length, pattern, batch and learning rate: .toml or .json"
+    )
     train.add_argument("--segment-lengths", nargs="+", type=int, metavar="W", help="one a branch")
     train.add_argument("--dilation-rates", nargs="+", type=int, metavar="R", help="one a branch")
     train.add_argument(

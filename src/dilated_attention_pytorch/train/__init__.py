@@ -1,7 +1,8 @@
-"""Training a byte-level LongNetLM: data, checkpoints, ranks, monitors, the loop."""
+"""Training a byte-level LongNetLM: data, checkpoints, ranks, monitors, the loop; and recipes for loops of one's own."""
 
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.engine import Stopped
+from dilated_attention_pytorch.train.stages import Stage
 from dilated_attention_pytorch.train.trainer import train
 
-__all__ = ["Stopped", "TrainConfig", "train"]
+__all__ = ["Stage", "Stopped", "TrainConfig", "train"]

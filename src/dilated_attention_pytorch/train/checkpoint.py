@@ -86,7 +86,9 @@ class Checkpointer:
 
             rest = self._rest()
             written = start_saving(self._model, self._optimizer, rest, step, partial / _SHARDS, self._group)
-            self._saving = self._thread.submit(self._finish, written, partial, folder)
+            # The config as it is now: the next stage may have another pattern.
+            config = self._plain.config.to_json()
+            self._saving = self._thread.submit(self._finish, written, partial, folder, config)
 
     @property
     def failed(self) -> bool:
@@ -134,14 +136,14 @@ class Checkpointer:
         if self._ranks.first:
             print(line, flush=True)
 
-    def _finish(self, written: Future[Any], partial: Path, folder: Path) -> None:
+    def _finish(self, written: Future[Any], partial: Path, folder: Path, config: str) -> None:
         """In the background: when all ranks have written, the first one adds the weights for use and publishes."""
         from dilated_attention_pytorch.train.shards import read_model, wait_written
 
         try:
             wait_written(written)
             if self._ranks.first:
-                save_tensors(read_model(self._names, partial / _SHARDS), self._plain.config.to_json(), partial)
+                save_tensors(read_model(self._names, partial / _SHARDS), config, partial)
                 self._publish(partial, folder)
         finally:
             if self._ranks.first:

@@ -19,6 +19,8 @@ from dilated_attention_pytorch.train.config import (
 )
 from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
 from dilated_attention_pytorch.train.memory import MemoryOptions
+from dilated_attention_pytorch.train.presets import expand_presets
+from dilated_attention_pytorch.train.stages import read_stages
 from dilated_attention_pytorch.train.trainer import train
 
 RUNS = Path("runs")
@@ -64,7 +66,7 @@ def run_command(stated: dict[str, Any]) -> None:
     else:
         settings = settings_of(before) if isinstance(before, RunOptions) else before
         try:
-            config = _changed(TrainConfig(), settings, flags)
+            config = _changed(TrainConfig(), _with_presets(settings, flags), flags)
         except (TypeError, ValueError) as error:
             raise ValueError(str(error) if file is None else f"{error} (in {file}, or a flag)") from None
     if ranks is None:
@@ -87,6 +89,22 @@ def _begun_with(flags: dict[str, Any], resuming: bool) -> tuple[dict[str, Any] |
             raise ValueError("--options and --config both say how to run: put into the TOML file what the options say")
         return RunOptions.from_json(options), None
     return ({} if file is None else read_settings(file)), file
+
+
+def _with_presets(settings: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a file, and before them what the flags --preset and --hardware stand for; reads --stages."""
+    decided = ("sequence_length", "batch_size", "learning_rate", "segment_lengths", "dilation_rates")
+    if "stages" in flags:
+        if both := [name for name in decided if name in flags]:
+            raise ValueError(f"--stages say what {_names(both)} are: leave one of both out")
+        flags["stages"] = read_stages(flags["stages"])
+    named: dict[str, Any] = {name: flags.pop(name) for name in ("preset", "hardware") if name in flags}
+    together = {**settings, **flags}
+    if together.get("stages"):
+        settings = {"steps": 0, **settings}  # those of the stages
+    concerning = ("device", "engine", "sequence_length", "stages")
+    concerned: dict[str, Any] = {name: together[name] for name in concerning if name in together}
+    return {**settings, **expand_presets({**concerned, **named})}
 
 
 def _changed(config: TrainConfig, settings: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:

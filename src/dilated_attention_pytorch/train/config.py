@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import sys
@@ -17,11 +18,13 @@ from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.engine import Engine
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.monitor import KINDS, parse_address
+from dilated_attention_pytorch.train.stages import Stage, stage_at, with_pattern
 
 # How long, where and how a run is carried out; the rest makes it the run it is.
 MAY_CHANGE = (
     "steps",
     "device",
+    "tf32",
     "engine",
     "zero",
     "sequence_parallel",
@@ -53,6 +56,8 @@ _TOML_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     tuple: ((list,), "a list"),
 }
 
+_OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")
+
 # Small enough to learn something visible on two CPU cores in two minutes.
 SMALL_MODEL = ModelConfig(
     d_model=128,
@@ -76,13 +81,18 @@ class TrainConfig:
     `memory` says how a step saves memory. A step takes its batch in `accumulate` micro-batches, one after the other,
     and its loss and update are those of the whole batch. Up to `skip_broken_steps` steps in a row whose loss or
     gradient is not finite are skipped; the next one ends the run.
+
+    `stages` follow each other, and each says what its length, pattern, batch, peak learning rate and steps are: the
+    run's own are those of the first, and `steps` all of theirs, unless the run is to end elsewhere. Each warms up.
+    `tf32` lets float32 products on GPUs round to TF32.
     """
 
     data: tuple[str, ...] = ()
     model: ModelConfig = field(default=SMALL_MODEL)
     sequence_length: int = 512
     batch_size: int = 8
-    steps: int = 250
+    steps: int = 0  # 0: those of the stages, else 250
+    stages: tuple[Stage, ...] = ()
     learning_rate: float = 2e-3
     warmup_steps: int = 30
     weight_decay: float = 0.1
@@ -94,6 +104,7 @@ class TrainConfig:
     sample_bytes: int = 200
     seed: int = 0
     device: str = "auto"
+    tf32: bool = False
     engine: Engine = "fsdp"
     zero: Zero | None = None
     sequence_parallel: int = 1
@@ -109,6 +120,7 @@ class TrainConfig:
         # Absolute, so that the run can be resumed from anywhere.
         object.__setattr__(self, "data", tuple(os.path.abspath(path) for path in self.data))
         object.__setattr__(self, "monitors", tuple(self.monitors))
+        self._begin_with_first_stage()
         for name in (
             "sequence_length",
             "batch_size",
@@ -151,6 +163,38 @@ class TrainConfig:
         parse_address(self.prometheus_address)
         if self.model.vocab_size != 256:
             raise ValueError(f"text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}")
+        for number, stage in enumerate(self.stages, start=1):
+            own = {name: getattr(stage, name) for name in _OF_A_STAGE}
+            try:  # each is to pass as a run of its own
+                dataclasses.replace(self, stages=(), model=with_pattern(self.model, stage), **own)
+            except ValueError as error:
+                raise ValueError(f"stage {number}: {error}") from None
+
+    def _begin_with_first_stage(self) -> None:
+        """Let the run's own settings be those of its first stage; stated ones that differ are refused."""
+        stages = tuple(Stage.of(stage) for stage in self.stages)
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "steps", self.steps or sum(stage.steps for stage in stages) or 250)
+        if not stages:
+            return
+        for name in _OF_A_STAGE:
+            stated, first = getattr(self, name), getattr(stages[0], name)
+            if stated not in (first, type(self).__dataclass_fields__[name].default):
+                raise ValueError(f"stages say what {name} is, {first} at first, got {stated} beside them: leave it out")
+            object.__setattr__(self, name, first)
+        object.__setattr__(self, "model", with_pattern(self.model, stages[0]))
+
+    def stage_at(self, step: int) -> tuple[Stage, int]:
+        """The stage of a step, and the step's number within it; without stages, the run is one."""
+        if self.stages:
+            number, within = stage_at(self.stages, step)
+            return self.stages[number], within
+        return self._as_stage, step
+
+    @functools.cached_property
+    def _as_stage(self) -> Stage:
+        own: dict[str, Any] = {name: getattr(self, name) for name in (*_OF_A_STAGE, "steps")}
+        return Stage(segment_lengths=self.model.segment_lengths, dilation_rates=self.model.dilation_rates, **own)
 
     def _check_memory(self) -> None:
         """Refuse what an engine cannot do; what a device cannot is refused when the model is on it."""

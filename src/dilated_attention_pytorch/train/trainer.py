@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 import threading
 import time
@@ -22,6 +21,7 @@ from dilated_attention_pytorch.train.data import Corpus, read_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
+from dilated_attention_pytorch.train.presets import float32_products
 from dilated_attention_pytorch.train.records import (
     BITS,
     check_broken,
@@ -30,6 +30,7 @@ from dilated_attention_pytorch.train.records import (
     record_of,
     write_records,
 )
+from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.step import Outcome, Stepper
 from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
 
@@ -41,7 +42,7 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     is one. Ranks that torchrun restarts resume by themselves. SIGTERM and Ctrl-C save, then raise `Stopped`.
     """
     shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
-    with join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
+    with float32_products(config.tf32), join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
         model, records, baselines = _train(config, run, "auto" if ranks.restarts else resume, ranks)
     if not ranks.first:
         return _figures(records, baselines)
@@ -58,19 +59,21 @@ def _train(
     tqdm = _progress_bar()
     ranks.check_same(dataclasses.asdict(config))
     found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
-    if config.batch_size % ranks.data_ranks:
-        raise ValueError(
-            f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {config.batch_size}"
-        )
-    part = config.batch_size // ranks.data_ranks
-    if part % config.accumulate:
-        raise ValueError(
-            f"{config.accumulate} micro-batches must divide a rank's part of the batch, which is {part}: choose "
-            "another --accumulate or --batch-size"
-        )
+    for stage in config.stages or (config,):
+        if stage.batch_size % ranks.data_ranks:
+            raise ValueError(
+                f"{ranks.data_ranks} ranks must divide the batch: choose another --batch-size than {stage.batch_size}"
+            )
+        part = stage.batch_size // ranks.data_ranks
+        if part % config.accumulate:
+            raise ValueError(
+                f"{config.accumulate} micro-batches must divide a rank's part of the batch, which is {part}: choose "
+                "another --accumulate or --batch-size"
+            )
     if config.zero is not None:
         check_zero(config.zero, ranks)
-    corpus = read_corpus(config.data, config.sequence_length)
+    longest = max(stage.sequence_length for stage in config.stages or (config,))
+    corpus = read_corpus(config.data, longest)
     ranks.check_same({"corpus, in bytes": (len(corpus.training), len(corpus.validation))})
     torch.manual_seed(config.seed)
     plain = LongNetLM(config.model).to(ranks.device)
@@ -99,6 +102,7 @@ def _train(
     stepper = Stepper(model, optimizer, config, ranks)
     checkpointer = Checkpointer(run, plain, model, optimizer, stepper.scaler, ranks, config.keep_checkpoints)
     start = checkpointer.restore() if found else 0
+    _enter_stage(model, config, max(start, 1))
     if start >= config.steps and resume != "auto":
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
     records = ranks.on_first(lambda: _prepare_run(config, run, start))
@@ -122,9 +126,13 @@ def _train(
     ):
         # On the first rank alone; where that fails, all of them raise.
         ranks.on_first(lambda: monitors.open(config.monitors, run, start, config.prometheus_address))
-        branches = [f"w{w} r{r}" for w, r in zip(config.model.segment_lengths, config.model.dilation_rates)]
         for step in range(start + 1, config.steps + 1):
             began = time.perf_counter()
+            stage, step_of_stage = _enter_stage(model, config, step)
+            if config.stages and ranks.first and (step_of_stage == 1 or step == start + 1):
+                pattern = f"{stage.segment_lengths} / {stage.dilation_rates}"
+                bar.write(f"stage    {stage.sequence_length:,} tokens, {pattern}, from step {step - step_of_stage + 1}")
+            branches = [f"w{w} r{r}" for w, r in zip(stage.segment_lengths, stage.dilation_rates)]
             outcome = _step(stepper, corpus, config, step, ranks)
             seconds = time.perf_counter() - began
             record = record_of(step, outcome, records)
@@ -135,12 +143,12 @@ def _train(
                 if ranks.first:
                     bar.write(said)
             if step % config.validate_every == 0 or step == config.steps:
-                record["validation_bits"] = validate(stepper, corpus, config)
+                record["validation_bits"] = validate(stepper, corpus, config, step)
             # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
             received = ranks.bytes_received(len(branches))
             looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed, *received)
             seconds, memory, stop, failed, *received = looked.amax(0).tolist()
-            record["tokens_per_second"] = config.batch_size * config.sequence_length / seconds
+            record["tokens_per_second"] = stage.batch_size * stage.sequence_length / seconds
             if failed:
                 checkpointer.settle()
             if step % config.checkpoint_every == 0 or step == config.steps or stop:
@@ -174,6 +182,14 @@ def _train(
 
 def _axes(ranks: Ranks) -> str:
     return "".join(f", {name} {ranks.axis(name)}" for name in ("sequence", "tensor") if ranks.axis(name) > 1)
+
+
+def _enter_stage(model: nn.Module, config: TrainConfig, step: int) -> tuple[Stage, int]:
+    """The stage of a step, with the step's number within it, after the model has its pattern; on all ranks alike."""
+    stage, step_of_stage = config.stage_at(step)
+    if not has_pattern(model, stage):
+        update_attention_config(model, stage)
+    return stage, step_of_stage
 
 
 def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]) -> bool:
@@ -222,10 +238,11 @@ class _Interrupt:
         self.signal = number
 
 
-def validate(stepper: Stepper, corpus: Corpus, config: TrainConfig) -> float:
-    """Bits per byte on the validation split."""
+def validate(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int) -> float:
+    """Bits per byte on the validation split, in sequences of the step's stage."""
+    stage, _ = config.stage_at(step)
     stepper.model.eval()
-    batches = corpus.validation_batches(config.batch_size, config.sequence_length, config.validation_batches)
+    batches = corpus.validation_batches(stage.batch_size, stage.sequence_length, config.validation_batches)
     losses = [stepper.evaluate(tokens, following) for tokens, following in batches]
     stepper.model.train()
     return sum(losses) / len(losses) * BITS
@@ -234,16 +251,14 @@ def validate(stepper: Stepper, corpus: Corpus, config: TrainConfig) -> float:
 def _step(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int, ranks: Ranks) -> Outcome:
     # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
     torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
-    batch = corpus.training_batch(config.batch_size, config.sequence_length, config.seed, step)
+    stage, _ = config.stage_at(step)
+    batch = corpus.training_batch(stage.batch_size, stage.sequence_length, config.seed, step)
     return stepper.step(*batch, _learning_rate(config, step))
 
 
 def _learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    return config.learning_rate * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, done))))
+    stage, step_of_stage = config.stage_at(step)
+    return stage.learning_rate_at(step_of_stage, config.warmup_steps)
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,121 @@
+"""Sequences of many lengths, as batches: how many go together, and how they become tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Item = TypeVar("Item", bound=Mapping[str, Any])
+IGNORED = -100  # the label that counts for nothing, as in PyTorch's cross-entropy
+
+
+class DynamicBatcher:
+    """Groups sequences of like length into batches of at most `max_tokens` tokens, padding included.
+
+    Args:
+        max_tokens: of a batch: its rows times its longest row's length, rounded as `round_to_segment` has it.
+        max_batch_size: rows of a batch.
+        segment_lengths: of the model's branches.
+
+    >>> batcher = DynamicBatcher(max_tokens=64, max_batch_size=4, segment_lengths=[8, 16])
+    >>> items = [{"input_ids": list(range(n))} for n in (5, 30, 7, 16, 8)]
+    >>> [[len(item["input_ids"]) for item in batch] for batch in batcher.create_batches(items)]
+    [[5, 7, 8], [30], [16]]
+    """
+
+    def __init__(
+        self, max_tokens: int = 32_768, max_batch_size: int = 32, segment_lengths: Sequence[int] = (2048, 4096, 8192)
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_batch_size = max_batch_size
+        self.segment_lengths = tuple(sorted(segment_lengths))
+        if min(max_tokens, max_batch_size, len(self.segment_lengths), *self.segment_lengths) < 1:
+            raise ValueError(
+                f"max_tokens, max_batch_size and at least one segment length must be at least 1, got {max_tokens}, "
+                f"{max_batch_size} and {list(segment_lengths)}"
+            )
+
+    def get_batch_size(self, seq_len: int) -> int:
+        """How many sequences of a length go together."""
+        if not 1 <= seq_len <= self.max_tokens:
+            raise ValueError(
+                f"a sequence of {seq_len:,} tokens does not fit a batch of {self.max_tokens:,}: raise max_tokens, or "
+                "cut the sequence"
+            )
+        return min(self.max_tokens // seq_len, self.max_batch_size)
+
+    def round_to_segment(self, length: int) -> int:
+        """The shortest segment length that holds a sequence; beyond the longest one, a multiple of that.
+
+        >>> [DynamicBatcher(segment_lengths=[8, 16]).round_to_segment(length) for length in (3, 9, 33)]
+        [8, 16, 48]
+        """
+        longest = self.segment_lengths[-1]
+        if length > longest:
+            return -(-length // longest) * longest
+        return next(segment for segment in self.segment_lengths if length <= segment)
+
+    def create_batches(self, dataset: Iterable[Item]) -> list[list[Item]]:
+        """Lists of items, `{"input_ids": tokens, ...}`, of one rounded length each; `collate` makes tensors of them."""
+        groups: dict[int, list[Item]] = {}
+        for item in dataset:
+            length = len(item["input_ids"])
+            self.get_batch_size(length)  # too long, or empty: said before it is rounded
+            groups.setdefault(self.round_to_segment(length), []).append(item)
+        batches = []
+        for length, items in groups.items():
+            size = self.get_batch_size(min(length, self.max_tokens))
+            batches += [items[start : start + size] for start in range(0, len(items), size)]
+        return batches
+
+
+def collate(items: Sequence[Mapping[str, Any]], *, length: int | None = None, pad_token: int = 0) -> dict[str, Tensor]:
+    """A batch of tensors, rows padded on the right to the longest, or to `length`: `input_ids` and `labels`, `(B, N)`.
+
+    Rows of several lengths come with `seqlens`, `(B,)`. A label is what a position should predict: an item's own
+    `labels`, or the token that follows; nothing counts at the end and in padding.
+
+    >>> batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    >>> batch["labels"].tolist(), batch["seqlens"].tolist()
+    ([[2, 3, -100], [5, -100, -100]], [3, 2])
+    """
+    rows = [tokens_and_labels(item) for item in items]
+    if not rows:
+        raise ValueError("a batch has at least one item, got none")
+    longest = max(len(tokens) for tokens, _ in rows)
+    length = longest if length is None else length
+    if length < longest:
+        raise ValueError(f"a row of {longest} tokens does not fit length={length}: cut it, or leave length out")
+    ids = torch.full((len(rows), length), pad_token, dtype=torch.long)
+    labels = torch.full_like(ids, IGNORED)
+    for row, (tokens, targets) in enumerate(rows):
+        ids[row, : len(tokens)] = tokens
+        labels[row, : len(tokens)] = targets
+    batch = {"input_ids": ids, "labels": labels}
+    seqlens = [len(tokens) for tokens, _ in rows]
+    if set(seqlens) != {length}:
+        batch["seqlens"] = torch.tensor(seqlens)
+    return batch
+
+
+def tokens_and_labels(item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The tokens `(N,)` of an item and what each should predict, `(N,)`."""
+    if not isinstance(item, Mapping) or "input_ids" not in item or item.keys() - {"input_ids", "labels"}:
+        shown = sorted(item) if isinstance(item, Mapping) else type(item).__name__
+        raise ValueError(f"an item is a mapping with input_ids and perhaps labels, got {shown}")
+    tokens = torch.as_tensor(item["input_ids"], dtype=torch.long)
+    labels = next_tokens(tokens) if item.get("labels") is None else torch.as_tensor(item["labels"], dtype=torch.long)
+    if tokens.dim() != 1 or not len(tokens) or labels.shape != tokens.shape:
+        raise ValueError(
+            f"an item is one sequence, with a label a token: got input_ids {tuple(tokens.shape)} and labels "
+            f"{tuple(labels.shape)}"
+        )
+    return tokens, labels
+
+
+def next_tokens(tokens: Tensor) -> Tensor:
+    """What follows each token along the last dimension, and nothing that counts after the last."""
+    return torch.cat([tokens[..., 1:], torch.full_like(tokens[..., :1], IGNORED)], dim=-1)

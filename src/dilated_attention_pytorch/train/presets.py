@@ -1,0 +1,246 @@
+"""What to train with, by the size of a model and by the hardware: values, which a run or a program takes or changes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, Precision
+
+# What fills the memory: activations; activations and optimizer; parameters and optimizer.
+Kind = Literal["small", "medium", "large"]
+
+
+class _Size(NamedTuple):
+    parameters: float
+    d_model: int
+    num_heads: int
+    learning_rate: float
+    batch_size: int
+    kind: Kind
+
+
+# Widths and learning rates are GPT-3's, with heads of 64 or 128. Depth follows from the vocabulary.
+_SIZES = {
+    "125m": _Size(125e6, 768, 12, 6e-4, 8, "small"),
+    "350m": _Size(350e6, 1024, 16, 3e-4, 8, "small"),
+    "760m": _Size(760e6, 1536, 24, 2.5e-4, 8, "medium"),
+    "1.3b": _Size(1.3e9, 2048, 16, 2e-4, 8, "medium"),
+    "2.7b": _Size(2.7e9, 2560, 20, 1.6e-4, 4, "large"),
+    "6b": _Size(6e9, 4096, 32, 1.2e-4, 2, "large"),
+}
+MODEL_SIZES = tuple(_SIZES)
+_LENGTH = 32_768  # that the LongNet paper's own branches reach
+
+_ROWS_AT_A_TIME = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a kind of processor is good at. `device` is PyTorch's word for it, under which ROCm's GPUs go as well."""
+
+    name: str
+    device: str
+    precision: Precision
+    tf32: bool
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+# Kernels are chosen where they run: Hopper's own on H100 and H200, plain Triton on A100 and ROCm, else eager.
+_HARDWARE = {
+    "h200": Hardware(name="h200", device="cuda", precision="bf16", tf32=True),
+    "h100": Hardware(name="h100", device="cuda", precision="bf16", tf32=True),
+    "a100": Hardware(name="a100", device="cuda", precision="bf16", tf32=True),
+    "v100": Hardware(name="v100", device="cuda", precision="fp16", tf32=False),
+    "rocm": Hardware(name="rocm", device="cuda", precision="bf16", tf32=False),
+    "cpu": Hardware(name="cpu", device="cpu", precision="fp32", tf32=False),
+}
+HARDWARE = ("auto", *_HARDWARE)
+
+
+def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LENGTH, **changes: Any) -> ModelConfig:
+    """The config of a `LongNetLM` with so many parameters as `size` says, for sequences of a length.
+
+    `changes` are other fields of `ModelConfig`, as they are to be.
+
+    >>> config = model_preset("125m", vocab_size=50_257)
+    >>> config.d_model, config.num_heads, config.num_layers
+    (768, 12, 12)
+    >>> round(count_parameters(config) / 1e6)
+    124
+    """
+    wanted = _size(size)
+    lengths, rates = branches_for(sequence_length)
+    sizes = {"d_model": wanted.d_model, "num_heads": wanted.num_heads, "vocab_size": vocab_size}
+    pattern = {"segment_lengths": lengths, "dilation_rates": rates}
+    settings: dict[str, Any] = {**sizes, **pattern, "num_decoder_layers": 0, **changes}
+    if "num_layers" in settings:
+        return ModelConfig(**settings)
+    one, two = (count_parameters(ModelConfig(**settings, num_layers=layers)) for layers in (1, 2))
+    layers = round((wanted.parameters - one) / (two - one)) + 1
+    if layers < 2:
+        raise ValueError(
+            f"a vocabulary of {vocab_size:,} tokens takes {2 * one - two:,} parameters, which leaves a model of "
+            f"{size} no two layers: choose a larger one, or a smaller vocabulary"
+        )
+    return ModelConfig(**settings, num_layers=layers)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """The parameters of a `LongNetLM`, which takes no memory to count."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in LongNetLM(config).parameters())
+
+
+def branches_for(sequence_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Segment lengths and dilation rates of which the last reaches over a whole sequence: LongNet's, doubled on.
+
+    Rates grow with lengths, so that all branches together cost little more than twice the first, however many.
+
+    >>> branches_for(8192)
+    ((2048, 4096, 8192), (1, 2, 4))
+    >>> branches_for(100_000)
+    ((2048, 4096, 8192, 16384, 32768, 65536, 131072), (1, 2, 4, 6, 12, 24, 48))
+    """
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
+    published = ModelConfig()
+    lengths, rates = list(published.segment_lengths), list(published.dilation_rates)
+    while lengths[-1] < sequence_length:
+        lengths.append(2 * lengths[-1])
+        rates.append(2 * rates[-1])
+    reaching = next(i for i, length in enumerate(lengths) if length >= sequence_length) + 1
+    return tuple(lengths[:reaching]), tuple(rates[:reaching])
+
+
+def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> Hardware:
+    """The hardware of that name, or for `auto` that of a device; a device `auto` is a GPU if there is one.
+
+    >>> hardware_preset("v100").precision, hardware_preset(device="cpu").name
+    ('fp16', 'cpu')
+    """
+    if name not in HARDWARE:
+        raise ValueError(f"hardware must be one of {', '.join(HARDWARE)}, got {name!r}")
+    if name != "auto":
+        return _HARDWARE[name]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        return _HARDWARE["cpu"]
+    if device.type != "cuda":
+        raise ValueError(f"there is no preset for {device.type}: name hardware like it, of {', '.join(_HARDWARE)}")
+    if torch.version.hip is not None:
+        return _HARDWARE["rocm"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (9, 0):
+        return _HARDWARE["h200" if "H200" in torch.cuda.get_device_name(device) else "h100"]
+    if capability >= (7, 0):
+        return _HARDWARE["a100" if capability >= (8, 0) else "v100"]
+    raise ValueError(
+        f"there is no preset for a GPU of compute capability {capability[0]}.{capability[1]}, which has no tensor "
+        "cores: leave the hardware out, or name one that is like it"
+    )
+
+
+def memory_preset(size: str, hardware: Hardware) -> MemoryOptions:
+    """How a step of a model of a size, or of a kind (`small`, `medium`, `large`), saves memory on some hardware.
+
+    Layers are computed again, the more of them the larger the model. On GPUs medium and large models have an optimizer
+    whose state takes 8 bits, and what large ones keep for backward lies in host memory.
+
+    >>> memory_preset("125m", hardware_preset("h200")).precision
+    'bf16'
+    """
+    kind = size if size in ("small", "medium", "large") else _size(size).kind
+    large = kind == "large"
+    return MemoryOptions(
+        checkpointing="full" if large else "selective",
+        offload=large and hardware.is_gpu,
+        mlp_tile=_ROWS_AT_A_TIME,
+        loss_chunk=_ROWS_AT_A_TIME,
+        optimizer=_eight_bit_optimizer() if kind != "small" and hardware.is_gpu else "adamw",
+        precision=hardware.precision,
+    )
+
+
+def run_preset(
+    size: str | None, hardware: Hardware, *, vocab_size: int = 256, sequence_length: int = _LENGTH
+) -> dict[str, Any]:
+    """The fields of a `TrainConfig` that a size of model and the hardware decide; None leaves the model as it is.
+
+    >>> sorted(run_preset("350m", hardware_preset("cpu")))
+    ['batch_size', 'device', 'learning_rate', 'memory', 'model', 'sequence_length', 'tf32']
+    """
+    where: dict[str, Any] = {"device": hardware.device, "tf32": hardware.tf32}
+    if size is None:
+        return {**where, "memory": MemoryOptions(precision=hardware.precision)}
+    wanted = _size(size)
+    return {
+        **where,
+        "model": model_preset(size, vocab_size=vocab_size, sequence_length=sequence_length),
+        "memory": memory_preset(size, hardware),
+        "sequence_length": sequence_length,
+        "batch_size": wanted.batch_size,
+        "learning_rate": wanted.learning_rate,
+    }
+
+
+def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `TrainConfig`, of which `preset` and `hardware` stand for several; those that are stated go before.
+
+    A preset without hardware is for the device of the run.
+
+    >>> expand_presets({"hardware": "v100", "steps": 10})["memory"].precision
+    'fp16'
+    """
+    given = dict(stated)
+    size, named = given.pop("preset", None), given.pop("hardware", None)
+    if size is None and named is None:
+        return given
+    hardware = hardware_preset(named or "auto", given.get("device", "auto"))
+    length = {name: given[name] for name in ("sequence_length",) if name in given}
+    settings = run_preset(size, hardware, **length)
+    if given.get("stages"):  # which say that themselves
+        for name in ("sequence_length", "batch_size", "learning_rate"):
+            settings.pop(name, None)
+    if given.get("engine") == "deepspeed":  # which shards the state of AdamW, and in stage 3 weights that tiles need
+        settings["memory"] = dataclasses.replace(settings["memory"], optimizer="adamw", mlp_tile=0)
+    return settings | given
+
+
+@contextlib.contextmanager
+def float32_products(tf32: bool) -> Iterator[None]:
+    """Let float32 products on GPUs round to TF32, for as long as the block runs; False leaves PyTorch's setting."""
+    before = torch.get_float32_matmul_precision()
+    if tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if tf32:
+            torch.set_float32_matmul_precision(before)
+
+
+def _size(name: str) -> _Size:
+    found = _SIZES.get(name.lower())
+    if found is None:
+        raise ValueError(f"a preset is one of {', '.join(MODEL_SIZES)}, got {name!r}")
+    return found
+
+
+def _eight_bit_optimizer() -> OptimizerName:
+    """torchao's, which also steps parameters that ranks shard; bitsandbytes' where only that is installed."""
+    only_bitsandbytes = find_spec("torchao") is None and find_spec("bitsandbytes") is not None
+    return "adamw8bit-bitsandbytes" if only_bitsandbytes else "adamw8bit-torchao"

@@ -1,0 +1,420 @@
+"""Training recipes for a loop of one's own: models prepared by size, accumulated gradients, stages.
+
+What all of them take and give:
+
+- A batch is a mapping with `input_ids` `(B, N)`, and perhaps `labels` `(B, N)`: what each position should predict, -100
+  where nothing counts. Without labels it is the token that follows. `seqlens`, `cu_seqlens` or `key_padding_mask` go to
+  the model, and then labels are stated.
+- `model(input_ids)` gives scores `(B, N, vocabulary)`, of which the loss is the cross-entropy; or
+  `compute_loss(output, labels)` is the mean loss of a batch.
+- Precision, and whatever else a step does about memory, are the model's `MemoryOptions`: those that `optimize_*` and
+  `enable_*` gave it, or `options`.
+
+`dilated-attention train` is the loop that also resumes, shares the work among ranks and reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.parallel.options import Zero
+from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
+from dilated_attention_pytorch.train.engine import Ranks, under_torchrun
+from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
+from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
+from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
+from dilated_attention_pytorch.train.zero import _deepspeed
+
+Batch = Mapping[str, Any]
+ComputeLoss = Callable[[Any, Tensor], Tensor]
+_LENGTHS = ("seqlens", "cu_seqlens", "key_padding_mask")
+_REMEMBERED = "memory_options"
+
+
+def optimize_small_model(model: LongNetLM | LongNet, *, hardware: str = "auto", **changes: Any) -> LongNetLM | LongNet:
+    """Prepare a model of up to about 350M parameters, in place, for training on the device it is on.
+
+    Activations fill the memory, so they are computed again in backward; products are in the hardware's precision; on a
+    GPU, layers are compiled. `changes` are fields of `MemoryOptions`, as they are to be. Returns the model.
+
+    >>> sizes = {"d_model": 32, "num_heads": 4, "num_layers": 2, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
+    >>> optimize_small_model(LongNetLM(**sizes), hardware="cpu").gradient_checkpointing
+    True
+    """
+    compiled = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}
+    if not hardware_preset(hardware, _device_of(model)).is_gpu or "compile" in changes:
+        compiled = {}
+    return _optimized(model, "small", hardware, {**compiled, **changes})
+
+
+def optimize_medium_model(
+    model: LongNetLM | LongNet, use_cpu_offload: bool = False, *, hardware: str = "auto", **changes: Any
+) -> tuple[LongNetLM | LongNet, torch.optim.Optimizer]:
+    """Prepare a model of about 350M to 1.3B parameters, and make its AdamW, on a GPU one of 8 bits.
+
+    With `use_cpu_offload`, what is kept for backward lies in host memory. `changes` are fields of `MemoryOptions`.
+    """
+    _optimized(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
+    return model, _make_adamw(model)
+
+
+def optimize_large_model(
+    model: LongNetLM | LongNet,
+    use_deepspeed: bool = True,
+    *,
+    hardware: str = "auto",
+    batch_size: int = 1,
+    clip_norm: float = 1.0,
+    **changes: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Prepare a model of 1.3B parameters or more, whose parameters and optimizer fill the memory; give both.
+
+    With DeepSpeed, under torchrun, ZeRO stage 2 shards gradients and optimizer, and updates in host memory: the model
+    is DeepSpeed's engine, which makes steps of its own (`engine.backward(loss)`, `engine.step()`), on batches of
+    `batch_size` a rank, with gradients clipped to `clip_norm`. Without it the optimizer is an AdamW, on a GPU one of 8
+    bits, and steps are the caller's.
+    """
+    if not use_deepspeed:
+        _optimized(model, "large", hardware, changes)
+        return model, _make_adamw(model)
+    if changes.setdefault("optimizer", "adamw") != "adamw":
+        raise ValueError(
+            f"DeepSpeed shards the state of PyTorch's AdamW, got optimizer={changes['optimizer']!r}: leave it out, or "
+            "pass use_deepspeed=False"
+        )
+    device = _device_of(model)
+    deepspeed = _deepspeed(Ranks(device=device))
+    if not dist.is_initialized():
+        if not under_torchrun():
+            raise ValueError("DeepSpeed works on ranks: start the program by torchrun, or pass use_deepspeed=False")
+        deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+    config = Zero(stage=2, cpu_offload=True).config(batch_size=batch_size, clip_norm=clip_norm)
+    options = _chosen("large", model, hardware, changes)
+    if options.precision == "fp16":  # DeepSpeed scales losses by itself
+        config["fp16"] = {"enabled": True}
+        options = dataclasses.replace(options, precision="fp32")
+    _prepare(model, options, hardware)
+    if options.precision != "fp32":
+        # Within the model: DeepSpeed switches off what is around it.
+        autocast: Any = options.autocast(device)
+        model.forward = autocast(model.forward)  # type: ignore[method-assign]
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=_make_adamw(model, fused=True), config=config, dist_init_required=False
+    )
+    return engine, optimizer
+
+
+def enable_fp8_training(model: LongNetLM | LongNet) -> LongNetLM | LongNet:
+    """Let the products of a model's linear layers run in float8, and others in bfloat16, in place; returns the model.
+
+    Parameters stay in float32, and each product scales its factors. Needs a GPU of compute capability 9.0 (H100) or
+    newer, and torchao.
+    """
+    return _enable(model, {"float8": True})
+
+
+def enable_structured_sparsity(model: LongNetLM | LongNet, sparsity_ratio: float = 0.5) -> LongNetLM | LongNet:
+    """Let two of four neighbouring weights of the feed-forward networks count, in place; returns the model.
+
+    They are the larger ones, chosen anew in every step, so that half of the products' work falls away on a GPU of
+    compute capability 8.0 or newer; needs torchao. The hardware knows no other `sparsity_ratio` than a half.
+    """
+    if sparsity_ratio != 0.5:
+        raise ValueError(
+            f"structured sparsity drops two of four neighbouring weights: sparsity_ratio must be 0.5, got "
+            f"{sparsity_ratio!r}"
+        )
+    return _enable(model, {"structured_sparsity": True})
+
+
+def options_of(model: nn.Module) -> MemoryOptions | None:
+    """What `optimize_*` and `enable_*` did to a model, also within DDP or DeepSpeed's engine; None if nothing."""
+    inner: Any = model
+    while not hasattr(inner, _REMEMBERED) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    return getattr(inner, _REMEMBERED, None)
+
+
+def gradient_accumulation_training(
+    model: nn.Module,
+    dataloader: Iterable[Batch],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None = None,
+    target_batch_size: int = 64,
+    actual_batch_size: int = 8,
+    *,
+    compute_loss: ComputeLoss | None = None,
+    clip_norm: float | None = None,
+    options: MemoryOptions | None = None,
+) -> list[float]:
+    """Go through a loader of small batches, and step along the gradient of large ones; gives the loss of every step.
+
+    A step has the gradient of the mean over all labels of `target_batch_size` sequences, however they are spread over
+    the small batches. What is left over at the end is a step as well, of fewer sequences. A `scaler` that is enabled
+    means float16, unless the model or `options` say otherwise.
+    """
+    if actual_batch_size < 1 or target_batch_size % actual_batch_size:
+        raise ValueError(
+            f"actual_batch_size must divide target_batch_size, got {actual_batch_size} and {target_batch_size}"
+        )
+    step = _Step(model, optimizer, scaler, options, compute_loss, clip_norm)
+    losses: list[float] = []
+    group: list[Batch] = []
+    seen = 0
+
+    def end_group() -> None:
+        losses.append(step(group))
+        print(f"Step {seen}, Loss: {losses[-1]:.4f}")
+        group.clear()
+
+    for batch in dataloader:
+        rows = len(_checked(batch)["input_ids"])
+        if rows > actual_batch_size:
+            raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={actual_batch_size}")
+        seen += 1
+        group.append(batch)
+        if len(group) == target_batch_size // actual_batch_size:
+            end_group()
+    if group:
+        end_group()
+    return losses
+
+
+def hierarchical_training_schedule() -> list[dict[str, Any]]:
+    """Three stages of growing length, for `train_hierarchically`."""
+    return [
+        {
+            "max_seq_len": 4096,
+            "segment_lengths": [1024, 2048],
+            "dilation_rates": [1, 2],
+            "epochs": 10,
+            "batch_size": 8,
+            "learning_rate": 1e-4,
+        },
+        {
+            "max_seq_len": 8192,
+            "segment_lengths": [2048, 4096],
+            "dilation_rates": [1, 2],
+            "epochs": 15,
+            "batch_size": 4,
+            "learning_rate": 5e-5,
+        },
+        {
+            "max_seq_len": 16384,
+            "segment_lengths": [2048, 4096, 8192],
+            "dilation_rates": [1, 2, 4],
+            "epochs": 20,
+            "batch_size": 2,
+            "learning_rate": 2e-5,
+        },
+    ]
+
+
+def train_stage(
+    model: nn.Module,
+    dataset: Sequence[Batch],
+    stage_config: Mapping[str, Any] | Stage,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    compute_loss: ComputeLoss | None = None,
+    options: MemoryOptions | None = None,
+    warmup_steps: int = 0,
+    clip_norm: float | None = 1.0,
+    seed: int = 0,
+) -> list[float]:
+    """Train one stage, and give the loss of every step.
+
+    Args:
+        model: has the stage's pattern already, by `update_attention_config`.
+        dataset: items, each one sequence: `input_ids` `(N,)` and perhaps `labels` `(N,)`. Sequences longer than the
+            stage's are cut into several; every epoch has all of them, in an order of its own.
+        stage_config: a `Stage`, or a mapping with `max_seq_len`, `segment_lengths`, `dilation_rates`, `epochs` (or
+            `steps`), `batch_size` and `learning_rate`, from which a cosine leads down to a tenth.
+        optimizer: AdamW by default, as the model's options have it.
+        seed: of the order.
+    """
+    length = Stage.of(stage_config, sequences=1).sequence_length
+    sequences = [piece for item in dataset for piece in _pieces(item, length)]
+    if not sequences:
+        raise ValueError("the dataset has no sequence of which anything could be learned: they are of one token")
+    stage = Stage.of(stage_config, len(sequences))
+    if not has_pattern(model, stage):
+        raise ValueError(
+            f"the model has another pattern than the stage's {list(stage.segment_lengths)} / "
+            f"{list(stage.dilation_rates)}: call update_attention_config(model, stage_config) before"
+        )
+    if optimizer is None:
+        optimizer = _make_adamw(model, options)
+    step = _Step(model, optimizer, None, options, compute_loss, clip_norm)
+    generator = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    order: list[int] = []
+    while len(losses) < stage.steps:
+        order = order or torch.randperm(len(sequences), generator=generator).tolist()
+        chosen, order = order[: stage.batch_size], order[stage.batch_size :]
+        for group in optimizer.param_groups:
+            group["lr"] = stage.learning_rate_at(len(losses) + 1, warmup_steps)
+        losses.append(step([collate([sequences[i] for i in chosen])]))
+    return losses
+
+
+def train_hierarchically(
+    model: nn.Module,
+    datasets: Sequence[Sequence[Batch]],
+    schedule: Sequence[Mapping[str, Any] | Stage],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    options: MemoryOptions | None = None,
+    **settings: Any,
+) -> list[list[float]]:
+    """Train the stages of a schedule one after the other, on a dataset each; gives the losses of each stage.
+
+    Weights and the optimizer's state carry over from stage to stage; `settings` are others of `train_stage`.
+    """
+    if len(datasets) != len(schedule):
+        raise ValueError(f"every stage has a dataset of its own, got {len(datasets)} for {len(schedule)} stages")
+    for stage in schedule:
+        Stage.of(stage, sequences=1)  # what is wrong with a later one is said now
+    if optimizer is None:
+        optimizer = _make_adamw(model, options)
+    losses = []
+    for number, (dataset, stage) in enumerate(zip(datasets, schedule), start=1):
+        print(f"Training Stage {number}: {Stage.of(stage, sequences=1).sequence_length} tokens")
+        update_attention_config(model, stage)
+        losses.append(train_stage(model, dataset, stage, optimizer=optimizer, options=options, **settings))
+    return losses
+
+
+def _optimized(
+    model: LongNetLM | LongNet, kind: Kind, hardware: str, changes: Mapping[str, Any]
+) -> LongNetLM | LongNet:
+    return _prepare(model, _chosen(kind, model, hardware, changes), hardware)
+
+
+def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: Mapping[str, Any]) -> MemoryOptions:
+    return dataclasses.replace(memory_preset(kind, hardware_preset(hardware, _device_of(model))), **changes)
+
+
+def _prepare(model: LongNetLM | LongNet, options: MemoryOptions, hardware: str) -> LongNetLM | LongNet:
+    prepare(model, options)
+    if hardware_preset(hardware, _device_of(model)).tf32:
+        for part in model.modules():
+            if isinstance(part, DilatedAttention):
+                part.allow_tf32 = True
+    return _remember(model, options)
+
+
+def _enable(model: LongNetLM | LongNet, change: dict[str, Any]) -> LongNetLM | LongNet:
+    before = options_of(model) or MemoryOptions()
+    change["precision"] = "bf16" if before.precision == "fp32" else before.precision
+    together = dataclasses.replace(before, **change)  # what does not go together is said before anything is changed
+    return _remember(prepare(model, MemoryOptions(**change)), together)
+
+
+def _remember(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | LongNet:
+    setattr(model, _REMEMBERED, options)
+    return model
+
+
+def _make_adamw(model: nn.Module, options: MemoryOptions | None = None, **settings: Any) -> torch.optim.Optimizer:
+    options = options or options_of(model) or MemoryOptions()
+    return make_optimizer(model.parameters(), options, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **settings)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+class _Step:
+    """One step of an optimizer along the gradient of the mean over all labels of some batches."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        options: MemoryOptions | None,
+        compute_loss: ComputeLoss | None,
+        clip_norm: float | None,
+    ) -> None:
+        if hasattr(model, "backward") and hasattr(model, "step"):
+            raise TypeError(
+                f"{type(model).__name__} makes its own steps: call its backward(loss) and step() in a loop, with "
+                "train.memory.loss"
+            )
+        if options is None:
+            options = options_of(model)
+        if options is None:
+            scaled = scaler is not None and scaler.is_enabled()
+            options = MemoryOptions(precision="fp16" if scaled else "fp32")
+        self._model, self._optimizer, self._options = model, optimizer, options
+        self._device = _device_of(model)
+        self._scaler = make_scaler(options, self._device) if scaler is None else scaler
+        self._compute_loss, self._clip_norm = compute_loss, clip_norm
+        model.train()
+
+    def __call__(self, batches: Sequence[Batch]) -> float:
+        parts = [_unpack(batch, self._device) for batch in batches]
+        counted = [int((labels != IGNORED).sum()) for _, labels, _ in parts]
+        if not sum(counted):
+            raise ValueError("a step wants a label that counts, and all of its labels are -100")
+        self._optimizer.zero_grad(set_to_none=True)
+        value = 0.0
+        for (tokens, labels, lengths), count in zip(parts, counted):
+            if count:
+                share = self._loss(tokens, labels, lengths) * (count / sum(counted))
+                self._scaler.scale(share).backward()
+                value += share.item()
+        if not math.isfinite(value):  # a broken step must not reach the weights
+            raise FloatingPointError(f"the loss is {value}: lower the learning rate, or look at the batch")
+        if self._clip_norm is not None:
+            self._scaler.unscale_(self._optimizer)
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return value
+
+    def _loss(self, tokens: Tensor, labels: Tensor, lengths: dict[str, Any]) -> Tensor:
+        if self._compute_loss is None:
+            return loss(self._model, tokens, labels, self._options, ignore_index=IGNORED, **lengths)
+        with self._options.autocast(self._device):
+            return self._compute_loss(self._model(tokens, **lengths), labels)
+
+
+def _checked(batch: Batch) -> Batch:
+    known = {"input_ids", "labels", *_LENGTHS}
+    if not isinstance(batch, Mapping) or "input_ids" not in batch or batch.keys() - known:
+        shown = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"a batch is a mapping with input_ids, and perhaps labels and lengths, got {shown}")
+    return batch
+
+
+def _unpack(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    batch = _checked(batch)
+    lengths = {name: batch[name].to(device) for name in _LENGTHS if batch.get(name) is not None}
+    labels = batch.get("labels")
+    if labels is None and lengths:
+        raise ValueError(f"{', '.join(lengths)} end sequences within a row: state labels too, as collate does")
+    tokens = batch["input_ids"].to(device)
+    labels = next_tokens(tokens) if labels is None else labels.to(device)
+    if tokens.dim() != 2 or labels.shape != tokens.shape:
+        raise ValueError(
+            f"input_ids and labels are (batch, tokens), got {tuple(tokens.shape)} and {tuple(labels.shape)}"
+        )
+    return tokens, labels, lengths
+
+
+def _pieces(item: Batch, length: int) -> list[dict[str, Tensor]]:
+    """The parts of a sequence that fit a length, without those that teach nothing."""
+    tokens, labels = tokens_and_labels(item)
+    cut = zip(tokens.split(length), labels.split(length))
+    return [{"input_ids": ids, "labels": targets} for ids, targets in cut if (targets != IGNORED).any()]

@@ -1,0 +1,226 @@
+"""Stages of a training: lengths, patterns, batches and learning rates that follow each other, on the same weights.
+
+Which stage a step belongs to, and with which learning rate, is a function of the step's number alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dilated_attention_pytorch.core.pattern import common_period
+from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.functional import check_sparse_config
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.positions import XPosPositions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of a training: `steps` steps of `batch_size` sequences under one pattern, from a peak learning rate down.
+
+    >>> short = {"sequence_length": 64, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
+    >>> stage = Stage(**short, batch_size=8, learning_rate=1e-3, steps=100)
+    >>> stage.learning_rate_at(5, warmup_steps=10), stage.learning_rate_at(10, warmup_steps=10)
+    (0.0005, 0.001)
+    """
+
+    sequence_length: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    batch_size: int
+    learning_rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_size", "steps"):
+            object.__setattr__(self, name, _count(name, getattr(self, name)))
+        rate = self.learning_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate < math.inf:
+            raise ValueError(f"learning_rate of a stage must be a number above 0, got {rate!r}")
+        spec = DilatedSpec.of(self.segment_lengths, self.dilation_rates)
+        object.__setattr__(self, "segment_lengths", spec.segment_lengths)
+        object.__setattr__(self, "dilation_rates", spec.dilation_rates)
+
+    def learning_rate_at(self, step: int, warmup_steps: int = 0) -> float:
+        """Linear warm-up, then a cosine down to a tenth, which later steps keep; steps count from 1."""
+        if step <= warmup_steps:
+            return self.learning_rate * step / warmup_steps
+        done = (step - warmup_steps) / max(1, self.steps - warmup_steps)
+        return self.learning_rate * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, done))))
+
+    @classmethod
+    def of(cls, stated: Stage | Mapping[str, Any], sequences: int | None = None) -> Stage:
+        """A stage from a mapping: its fields, or `max_seq_len` for the length, and `epochs` of so many `sequences`."""
+        if isinstance(stated, Stage):
+            return stated
+        if not isinstance(stated, Mapping):
+            raise TypeError(f"a stage is a Stage or a mapping of its settings, got {type(stated).__name__}")
+        values = dict(stated)
+        for known, meant in (("max_seq_len", "sequence_length"), ("epochs", "steps")):
+            if known in values and meant in values:
+                raise ValueError(f"{known} and {meant} both say how long a stage is: give one of them")
+        if "max_seq_len" in values:
+            values["sequence_length"] = values.pop("max_seq_len")
+        epochs = values.pop("epochs", None)
+        if epochs is not None:
+            if sequences is None:
+                raise ValueError(f"epochs={epochs!r} are of a dataset, which is not known here: give steps instead")
+            batches = math.ceil(sequences / _count("batch_size", values.get("batch_size", 0)))
+            values["steps"] = _count("epochs", epochs) * batches
+        fields = [field.name for field in dataclasses.fields(cls)]
+        missing, unknown = [name for name in fields if name not in values], sorted(values.keys() - set(fields))
+        if missing or unknown:
+            wrong = [f"{what} {', '.join(names)}" for what, names in (("no", missing), ("unknown", unknown)) if names]
+            raise ValueError(f"a stage has the settings {', '.join(fields)}; this one has {' and '.join(wrong)}")
+        return cls(**values)
+
+
+def stage_at(stages: Sequence[Stage], step: int) -> tuple[int, int]:
+    """The index of a step's stage, and the step's number within it; both count steps from 1, and the last has no end.
+
+    >>> short = {"sequence_length": 64, "segment_lengths": (64,), "dilation_rates": (1,), "batch_size": 8}
+    >>> stages = [Stage(**short, learning_rate=1e-3, steps=10), Stage(**short, learning_rate=1e-4, steps=5)]
+    >>> [stage_at(stages, step) for step in (1, 10, 11, 15, 16)]
+    [(0, 1), (0, 10), (1, 1), (1, 5), (1, 6)]
+    """
+    last = len(stages) - 1
+    for number, stage in enumerate(stages):
+        if step <= stage.steps or number == last:
+            return number, step
+        step -= stage.steps
+    raise ValueError("a schedule has at least one stage, got none")
+
+
+def read_stages(path: Path) -> tuple[Stage, ...]:
+    """The stages of a file: `[[stages]]` tables of TOML; of JSON a list, or an object with one under `stages`."""
+    try:
+        if path.suffix == ".toml":
+            found = _toml().loads(path.read_text())
+        elif path.suffix == ".json":
+            found = json.loads(path.read_text())
+        else:
+            raise ValueError("its name ends neither in .toml nor in .json")
+        if isinstance(found, dict):
+            if unknown := sorted(found.keys() - {"stages"}):
+                raise ValueError(f"it has {', '.join(unknown)} beside stages")
+            found = found.get("stages")
+        if not isinstance(found, list) or not found:
+            raise ValueError("it has no list of stages")
+        return tuple(Stage.of(stated) for stated in found)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file {path}: --stages takes the stages of a run as TOML or JSON") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not hold the stages of a run: {error}") from None
+
+
+def with_pattern(model: ModelConfig, stage: Stage) -> ModelConfig:
+    """The config of a model in a stage; an error, before a run begins, where the model could not take its pattern."""
+    changed = dataclasses.replace(model, segment_lengths=stage.segment_lengths, dilation_rates=stage.dilation_rates)
+    if changed.positions == "xpos":
+        XPosPositions(changed.head_dim, common_period(changed.spec), scale_base=changed.scale_base)
+    return changed
+
+
+def update_attention_config(
+    model: nn.Module,
+    segment_lengths: Sequence[int] | Mapping[str, Any] | Stage,
+    dilation_rates: Sequence[int] | None = None,
+) -> None:
+    """Give every dilated attention of a model another pattern, in place; weights stay as they are.
+
+    What depends on the pattern follows: xPos's period, and the config that is saved with the weights. Tables and
+    schedules in caches are found by the pattern, so that none is out of date. A `DilatedKVCache` of the old pattern is
+    refused from now on.
+
+    Args:
+        model: a module that has dilated attention in it, also one that `parallelize`, DDP or DeepSpeed spread over
+            ranks: then all ranks call this alike.
+        segment_lengths, dilation_rates: one entry a branch; or in place of both a `Stage`, or a mapping that has them.
+
+    >>> from dilated_attention_pytorch import LongNetLM
+    >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
+    >>> update_attention_config(model, [32, 128], [1, 4])
+    >>> model.config.segment_lengths, model.layers[0].self_attn.segment_lengths
+    ((32, 128), (32, 128))
+    """
+    lengths, rates = _pattern(segment_lengths, dilation_rates)
+    attentions = [part for part in model.modules() if isinstance(part, DilatedAttention)]
+    if not attentions:
+        raise ValueError(f"{type(model).__name__} has no dilated attention, whose pattern could be changed")
+    # Everything that may be wrong, before anything is changed.
+    specs = [DilatedSpec.of(lengths, rates, part.spec.head_layout) for part in attentions]
+    for part, spec in zip(attentions, specs):
+        if part.sparse_config is not None:
+            check_sparse_config(part.sparse_config, spec)
+    positions = [part for part in model.modules() if isinstance(part, XPosPositions)]
+    period = common_period(specs[0])
+    for xpos in positions:
+        XPosPositions(xpos.head_dim, period, xpos.base, xpos.scale_base, xpos.gamma)
+    owners: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "config", None), ModelConfig)]
+    configs = [dataclasses.replace(owner.config, segment_lengths=lengths, dilation_rates=rates) for owner in owners]
+    for part, spec in zip(attentions, specs):
+        part.spec = spec
+    for xpos in positions:
+        xpos.period = period
+    for owner, config in zip(owners, configs):
+        owner.config = config
+
+
+def has_pattern(model: nn.Module, stage: Stage) -> bool:
+    """Whether every dilated attention of a model has a stage's pattern."""
+    wanted = (stage.segment_lengths, stage.dilation_rates)
+    return all(
+        (part.segment_lengths, part.dilation_rates) == wanted
+        for part in model.modules()
+        if isinstance(part, DilatedAttention)
+    )
+
+
+def _pattern(
+    segment_lengths: Sequence[int] | Mapping[str, Any] | Stage, dilation_rates: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    stated = segment_lengths
+    if isinstance(stated, Stage):
+        stated = {"segment_lengths": stated.segment_lengths, "dilation_rates": stated.dilation_rates}
+    if isinstance(stated, Mapping):
+        if dilation_rates is not None:
+            raise TypeError("a stage has its dilation_rates in it: leave the third argument out")
+        missing = [name for name in ("segment_lengths", "dilation_rates") if name not in stated]
+        if missing:
+            raise ValueError(f"the settings of a stage lack {' and '.join(missing)}: got {', '.join(stated)}")
+        segments, rates = stated["segment_lengths"], stated["dilation_rates"]
+    elif dilation_rates is None:
+        raise TypeError("segment_lengths need dilation_rates beside them: pass both, or a stage")
+    else:
+        segments, rates = stated, dilation_rates
+    spec = DilatedSpec.of(segments, rates)
+    return spec.segment_lengths, spec.dilation_rates
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        whole = index(value)
+    except TypeError:
+        whole = 0
+    if isinstance(value, bool) or whole < 1:
+        raise ValueError(f"{name} of a stage must be a whole number of at least 1, got {value!r}")
+    return whole
+
+
+def _toml() -> Any:
+    try:
+        return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        raise ValueError("TOML is read with tomli before Python 3.11: pip install tomli, or write JSON") from None
