@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def list_checkpoints(run: Path) -> list[Path]:
 class Checkpointer:
     """Saves a run's state and restores it; every rank calls every method, in the same order.
 
-    `plain` is the model, and `model` what the ranks made of it to train it, or the same.
+    `plain` is the model, and `model` what the ranks made of it to train it, or the same. Files that go `beside` the
+    weights are given by name and content.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
         keep: int,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         self._run, self._plain, self._model, self._optimizer = run, plain, model, optimizer
-        self._ranks, self._keep = ranks, keep
+        self._ranks, self._keep, self._beside = ranks, keep, dict(beside or {})
         self._saving: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
         if ranks.mesh is not None:
@@ -142,6 +145,8 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _publish(self, partial: Path, folder: Path) -> None:
+        for name, content in self._beside.items():
+            (partial / name).write_bytes(content)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)

@@ -8,6 +8,8 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +22,10 @@ from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline
-from dilated_attention_pytorch.train.data import Corpus, read_corpus
+from dilated_attention_pytorch.train.data import NO_TARGET, Batch, Corpus, open_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
+from dilated_attention_pytorch.train.tokenizer import TOKENIZER, Tokenizer, run_tokenizer
 from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
 
 _BITS = 1.0 / math.log(2.0)
@@ -36,18 +39,18 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     """
     shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
     with join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
-        model, records, unigram_bits = _train(config, run, "auto" if ranks.restarts else resume, ranks)
+        model, records, unigram_bits, tokenizer = _train(config, run, "auto" if ranks.restarts else resume, ranks)
     if not ranks.first:
         return _figures(records, unigram_bits)
     if ranks.mesh is not None:  # the others are gone with their shards
         model = LongNetLM.from_pretrained(list_checkpoints(run)[-1], device=ranks.device)
-    return _report(run, model, config, records, unigram_bits, ranks.device)
+    return _report(run, model, config, records, unigram_bits, ranks.device, tokenizer)
 
 
 def _train(
     config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks
-) -> tuple[LongNetLM, list[dict[str, Any]], float]:
-    """The steps that are left; gives the model, what each step of the run recorded, and the bits to beat."""
+) -> tuple[LongNetLM, list[dict[str, Any]], float, Tokenizer]:
+    """The steps that are left; gives the model, what each step of the run recorded, the bits to beat, the tokenizer."""
     tqdm = _progress_bar()
     ranks.check_same(dataclasses.asdict(config))
     found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
@@ -57,8 +60,10 @@ def _train(
         )
     if config.zero is not None:
         check_zero(config.zero, ranks)
-    corpus = read_corpus(config.data, config.sequence_length)
-    ranks.check_same({"corpus, in bytes": (len(corpus.training), len(corpus.validation))})
+    tokenizer = ranks.on_first(lambda: run_tokenizer(config.tokenizer, run, config.model.vocab_size, resuming=found))
+    cache = Path(config.token_cache) if config.token_cache else run.parent / "token-cache"
+    corpus = open_corpus(config.data, config.sequence_length, cache, tokenizer=tokenizer, ranks=ranks, progress=tqdm)
+    ranks.check_same({"corpus": corpus.content})
     torch.manual_seed(config.seed)
     plain = LongNetLM(config.model).to(ranks.device)
     parameters = sum(parameter.numel() for parameter in plain.parameters())
@@ -72,11 +77,12 @@ def _train(
     if config.zero is not None:
         part = config.batch_size // ranks.data_ranks
         model = ZeroModel(plain, optimizer, config.zero, ranks, batch_size=part, clip_norm=config.clip_norm)
-    checkpointer = Checkpointer(run, plain, model, optimizer, ranks, config.keep_checkpoints)
+    beside = {} if tokenizer.content is None else {TOKENIZER: tokenizer.content}
+    checkpointer = Checkpointer(run, plain, model, optimizer, ranks, config.keep_checkpoints, beside)
     start = checkpointer.restore() if found else 0
     if start >= config.steps and resume != "auto":
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
-    records = ranks.on_first(lambda: _prepare_run(config, run, start))
+    records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside))
 
     unigram_bits = corpus.unigram_bits()
     if ranks.first:
@@ -106,7 +112,8 @@ def _train(
                     + (f"step {saved} is the last checkpoint" if saved else "there is no checkpoint yet")
                 )
             seconds = time.perf_counter() - began
-            record = {"step": step, "loss": loss, "bits": loss * _BITS, "gradient_norm": norm}
+            bits = loss * _BITS * corpus.training.tokens_per_byte
+            record = {"step": step, "loss": loss, "bits": bits, "gradient_norm": norm}
             if step % config.validate_every == 0 or step == config.steps:
                 record["validation_bits"] = validate(model, corpus, config, ranks)
             # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
@@ -142,7 +149,7 @@ def _train(
                     print(f"stopped after step {step}; continue with --resume {run}", flush=True)
                 raise Stopped(int(stop))
     checkpointer.close()
-    return plain, records, unigram_bits
+    return plain, records, unigram_bits, tokenizer
 
 
 def _axes(ranks: Ranks) -> str:
@@ -160,9 +167,14 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
     return found
 
 
-def _prepare_run(config: TrainConfig, run: Path, start: int) -> list[dict[str, Any]]:
+def _prepare_run(
+    config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes]
+) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
+    corpus.remember(run / "corpus.json", resuming=start > 0)
     write_whole(run / "config.json", lambda path: path.write_text(config.to_json()))
+    for name, content in beside.items():
+        write_whole(run / name, methodcaller("write_bytes", content))
     return [record for record in _read_metrics(run) if record["step"] <= start]
 
 
@@ -200,13 +212,16 @@ def validate(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks
     model.eval()
     with torch.no_grad():
         losses = [
-            _loss(model, tokens, following, ranks).item()
-            for tokens, following in corpus.validation_batches(
-                config.batch_size, config.sequence_length, config.validation_batches
+            _loss(model, batch, ranks).item()
+            for batch in corpus.validation_batches(
+                config.batch_size,
+                config.sequence_length,
+                config.validation_batches,
+                rows=ranks.data_ranks if config.pack else 0,
             )
         ]
     model.train()
-    return ranks.gather(sum(losses) / len(losses)).mean().item() * _BITS
+    return ranks.gather(sum(losses) / len(losses)).mean().item() * _BITS * corpus.validation.tokens_per_byte
 
 
 def _step(
@@ -214,10 +229,17 @@ def _step(
 ) -> tuple[float, float]:
     # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
     torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
-    tokens, following = corpus.training_batch(config.batch_size, config.sequence_length, config.seed, step)
+    batch = corpus.training_batch(
+        config.batch_size,
+        config.sequence_length,
+        config.seed,
+        step,
+        order=config.order,
+        rows=ranks.data_ranks if config.pack else 0,
+    )
     for group in optimizer.param_groups:
         group["lr"] = _learning_rate(config, step)
-    loss = _loss(model, tokens, following, ranks)
+    loss = _loss(model, batch, ranks)
     if isinstance(model, ZeroModel):
         value = ranks.gather(loss.item()).mean().item()
         return value, model.update(loss) if math.isfinite(value) else math.nan
@@ -230,11 +252,13 @@ def _step(
     return value, norm
 
 
-def _loss(model: nn.Module, tokens: Tensor, following: Tensor, ranks: Ranks) -> Tensor:
+def _loss(model: nn.Module, batch: Batch, ranks: Ranks) -> Tensor:
     """This rank's part of a batch's loss, of which the mean over ranks is the mean over tokens."""
-    logits = model(ranks.part(tokens)).flatten(0, 1).float()
-    share = tokens.numel() / (ranks.data_ranks * ranks.axis("sequence"))  # shards may differ in length
-    return F.cross_entropy(logits, ranks.part(following).flatten(), reduction="sum") / share
+    lengths = batch.lengths(ranks.data_rank, ranks.device)
+    logits = model(ranks.part(batch.tokens), **lengths).flatten(0, 1).float()
+    following = ranks.part(batch.following).flatten()
+    share = max(batch.targets, 1) / (ranks.data_ranks * ranks.axis("sequence"))  # shards may differ in length
+    return F.cross_entropy(logits, following, reduction="sum", ignore_index=NO_TARGET) / share
 
 
 def _learning_rate(config: TrainConfig, step: int) -> float:
@@ -289,6 +313,7 @@ def _report(
     records: list[dict[str, Any]],
     unigram_bits: float,
     device: torch.device,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     final = records[-1]["validation_bits"]
     print(f"training {sparkline([record['bits'] for record in records])}")
@@ -296,12 +321,12 @@ def _report(
     if picture is not None:
         print(f"curve    {picture}")
     print(f"result   {final:.3f} bits per byte on the validation split; byte frequencies alone {unigram_bits:.3f}")
-    prompt = b"def "
+    prompt = tokenizer.encode("def ") or [0]
     generator = torch.Generator(device).manual_seed(config.seed)
-    tokens = torch.tensor([list(prompt)], device=device)
+    tokens = torch.tensor([prompt], device=device)
     generated = model.generate(tokens, config.sample_bytes, temperature=0.8, top_k=40, generator=generator)
-    sample = bytes(generated[0].tolist()).decode("utf-8", errors="replace")
-    write_whole(run / "sample.txt", lambda path: path.write_text(sample))
+    sample = tokenizer.decode(generated[0].tolist())
+    write_whole(run / "sample.txt", lambda path: path.write_text(sample, encoding="utf-8"))
     print(f"sample\n{sample}")
     return {**_figures(records, unigram_bits), "sample": sample}
 

@@ -69,8 +69,8 @@ class ZeroModel(nn.Module):
             model=plain, optimizer=optimizer, config=config, dist_init_required=False
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self._engine(tokens)
+    def forward(self, tokens: Tensor, **lengths: Tensor) -> Tensor:
+        return self._engine(tokens, **lengths)
 
     def update(self, loss: Tensor) -> float:
         """One step of the optimizer along the clipped gradient of the ranks' mean loss; the norm before clipping."""
