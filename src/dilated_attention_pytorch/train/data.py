@@ -230,9 +230,7 @@ def _files(paths: Sequence[str]) -> tuple[list[Path], str]:
         else:
             raise FileNotFoundError(f"no file or folder {name}: --data takes text files and folders of them")
     if not found:
-        raise FileNotFoundError(
-            f"no text in {', '.join(paths)}: all files there are hidden or binary, or there are none"
-        )
+        raise FileNotFoundError(f"no text files in {', '.join(paths)}: there are none, or hidden and binary ones only")
     return found, ", ".join(paths)
 
 
