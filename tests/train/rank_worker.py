@@ -83,7 +83,7 @@ def four(folder: Path, flags: list[str]) -> None:
 def pack(folder: Path, flags: list[str]) -> None:
     """Two ranks share packed sequences, or the tokens of each; what the first cannot read, all refuse."""
     assert main([*flags, "--out", str(folder / "data")]) == 0
-    assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "2"]) == 0
+    assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "2", "--engine", "ddp"]) == 0
     tokenizer = Path(flags[flags.index("--tokenizer") + 1])
     (folder / f"read-{RANK}").touch()
     while not all((folder / f"read-{rank}").exists() for rank in range(2)):

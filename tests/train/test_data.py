@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.models import ModelConfig
 from dilated_attention_pytorch.train import TrainConfig, data, token_files, trainer
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.data import NO_TARGET, Corpus, open_corpus, permuted, read_corpus
@@ -140,14 +141,23 @@ def test_the_default_corpus_is_the_standard_library(tmp_path) -> None:
     corpus = open_corpus([], 512, tmp_path)
     assert corpus.source.startswith("the Python standard library")
     assert corpus.training.bytes == len(corpus.training) > 1_000_000
-    assert 3.0 < corpus.unigram_bits() < 6.0
+    assert 3.0 < corpus.bigram_bits() < corpus.unigram_bits() < 6.0
     # The splits of the bytes in blocks of 64 KiB, of which every twentieth is held out.
     files, _ = data._files([])
     text = b"\n".join(file.read_bytes() for file in files)
     blocks = [text[start : start + 65536] for start in range(0, len(text), 65536)]
     for split, held_out in ((corpus.training, False), (corpus.validation, True)):
         expected = b"".join(block for number, block in enumerate(blocks) if (number % 20 == 19) == held_out)
-        assert bytes(split.tokens.tolist()) == expected
+        assert split.tokens.numpy().tobytes() == expected
+    counts = torch.bincount(corpus.training.tokens.int(), minlength=256) + 1.0
+    bits = -(counts / counts.sum()).log2()[corpus.validation.tokens.int()]
+    assert corpus.unigram_bits() == pytest.approx(bits.mean().item(), rel=1e-5)
+    before, after = corpus.training.tokens[:-1].int(), corpus.training.tokens[1:].int()
+    pairs = torch.bincount(before * 256 + after, minlength=65536).view(256, 256) + 1.0
+    bits = -(pairs / pairs.sum(1, keepdim=True)).log2()[
+        corpus.validation.tokens[:-1].int(), corpus.validation.tokens[1:].int()
+    ]
+    assert corpus.bigram_bits() == pytest.approx(bits.mean().item(), rel=1e-5)
 
 
 def test_batches_depend_on_seed_and_step_alone(tmp_path) -> None:
@@ -218,6 +228,46 @@ def test_token_files_are_written_once_and_again_when_the_text_changes(tmp_path, 
     read()
     assert len(written) == 6
     assert first.training.tokens[:8].tolist() == list(b"one text")  # a mapped file outlives its name
+
+
+def test_a_run_and_its_token_files_are_no_text(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    contents = set()
+    for _ in range(2):
+        corpus = open_corpus([str(tmp_path)], 16, tmp_path / "cache", apart=[tmp_path / "run"])
+        contents.add(corpus.content)
+        corpus.remember(tmp_path / "corpus", resuming=False)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "corpus").rename(tmp_path / "run" / "corpus.json")
+    assert len(contents) == 1
+
+
+def test_writing_goes_on_in_turns_and_other_ranks_must_see_the_result(tmp_path, monkeypatch) -> None:
+    class Blind(Ranks):
+        """As if a second rank did not find the folder."""
+
+        def on_first(self, act):
+            turns.append(act)
+            return super().on_first(act)
+
+        def gather_objects(self, value):
+            return [value, False]
+
+    turns: list[object] = []
+    monkeypatch.setattr(data, "_TURN_SECONDS", -1.0)
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    with pytest.raises(FileNotFoundError, match=r"rank 1 does not see the token files in .*--token-cache"):
+        open_corpus([str(tmp_path / "a.txt")], 16, tmp_path / "cache", ranks=Blind(device=torch.device("cpu")))
+    assert len(turns) > 2
+
+
+def test_an_order_is_one_of_two() -> None:
+    assert [TrainConfig(pack=pack).order for pack in (False, True)] == ["random", "epochs"]
+    assert TrainConfig(pack=True, order="random").order == "random"
+    with pytest.raises(ValueError, match="order must be one of random, epochs, got 'sorted'"):
+        TrainConfig(order="sorted")
+    with pytest.raises(ValueError, match="without a tokenizer text is read byte by byte: vocab_size must be 256"):
+        TrainConfig(model=ModelConfig(vocab_size=300))
 
 
 def test_what_a_killed_run_left_of_token_files_is_swept(tmp_path) -> None:

@@ -31,9 +31,10 @@ _TURN_SECONDS = 5.0  # after which ranks that wait for token files hear that the
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences `(B, N)` and the token that follows each of theirs; the first rows are of the first data rank.
+    """Sequences `(B, N)` and the token that follows each of theirs.
 
-    Packed, all sequences of a data rank stand in its one row, and `cu_seqlens` says for each where documents begin.
+    Packed, several sequences stand in a row, one after another, and `cu_seqlens` says for each row where documents
+    begin; a model takes one such row at a time.
     """
 
     tokens: Tensor
@@ -45,9 +46,9 @@ class Batch:
         """How many tokens are to be predicted."""
         return int((self.following != NO_TARGET).sum())
 
-    def lengths(self, data_rank: int, device: torch.device | str) -> dict[str, Tensor]:
-        """What a model is to be told beside the tokens of a data rank."""
-        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens[data_rank].to(device)}
+    def lengths(self, row: int, device: torch.device | str) -> dict[str, Tensor]:
+        """What a model is to be told beside the tokens of a packed row; nothing where rows are not packed."""
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens[row].to(device)}
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,13 @@ class Corpus:
         training, validation = self.byte_pairs.sum(1).double()
         counts = training + 1.0
         bits = -(counts / counts.sum()).log2()
+        return ((bits * validation).sum() / validation.sum()).item()
+
+    def bigram_bits(self) -> float:
+        """Bits per byte of the validation split under the training split's counts of byte pairs, each one higher."""
+        training, validation = self.byte_pairs[:, :256].double()
+        counts = training + 1.0
+        bits = -(counts / counts.sum(1, keepdim=True)).log2()
         return ((bits * validation).sum() / validation.sum()).item()
 
     def remember(self, path: Path, *, resuming: bool) -> None:
@@ -97,7 +105,8 @@ class Corpus:
         """The sequences of a step, counted from 1; the same for the same seed and step.
 
         In `random` order windows begin anywhere. In `epochs` they lie side by side, and each comes once, shuffled,
-        before any comes again. `rows` packs them into so many, where nothing crosses from a document to the next.
+        before any comes again. `rows` packs them into so many, one for each part of the batch that a model takes at a
+        time, where nothing crosses from a document to the next.
         """
         if order == "random":
             generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -122,14 +131,15 @@ def open_corpus(
     tokenizer: Tokenizer | None = None,
     ranks: Ranks | None = None,
     progress: Callable[..., Any] | None = None,
+    apart: Sequence[Path] = (),
 ) -> Corpus:
     """The corpus of some files and folders, checked to be long enough for sequences of `length`.
 
     Its token files are in `cache`; where they are not, the first rank writes them and the others wait. `progress` is
-    tqdm, or something like it.
+    tqdm, or something like it. What is in `cache` and in the folders `apart` is no text.
     """
     ranks = Ranks(device=torch.device("cpu")) if ranks is None else ranks
-    writing = _Writing(paths, ByteTokenizer() if tokenizer is None else tokenizer, cache, progress)
+    writing = _Writing(paths, ByteTokenizer() if tokenizer is None else tokenizer, cache, progress, apart)
     while (written := ranks.on_first(writing.go_on)) is None:
         pass
     found = open_token_files(written.folder)
@@ -173,9 +183,15 @@ class _Writing:
     """Writes token files unless they are there, some seconds at a time: a rank that waits must hear from the first."""
 
     def __init__(
-        self, paths: Sequence[str], tokenizer: Tokenizer, cache: Path, progress: Callable[..., Any] | None
+        self,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        cache: Path,
+        progress: Callable[..., Any] | None,
+        apart: Sequence[Path],
     ) -> None:
-        self._paths, self._tokenizer, self._cache, self._progress = paths, tokenizer, cache, progress
+        self._paths, self._tokenizer, self._progress = paths, tokenizer, progress
+        self._cache, self._apart = cache.absolute(), tuple(folder.absolute() for folder in (cache, *apart))
         self._written: _Written | None = None
         self._steps: Iterator[int] = iter(())
         self._bar: Any = None
@@ -198,8 +214,8 @@ class _Writing:
         return self._written
 
     def _begin(self) -> _Written:
-        text = Text.of(*_files(self._paths))
-        folder = self._cache.absolute() / text.fingerprint(self._tokenizer)
+        text = Text.of(*_files(self._paths, self._apart))
+        folder = self._cache / text.fingerprint(self._tokenizer)
         if open_token_files(folder) is None:
             self._steps = write_token_files(text, self._tokenizer, folder)
             if self._progress is not None:
@@ -214,17 +230,18 @@ class _Writing:
             self._bar.close()
 
 
-def _files(paths: Sequence[str]) -> tuple[list[Path], str]:
+def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
-        apart = {"site-packages", "test", "tests"}
-        files = [file for file in _below(library, "*.py") if not apart & set(file.relative_to(library).parts)]
+        skipped = {"site-packages", "test", "tests"}
+        files = [file for file in _below(library, "*.py") if not skipped & set(file.relative_to(library).parts)]
         return files, "the Python standard library"
     found: list[Path] = []
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            found += [file for file in _below(path, "*") if _is_text(file)]
+            below = (file for file in _below(path.absolute(), "*") if not any(map(file.is_relative_to, apart)))
+            found += [file for file in below if _is_text(file)]
         elif path.is_file():
             found.append(path)
         else:

@@ -35,7 +35,7 @@ _MOST_BLOCKS = 1 << 14  # longer texts have longer blocks, and so longer documen
 
 _PIECE = 1 << 16  # bytes that are tokenized together
 _LOOK_AHEAD = 1 << 12  # bytes behind a piece among which a better place for its end is sought
-_BATCH = 64  # pieces that are tokenized at a time, in parallel where the tokenizer can
+_BATCH = 16  # pieces that are tokenized at a time, in parallel where the tokenizer can
 _STALE = 24 * 3600.0  # seconds after which an unfinished folder is taken to be abandoned
 
 _SPLITS = ("training", "validation")
@@ -249,7 +249,7 @@ class _SplitWriter:
     def count(self, text: bytes) -> None:
         if not text:
             return
-        following = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        following = torch.frombuffer(bytearray(text), dtype=torch.uint8).int()
         before = torch.cat([following.new_tensor([self._last]), following[:-1]])
         self.pairs += torch.bincount(before * 256 + following, minlength=len(self.pairs))
         self._last = text[-1]

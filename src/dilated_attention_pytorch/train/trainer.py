@@ -62,7 +62,9 @@ def _train(
         check_zero(config.zero, ranks)
     tokenizer = ranks.on_first(lambda: run_tokenizer(config.tokenizer, run, config.model.vocab_size, resuming=found))
     cache = Path(config.token_cache) if config.token_cache else run.parent / "token-cache"
-    corpus = open_corpus(config.data, config.sequence_length, cache, tokenizer=tokenizer, ranks=ranks, progress=tqdm)
+    corpus = open_corpus(
+        config.data, config.sequence_length, cache, tokenizer=tokenizer, ranks=ranks, progress=tqdm, apart=[run]
+    )
     ranks.check_same({"corpus": corpus.content})
     torch.manual_seed(config.seed)
     plain = LongNetLM(config.model).to(ranks.device)
