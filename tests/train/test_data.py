@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -262,8 +263,9 @@ def test_writing_goes_on_in_turns_and_other_ranks_must_see_the_result(tmp_path, 
 
 
 def test_an_order_is_one_of_two() -> None:
-    assert [TrainConfig(pack=pack).order for pack in (False, True)] == ["random", "epochs"]
-    assert TrainConfig(pack=True, order="random").order == "random"
+    assert [TrainConfig(pack=pack).settled_order for pack in (False, True)] == ["random", "epochs"]
+    assert dataclasses.replace(TrainConfig(), pack=True).settled_order == "epochs"
+    assert TrainConfig(pack=True, order="random").settled_order == "random"
     with pytest.raises(ValueError, match="order must be one of random, epochs, got 'sorted'"):
         TrainConfig(order="sorted")
     with pytest.raises(ValueError, match="without a tokenizer text is read byte by byte: vocab_size must be 256"):
@@ -369,7 +371,7 @@ def test_a_packed_run_resumes_exactly_and_a_changed_text_is_refused(tmp_path, do
         assert run("--out", tmp_path / name, "--steps", 4, *flags) == 0
     assert not (tmp_path / "token-cache").exists()
     config = TrainConfig.from_json(tmp_path / "parts" / "config.json")
-    assert (config.pack, config.order) == (True, "epochs")
+    assert (config.pack, config.settled_order) == (True, "epochs")
     newest = list_checkpoints(tmp_path / "parts")[-1]
     newest.rename(tmp_path / "gone")
     assert run("--resume", tmp_path / "parts", "--token-cache", tmp_path / "third") == 0

@@ -58,7 +58,7 @@ class TrainConfig:
     tokenizer: str | None = None
     token_cache: str | None = None
     pack: bool = False
-    order: Order = None  # type: ignore[assignment]  # settled below
+    order: Order | None = None
     model: ModelConfig = field(default=SMALL_MODEL)
     sequence_length: int = 512
     batch_size: int = 8
@@ -88,9 +88,7 @@ class TrainConfig:
         for name in ("tokenizer", "token_cache"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
-        if self.order is None:
-            object.__setattr__(self, "order", "epochs" if self.pack else "random")
-        elif self.order not in get_args(Order):
+        if self.order is not None and self.order not in get_args(Order):
             raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
         object.__setattr__(self, "monitors", tuple(self.monitors))
         for name in (
@@ -130,6 +128,11 @@ class TrainConfig:
             raise ValueError(
                 f"without a tokenizer text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}"
             )
+
+    @property
+    def settled_order(self) -> Order:
+        """The order that is taken where none is stated."""
+        return self.order or ("epochs" if self.pack else "random")
 
     def is_same_run(self, other: TrainConfig) -> bool:
         """Whether both describe one run, perhaps carried out in another way."""

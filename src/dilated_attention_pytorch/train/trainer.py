@@ -236,7 +236,7 @@ def _step(
         config.sequence_length,
         config.seed,
         step,
-        order=config.order,
+        order=config.settled_order,
         rows=ranks.data_ranks if config.pack else 0,
     )
     for group in optimizer.param_groups:
