@@ -32,13 +32,19 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train a byte-level LongNet language model",
-        description="Train a byte-level LongNetLM on text; by default on the source of Python's standard library.",
+        help="train a LongNet language model",
+        description="Train a LongNetLM on text; by default on the bytes of the source of Python's standard library.",
         argument_default=argparse.SUPPRESS,
     )
     train.set_defaults(command=_train)
     train.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML, which flags go before")
     train.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders")
+    train.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (default: bytes)")
+    train.add_argument("--token-cache", metavar="FOLDER", help="where token files are kept (default: beside the run)")
+    train.add_argument("--pack", action="store_true", help="nothing crosses from a file to the next")
+    train.add_argument(
+        "--order", choices=["random", "epochs"], help="of sequences (default: epochs with --pack, else random)"
+    )
     train.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder (default: a new one below runs/)")
     train.add_argument(
         "--resume",
@@ -54,12 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     for flag, kind, text in (
         ("--steps", int, "optimizer steps in all"),
         ("--batch-size", int, "sequences a step"),
-        ("--sequence-length", int, "bytes a sequence"),
+        ("--sequence-length", int, "tokens (bytes, without --tokenizer) a sequence"),
         ("--learning-rate", float, "peak learning rate"),
         ("--warmup-steps", int, "steps of linear warm-up"),
         ("--validate-every", int, "steps between validations"),
         ("--checkpoint-every", int, "steps between checkpoints"),
-        ("--sample-bytes", int, "bytes to generate at the end"),
+        ("--sample-bytes", int, "tokens (bytes, without --tokenizer) to generate at the end"),
         ("--seed", int, "of weights, batches and the sample"),
         ("--device", str, "cpu, cuda, ... (default: a GPU if there is one)"),
         ("--d-model", int, "width of the model"),
@@ -121,18 +127,18 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue a prompt with a trained model",
-        description="Continue a prompt with the byte-level model of a run; figures go to stderr.",
+        description="Continue a prompt with the model of a run; figures go to stderr.",
     )
     generate.set_defaults(command=_generate)
     generate.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or one of save_pretrained")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads stdin")
-    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="bytes to generate (200)")
+    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to generate (200)")
     for flag, kind, text in (
-        ("--temperature", float, "divides the logits; 0 takes the likeliest byte (1.0)"),
-        ("--top-k", int, "draw from the K likeliest bytes"),
-        ("--top-p", float, "draw from the fewest bytes that together have this probability"),
+        ("--temperature", float, "divides the logits; 0 takes the likeliest token (1.0)"),
+        ("--top-k", int, "draw from the K likeliest tokens"),
+        ("--top-p", float, "draw from the fewest tokens that together have this probability"),
         ("--seed", int, "of the draws"),
-        ("--chunk", int, "bytes of the prompt to take at once (all)"),
+        ("--chunk", int, "tokens of the prompt to take at once (all)"),
     ):
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
@@ -307,37 +313,36 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    import codecs
-
     import torch
 
     from dilated_attention_pytorch.models import LongNetLM
     from dilated_attention_pytorch.train.checkpoint import list_checkpoints
+    from dilated_attention_pytorch.train.tokenizer import saved_tokenizer
 
     checkpoints = list_checkpoints(arguments.run)
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = LongNetLM.from_pretrained(checkpoints[-1] if checkpoints else arguments.run, device=device)
-    if model.config.vocab_size != 256:
-        raise ValueError(
-            f"this command writes bytes, and the model has {model.config.vocab_size} tokens: use generate()"
-        )
+    folder = checkpoints[-1] if checkpoints else arguments.run
+    model = LongNetLM.from_pretrained(folder, device=device)
+    tokenizer = saved_tokenizer(folder, model.config.vocab_size)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise ValueError("a prompt needs at least one character")
-    tokens = torch.tensor([list(prompt.encode())], device=device)
+    tokens = torch.tensor([tokenizer.encode(prompt)], device=device)
+    if not tokens.numel():
+        raise ValueError("the model's tokenizer makes no token of this prompt: give another one")
     settings = {"temperature", "top_k", "top_p", "seed", "chunk"}
     given = {name: value for name, value in vars(arguments).items() if name in settings}
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = tokenizer.stream()
     print(prompt, end="", flush=True)
     began = time.perf_counter()
     first: float | None = None
     count = 0
     for chosen in model.stream(tokens, arguments.max_new_tokens, **given):
-        print(decoder.decode(bytes(chosen.tolist())), end="", flush=True)
+        print(text.step(int(chosen)), end="", flush=True)
         first = time.perf_counter() if first is None else first
         count += 1
     ended = time.perf_counter()
-    print(decoder.decode(b"", final=True))
+    print(text.end())
     if first is not None:
         rate = "" if count < 2 else f", then {(count - 1) / (ended - first):.1f} tokens/s"
         figures = f"{tokens.shape[1]} tokens of prompt and the first new one in {first - began:.3f} s{rate}"

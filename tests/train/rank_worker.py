@@ -108,7 +108,20 @@ def four(folder: Path, flags: list[str]) -> None:
     assert main([*flags, "--out", str(folder / "odd"), "--batch-size", "6"]) == 1
 
 
+def pack(folder: Path, flags: list[str]) -> None:
+    """Two ranks share packed sequences, or the tokens of each; what the first cannot read, all refuse."""
+    assert main([*flags, "--out", str(folder / "data")]) == 0
+    assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "2", "--engine", "ddp"]) == 0
+    assert main([*flags, "--out", str(folder / "micro"), "--batch-size", "4", "--accumulate", "2"]) == 0
+    tokenizer = Path(flags[flags.index("--tokenizer") + 1])
+    (folder / f"read-{RANK}").touch()
+    while not all((folder / f"read-{rank}").exists() for rank in range(2)):
+        time.sleep(0.05)
+    tokenizer.unlink(missing_ok=True)
+    assert main([*flags, "--out", str(folder / "wrong")]) == 1
+
+
 if __name__ == "__main__":
     scenario, folder, *flags = sys.argv[1:]
-    {"share": share, "kill": kill, "hang": hang, "four": four}[scenario](Path(folder), flags)
+    {"share": share, "kill": kill, "hang": hang, "four": four, "pack": pack}[scenario](Path(folder), flags)
     exit_process(0)  # a run that ended in an error leaves its group

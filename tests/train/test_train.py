@@ -14,7 +14,6 @@ import torch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import TrainConfig, curve, trainer
 from dilated_attention_pytorch.train import checkpoint as checkpoints
-from dilated_attention_pytorch.train.data import Corpus, read_corpus
 from dilated_attention_pytorch.train.step import Stepper
 
 FLAGS = """
@@ -41,7 +40,7 @@ def metrics(folder) -> list[dict]:
 def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text, capsys) -> None:
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
+    assert names == {"config.json", "corpus.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
     printed = capsys.readouterr().out
     result, to_beat = re.search(
         r"result   (.+) bits per byte on the validation split\nto beat  (\S+) by byte pairs", printed
@@ -196,53 +195,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeyp
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "short", "unreadable"])
-def test_a_corpus_that_cannot_serve_is_refused(tmp_path, capsys, kind, monkeypatch) -> None:
-    path = tmp_path / "data.txt"
-    expected = {
-        "missing": "no file or folder",
-        "empty": "too short: 0 bytes in 1 files",
-        "short": "give more text with --data or a smaller --sequence-length",
-        "unreadable": "cannot read .*Permission denied",
-    }[kind]
-    if kind != "missing":
-        path.write_text("" if kind == "empty" else "short text")
-    if kind == "unreadable":
-        # Root reads everything, so the refusal is staged.
-        def refuse(self):
-            raise PermissionError(13, "Permission denied")
-
-        monkeypatch.setattr(type(path), "read_bytes", refuse)
-    assert run("--data", path, "--out", tmp_path / "run", *FLAGS) == 1
-    assert re.search(expected, capsys.readouterr().err)
-    assert not (tmp_path / "run").exists()
-
-
-def test_folders_are_read_whole_but_for_hidden_and_binary_files(tmp_path) -> None:
-    for name, content in {"a.txt": b"aa" * 500, "sub/b.md": b"bb" * 500, ".hidden": b"cc", "x.bin": b"\0d"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    corpus = read_corpus([str(tmp_path)], 16)
-    assert set(torch.cat([corpus.training, corpus.validation]).tolist()) == set(b"ab\n")
-    assert len(corpus.training) + len(corpus.validation) == 2001
-
-
-def test_the_default_corpus_is_the_standard_library() -> None:
-    corpus = read_corpus([], 512)
-    assert corpus.source.startswith("the Python standard library")
-    assert len(corpus.training) > 1_000_000
-    assert 3.0 < corpus.unigram_bits() < 6.0
-
-
-def test_batches_depend_on_seed_and_step_alone() -> None:
-    corpus = read_corpus([], 32)
-    one, again = (corpus.training_batch(2, 32, 0, 5)[0] for _ in range(2))
-    assert torch.equal(one, again)
-    assert not torch.equal(one, corpus.training_batch(2, 32, 0, 6)[0])
-    tokens, following = corpus.training_batch(2, 32, 1, 5)
-    assert torch.equal(tokens[:, 1:], following[:, :-1])
-
-
 def test_without_matplotlib_the_curve_is_a_line_of_text(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(curve, "find_spec", lambda name: None)
     assert curve.draw_curve([{"step": 1, "bits": 8.0}], {"bytes": 4.0}, tmp_path / "loss.png") is None
@@ -315,9 +267,3 @@ def test_the_learning_rate_rises_then_falls() -> None:
     config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
     rates = [trainer._learning_rate(config, step) for step in (1, 10, 55, 100)]
     assert rates == pytest.approx([0.1, 1.0, 0.55, 0.1])
-
-
-def test_validation_windows_fit_a_split_that_float32_cannot_count() -> None:
-    split = torch.zeros(16_777_219, dtype=torch.uint8)
-    windows = list(Corpus(split, split, "zeros").validation_batches(8, 16, 8))
-    assert {tokens.shape for tokens, _ in windows} == {torch.Size([8, 16])}

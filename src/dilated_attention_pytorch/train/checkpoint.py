@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Checkpointer:
     """Saves a run's state and restores it; every rank calls every method, in the same order.
 
     `plain` is the model, and `model` what the ranks made of it to train it, or the same. `scaler` belongs to the state
-    where it is enabled.
+    where it is enabled. Files that go `beside` the weights are given by name and content.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Checkpointer:
         scaler: torch.amp.GradScaler,
         ranks: Ranks,
         keep: int,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         self._run, self._plain, self._model, self._optimizer, self._scaler = run, plain, model, optimizer, scaler
-        self._ranks, self._keep = ranks, keep
+        self._ranks, self._keep, self._beside = ranks, keep, dict(beside or {})
         self._saving: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
         if ranks.mesh is not None:
@@ -150,6 +152,8 @@ class Checkpointer:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _publish(self, partial: Path, folder: Path) -> None:
+        for name, content in self._beside.items():
+            (partial / name).write_bytes(content)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)

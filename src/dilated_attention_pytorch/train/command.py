@@ -21,6 +21,7 @@ from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.presets import expand_presets
 from dilated_attention_pytorch.train.stages import read_stages
+from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 from dilated_attention_pytorch.train.trainer import train
 
 RUNS = Path("runs")
@@ -115,6 +116,8 @@ def _changed(config: TrainConfig, settings: dict[str, Any], flags: dict[str, Any
         for names in (_MODEL_FLAGS, _MEMORY_FLAGS, _ZERO_FLAGS)
     )
     changes = {**settings, **flags}
+    if changes.get("tokenizer") is not None:
+        model["vocab_size"] = read_tokenizer(changes["tokenizer"]).vocab_size
     if model:
         changes["model"] = change_model(changes.get("model", config.model), model)
     if memory:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
+from dilated_attention_pytorch.train.data import Order
 from dilated_attention_pytorch.train.engine import Engine
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.monitor import KINDS, parse_address
@@ -34,6 +35,7 @@ MAY_CHANGE = (
     "prometheus_address",
     "accumulate",
     "skip_broken_steps",
+    "token_cache",
 )
 # Of the memory options, those that leave the mathematics as it is.
 MEMORY_MAY_CHANGE = (
@@ -73,6 +75,10 @@ SMALL_MODEL = ModelConfig(
 class TrainConfig:
     """`data` are text files or folders; none means the source of the running interpreter's standard library.
 
+    `tokenizer` is a `tokenizer.json`, and None reads bytes. Token files are kept in the folder `token_cache`, by
+    default beside the run. `pack` keeps attention, positions and the loss within documents, which are files. Sequences
+    come in an `order`: `random` windows, or `epochs` in which each comes once; by default epochs if packed.
+
     `batch_size` counts the sequences of all ranks together. `engine` says how ranks share the model: `fsdp` shards its
     parameters, `ddp` copies them, `deepspeed` shards what `zero` says. So many ranks as `sequence_parallel` says share
     the tokens of a sequence, and `tensor_parallel` the heads and features of the model; by default all share the batch
@@ -88,6 +94,10 @@ class TrainConfig:
     """
 
     data: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    token_cache: str | None = None
+    pack: bool = False
+    order: Order | None = None
     model: ModelConfig = field(default=SMALL_MODEL)
     sequence_length: int = 512
     batch_size: int = 8
@@ -119,6 +129,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         # Absolute, so that the run can be resumed from anywhere.
         object.__setattr__(self, "data", tuple(os.path.abspath(path) for path in self.data))
+        for name in ("tokenizer", "token_cache"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
+        if self.order is not None and self.order not in get_args(Order):
+            raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
         object.__setattr__(self, "monitors", tuple(self.monitors))
         self._begin_with_first_stage()
         for name in (
@@ -161,8 +176,10 @@ class TrainConfig:
         if unknown := set(self.monitors) - set(KINDS):
             raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
         parse_address(self.prometheus_address)
-        if self.model.vocab_size != 256:
-            raise ValueError(f"text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}")
+        if self.tokenizer is None and self.model.vocab_size != 256:
+            raise ValueError(
+                f"without a tokenizer text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}"
+            )
         for number, stage in enumerate(self.stages, start=1):
             own = {name: getattr(stage, name) for name in _OF_A_STAGE}
             try:  # each is to pass as a run of its own
@@ -195,6 +212,11 @@ class TrainConfig:
     def _as_stage(self) -> Stage:
         own: dict[str, Any] = {name: getattr(self, name) for name in (*_OF_A_STAGE, "steps")}
         return Stage(segment_lengths=self.model.segment_lengths, dilation_rates=self.model.dilation_rates, **own)
+
+    @property
+    def settled_order(self) -> Order:
+        """The order that is taken where none is stated."""
+        return self.order or ("epochs" if self.pack else "random")
 
     def _check_memory(self) -> None:
         """Refuse what an engine cannot do; what a device cannot is refused when the model is on it."""

@@ -1,98 +1,253 @@
-"""Text as bytes: reading a corpus, splitting it, and drawing batches that depend on (seed, step) alone."""
+"""A corpus and its order: batches are functions of (seed, step), so that the step is all there is to resume."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import sysconfig
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-# One block in twenty is held out; blocks are spread over the corpus, so that both splits are alike.
-_HELD_OUT = 20
-_BLOCK = 1 << 16
-_COUNTED = 1 << 24  # pairs at a time
+from dilated_attention_pytorch.models.weights import write_whole
+from dilated_attention_pytorch.train.engine import Ranks
+from dilated_attention_pytorch.train.token_files import Split, Text, open_token_files, write_token_files
+from dilated_attention_pytorch.train.tokenizer import ByteTokenizer, Tokenizer
+
+Order = Literal["random", "epochs"]
+
+NO_TARGET = -100  # of a token whose follower is not to be predicted; PyTorch's losses leave it out
+
+_ROUNDS = 6  # of the permutation; four already look random
+_TURN_SECONDS = 5.0  # after which ranks that wait for token files hear that they are being written
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences `(B, N)` and the token that follows each of theirs.
+
+    Packed, several sequences stand in a row, one after another, and `cu_seqlens` says for each row where documents
+    begin; a model takes one such row at a time.
+    """
+
+    tokens: Tensor
+    following: Tensor
+    cu_seqlens: tuple[Tensor, ...] | None = None
+
+    @property
+    def targets(self) -> int:
+        """How many tokens are to be predicted."""
+        return int((self.following != NO_TARGET).sum())
+
+    def lengths(self, row: int, device: torch.device | str) -> dict[str, Tensor]:
+        """What a model is to be told beside the tokens of a packed row; nothing where rows are not packed."""
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens[row].to(device)}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two disjoint splits of a text, as 1-D uint8 tensors."""
+    """Two disjoint splits of a text.
 
-    training: Tensor
-    validation: Tensor
+    `byte_pairs` is `(2, 257, 256)`: how often a byte follows another one, in training and in validation; row 256 is of
+    the first byte, which follows none. `content` is the same for the same tokens and documents.
+    """
+
+    training: Split
+    validation: Split
     source: str
+    byte_pairs: Tensor
+    content: str
 
     def unigram_bits(self) -> float:
         """Bits per byte of the validation split under the training split's byte frequencies: the model to beat."""
-        counts = torch.bincount(self.training.int(), minlength=256).double() + 1.0
+        training, validation = self.byte_pairs.sum(1).double()
+        counts = training + 1.0
         bits = -(counts / counts.sum()).log2()
-        return bits[self.validation.int()].mean().item()
+        return ((bits * validation).sum() / validation.sum()).item()
 
     def bigram_bits(self) -> float:
         """Bits per byte of the validation split under the training split's counts of byte pairs, each one higher."""
-        counts = torch.ones(256 * 256, dtype=torch.float64)
-        for start in range(0, len(self.training) - 1, _COUNTED):
-            piece = self.training[start : start + _COUNTED + 1].int()
-            counts += torch.bincount(piece[:-1] * 256 + piece[1:], minlength=256 * 256)
-        counts = counts.view(256, 256)  # by the byte before
+        training, validation = self.byte_pairs[:, :256].double()
+        counts = training + 1.0
         bits = -(counts / counts.sum(1, keepdim=True)).log2()
-        held_out = self.validation.int()
-        return bits[held_out[:-1], held_out[1:]].mean().item()
+        return ((bits * validation).sum() / validation.sum()).item()
 
-    def training_batch(self, batch_size: int, length: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Random windows and their next bytes, `(batch, length)` each; the same for the same seed and step."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        starts = torch.randint(len(self.training) - length, (batch_size,), generator=generator)
-        return _windows(self.training, starts, length)
+    def remember(self, path: Path, *, resuming: bool) -> None:
+        """Note at `path` what this corpus is; when a run is resumed, refuse one that has changed since."""
+        if resuming and path.is_file():
+            try:
+                before = json.loads(path.read_text())["content"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the check") from None
+            if before != self.content:
+                raise ValueError(
+                    f"the text of {self.source} is not what the run began with: restore it, or begin a new run ({path} "
+                    "tells them apart; without it nothing is compared)"
+                )
+            return
+        sizes = {
+            name: {"tokens": len(split), "documents": len(split.documents), "bytes": split.bytes}
+            for name, split in (("training", self.training), ("validation", self.validation))
+        }
+        noted = json.dumps({"source": self.source, "content": self.content, **sizes}, indent=2) + "\n"
+        write_whole(path, lambda partial: partial.write_text(noted))
 
-    def validation_batches(self, batch_size: int, length: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def training_batch(
+        self, batch_size: int, length: int, seed: int, step: int, *, order: Order = "random", rows: int = 0
+    ) -> Batch:
+        """The sequences of a step, counted from 1; the same for the same seed and step.
+
+        In `random` order windows begin anywhere. In `epochs` they lie side by side, and each comes once, shuffled,
+        before any comes again. `rows` packs them into so many, one for each part of the batch that a model takes at a
+        time, where nothing crosses from a document to the next.
+        """
+        if order == "random":
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+            starts = torch.randint(len(self.training) - length, (batch_size,), generator=generator).tolist()
+        else:
+            taken = range((step - 1) * batch_size, step * batch_size)
+            starts = [_epoch_start(number, len(self.training), length, seed) for number in taken]
+        return _windows(self.training, starts, length, rows)
+
+    def validation_batches(self, batch_size: int, length: int, batches: int, *, rows: int = 0) -> Iterator[Batch]:
         """The same evenly spread windows at every call."""
         starts = torch.linspace(0, len(self.validation) - length - 1, batch_size * batches, dtype=torch.float64).long()
         for chunk in starts.split(batch_size):
-            yield _windows(self.validation, chunk, length)
+            yield _windows(self.validation, chunk.tolist(), length, rows)
 
 
-def read_corpus(paths: Sequence[str], length: int) -> Corpus:
-    """The corpus of some files and folders, checked to be long enough for sequences of `length`."""
-    files, source = _files(paths)
-    texts = []
-    for file in files:
-        try:
-            texts.append(file.read_bytes())
-        except OSError as error:
-            raise OSError(f"cannot read {file}: {error.strerror}") from error
-    text = b"\n".join(texts)
-    block = max(1, min(_BLOCK, len(text) // (2 * _HELD_OUT)))
-    splits: tuple[list[bytes], list[bytes]] = ([], [])
-    for index, start in enumerate(range(0, len(text), block)):
-        splits[index % _HELD_OUT == _HELD_OUT - 1].append(text[start : start + block])
-    training, validation = (b"".join(split) for split in splits)
-    if min(len(training), len(validation)) <= length:
-        raise ValueError(
-            f"the corpus is too short: {len(text):,} bytes in {len(files)} files of {source} leave {len(training):,} "
-            f"for training and {len(validation):,} for validation, and a sequence takes {length + 1:,}: "
-            "give more text with --data or a smaller --sequence-length"
+def open_corpus(
+    paths: Sequence[str],
+    length: int,
+    cache: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    ranks: Ranks | None = None,
+    progress: Callable[..., Any] | None = None,
+    apart: Sequence[Path] = (),
+) -> Corpus:
+    """The corpus of some files and folders, checked to be long enough for sequences of `length`.
+
+    Its token files are in `cache`; where they are not, the first rank writes them and the others wait. `progress` is
+    tqdm, or something like it. What is in `cache` and in the folders `apart` is no text.
+    """
+    ranks = Ranks(device=torch.device("cpu")) if ranks is None else ranks
+    writing = _Writing(paths, ByteTokenizer() if tokenizer is None else tokenizer, cache, progress, apart)
+    while (written := ranks.on_first(writing.go_on)) is None:
+        pass
+    found = open_token_files(written.folder)
+    seen = ranks.gather_objects(found is not None)
+    if found is None or not all(seen):
+        raise FileNotFoundError(
+            f"rank {seen.index(False)} does not see the token files in {written.folder}: name a folder that the "
+            "machines of all ranks share with --token-cache"
         )
-    return Corpus(_as_tensor(training), _as_tensor(validation), f"{source} ({len(files):,} files, {len(text):,} bytes)")
+    made = f"{written.bytes:,} bytes"
+    if written.vocab_size is not None:
+        made += f", {len(found.training) + len(found.validation):,} tokens of {written.vocab_size:,}"
+    if min(len(found.training), len(found.validation)) <= length:
+        raise ValueError(
+            f"the corpus is too short: {made} in {written.files:,} files of {written.source} leave "
+            f"{len(found.training):,} for training and {len(found.validation):,} for validation, and a sequence takes "
+            f"{length + 1:,}: give more text with --data or a smaller --sequence-length"
+        )
+    lossy = "" if found.lossless else "; the tokenizer loses some of the text, and bits per byte do not count that"
+    source = f"{written.source} ({written.files:,} files, {made}{lossy})"
+    return Corpus(found.training, found.validation, source, found.byte_pairs, found.content)
 
 
-def _files(paths: Sequence[str]) -> tuple[list[Path], str]:
+def read_corpus(paths: Sequence[str], length: int, *, tokenizer: Tokenizer | None = None) -> Corpus:
+    """`open_corpus` with token files that nobody else sees: they go when the corpus does."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # what is mapped stays until it is unmapped
+        return open_corpus(paths, length, Path(folder), tokenizer=tokenizer)
+
+
+class _Written(NamedTuple):
+    """What ranks are told of token files and of the text in them; `vocab_size` is None for bytes."""
+
+    folder: Path
+    source: str
+    files: int
+    bytes: int
+    vocab_size: int | None
+
+
+class _Writing:
+    """Writes token files unless they are there, some seconds at a time: a rank that waits must hear from the first."""
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        tokenizer: Tokenizer,
+        cache: Path,
+        progress: Callable[..., Any] | None,
+        apart: Sequence[Path],
+    ) -> None:
+        self._paths, self._tokenizer, self._progress = paths, tokenizer, progress
+        self._cache, self._apart = cache.absolute(), tuple(folder.absolute() for folder in (cache, *apart))
+        self._written: _Written | None = None
+        self._steps: Iterator[int] = iter(())
+        self._bar: Any = None
+
+    def go_on(self) -> _Written | None:
+        """None as long as there is more to do."""
+        if self._written is None:
+            self._written = self._begin()
+        until = time.monotonic() + _TURN_SECONDS
+        try:
+            for taken in self._steps:
+                if self._bar is not None:
+                    self._bar.update(taken)
+                if time.monotonic() > until:
+                    return None
+        except BaseException:
+            self._close()
+            raise
+        self._close()
+        return self._written
+
+    def _begin(self) -> _Written:
+        text = Text.of(*_files(self._paths, self._apart))
+        folder = self._cache / text.fingerprint(self._tokenizer)
+        if open_token_files(folder) is None:
+            self._steps = write_token_files(text, self._tokenizer, folder)
+            if self._progress is not None:
+                self._bar = self._progress(
+                    total=text.bytes, desc="tokens", unit="B", unit_scale=True, dynamic_ncols=True
+                )
+        vocab_size = None if self._tokenizer.content is None else self._tokenizer.vocab_size
+        return _Written(folder, text.source, len(text.files), text.bytes, vocab_size)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
-        apart = {"site-packages", "test", "tests"}
-        files = [file for file in _below(library, "*.py") if not apart & set(file.relative_to(library).parts)]
+        skipped = {"site-packages", "test", "tests"}
+        files = [file for file in _below(library, "*.py") if not skipped & set(file.relative_to(library).parts)]
         return files, "the Python standard library"
     found: list[Path] = []
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            found += [file for file in _below(path, "*") if _is_text(file)]
+            below = (file for file in _below(path.absolute(), "*") if not any(map(file.is_relative_to, apart)))
+            found += [file for file in below if _is_text(file)]
         elif path.is_file():
             found.append(path)
         else:
             raise FileNotFoundError(f"no file or folder {name}: --data takes text files and folders of them")
+    if not found:
+        raise FileNotFoundError(f"no text files in {', '.join(paths)}: there are none, or hidden and binary ones only")
     return found, ", ".join(paths)
 
 
@@ -112,10 +267,48 @@ def _is_text(file: Path) -> bool:
         raise OSError(f"cannot read {file}: {error.strerror}") from error
 
 
-def _as_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def _windows(split: Split, starts: Sequence[int], length: int, rows: int) -> Batch:
+    windows = torch.stack([split.tokens[start : start + length + 1].long() for start in starts])
+    tokens, following = windows[:, :-1], windows[:, 1:]
+    if not rows:
+        return Batch(tokens, following)
+    following = following.clone()
+    begins: list[list[int]] = [[] for _ in range(rows)]
+    for number, start in enumerate(starts):
+        # From the window's second token to the one behind it, which may be the first of another document.
+        first, last = torch.searchsorted(split.documents, torch.tensor([start, start + length]), right=True).tolist()
+        begun = sorted({begin - start for begin in split.documents[first:last].tolist()})
+        following[number, [begin - 1 for begin in begun]] = NO_TARGET
+        row, place = divmod(number, len(starts) // rows)
+        begins[row] += [place * length + begin for begin in (0, *begun) if begin < length]
+    end = windows.shape[0] // rows * length
+    cu_seqlens = tuple(torch.tensor([*found, end]) for found in begins)
+    return Batch(tokens.reshape(rows, end), following.view(rows, end), cu_seqlens)
 
 
-def _windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    windows = torch.stack([text[start : start + length + 1] for start in starts.tolist()]).long()
-    return windows[:, :-1], windows[:, 1:]
+def _epoch_start(number: int, tokens: int, length: int, seed: int) -> int:
+    """Where the sequence of this number begins, counted over all epochs."""
+    windows = (tokens - 1) // length
+    epoch, place = divmod(number, windows)
+    spare = tokens - 1 - windows * length  # which tokens are left over is not the same in every epoch
+    return _mix(seed, epoch, -1) % (spare + 1) + length * permuted(place, windows, (seed, epoch))
+
+
+def permuted(index: int, count: int, key: tuple[int, ...]) -> int:
+    """Where a permutation of `range(count)` takes `index`: a Feistel network, for a list of all would be too long.
+
+    >>> sorted(permuted(index, 10, (0, 1)) for index in range(10))
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+    half = max(1, math.ceil((count - 1).bit_length() / 2))
+    mask = (1 << half) - 1
+    while True:  # what falls outside goes round again, which keeps it one to one
+        for turn in range(_ROUNDS):
+            left, right = index >> half, index & mask
+            index = right << half | (left ^ _mix(*key, turn, right) & mask)
+        if index < count:
+            return index
+
+
+def _mix(*values: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little")

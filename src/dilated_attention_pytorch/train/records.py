@@ -20,7 +20,9 @@ _MEMORY = 50  # steps over which the smoothed loss forgets
 _HALVINGS = 16  # of the loss scale, from its first value down to 1
 
 
-def record_of(step: int, outcome: Outcome, before: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def record_of(
+    step: int, outcome: Outcome, before: Sequence[dict[str, Any]], tokens_per_byte: float = 1.0
+) -> dict[str, Any]:
     """The record of a step, given those of the steps before it.
 
     `loss_ema` is the mean of the losses so far, and after 50 of them their exponential moving average.
@@ -31,7 +33,7 @@ def record_of(step: int, outcome: Outcome, before: Sequence[dict[str, Any]]) -> 
     """
     record: dict[str, Any] = {"step": step}
     if math.isfinite(outcome.loss):
-        record |= {"loss": outcome.loss, "bits": outcome.loss * BITS}
+        record |= {"loss": outcome.loss, "bits": outcome.loss * BITS * tokens_per_byte}
     if math.isfinite(outcome.gradient_norm):
         record["gradient_norm"] = outcome.gradient_norm
     average = before[-1].get("loss_ema") if before else None

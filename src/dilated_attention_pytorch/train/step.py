@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.train.config import TrainConfig
+from dilated_attention_pytorch.train.data import NO_TARGET, Batch
 from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import loss as memory_loss
 from dilated_attention_pytorch.train.memory import make_scaler
@@ -65,15 +66,20 @@ class Stepper:
         self.scaler = make_scaler(config.memory, ranks.device)
         self._scale = LossScale(self.scaler, ranks.device)
 
-    def step(self, tokens: Tensor, following: Tensor, learning_rate: float) -> Outcome:
-        """Move the weights along the gradient of a batch `(B, N)` that all ranks drew alike."""
+    @property
+    def packed_rows(self) -> int:
+        """Into how many rows a batch is to be packed, one for each micro-batch of each rank; 0 for none."""
+        return self._ranks.data_ranks * self._config.accumulate if self._config.pack else 0
+
+    def step(self, batch: Batch, learning_rate: float) -> Outcome:
+        """Move the weights along the gradient of a batch that all ranks drew alike."""
         for group in self._optimizer.param_groups:
             if isinstance(group["lr"], Tensor):  # torchao's compiled step would take a number for a constant
                 group["lr"].fill_(learning_rate)
             else:
                 group["lr"] = learning_rate
         # The last micro-batch is told, for ranks exchange gradients with it.
-        parts = list(self._parts(tokens, following))
+        parts = list(self._parts(batch))
         losses: list[Tensor] = []
         if isinstance(self.model, ZeroModel):
             norm = self.model.update(self._remember(losses, self.loss(*part)) for part in parts)
@@ -91,24 +97,34 @@ class Stepper:
             self._optimizer.step()
         return outcome
 
-    def evaluate(self, tokens: Tensor, following: Tensor) -> float:
+    def evaluate(self, batch: Batch) -> float:
         """The loss of a batch, without a gradient."""
         with torch.no_grad():
-            return self._mean([self.loss(*part) for part in self._parts(tokens, following)])
+            return self._mean([self.loss(*part) for part in self._parts(batch)])
 
-    def loss(self, tokens: Tensor, following: Tensor, share: float) -> Tensor:
+    def loss(self, tokens: Tensor, following: Tensor, share: float, lengths: dict[str, Any]) -> Tensor:
         """This rank's part of a loss, in micro-batches of which the mean over ranks of the sum is that of all tokens.
 
-        `share` is how many tokens a rank has on the average: shards of a sequence may differ in length.
+        `share` is how many targets a rank has on the average: shards of a sequence may differ in length.
         """
-        return memory_loss(self.model, tokens, following, self._config.memory, reduction="sum") / share
+        summed = memory_loss(
+            self.model,
+            tokens,
+            following,
+            self._config.memory,
+            ignore_index=NO_TARGET,
+            reduction="sum",
+            **lengths,
+        )
+        return summed / share
 
-    def _parts(self, tokens: Tensor, following: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+    def _parts(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, float, dict[str, Tensor]]]:
         """This rank's micro-batches of a batch."""
         ranks, pieces = self._ranks, self._config.accumulate
-        share = tokens.numel() / (ranks.data_ranks * ranks.axis("sequence"))
-        for own, next_ones in zip(ranks.part(tokens).chunk(pieces), ranks.part(following).chunk(pieces)):
-            yield own, next_ones, share
+        share = max(batch.targets, 1) / (ranks.data_ranks * ranks.axis("sequence"))
+        micro = zip(ranks.part(batch.tokens).chunk(pieces), ranks.part(batch.following).chunk(pieces))
+        for piece, (own, next_ones) in enumerate(micro):
+            yield own, next_ones, share, batch.lengths(ranks.data_rank * pieces + piece, ranks.device)
 
     @staticmethod
     def _remember(losses: list[Tensor], loss: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import dataclasses
 import signal
 import threading
 import time
+from collections.abc import Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline
-from dilated_attention_pytorch.train.data import Corpus, read_corpus
+from dilated_attention_pytorch.train.data import Corpus, open_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
@@ -32,6 +34,7 @@ from dilated_attention_pytorch.train.records import (
 )
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.step import Outcome, Stepper
+from dilated_attention_pytorch.train.tokenizer import TOKENIZER, Tokenizer, run_tokenizer
 from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
 
 
@@ -43,19 +46,19 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     """
     shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
     with float32_products(config.tf32), join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
-        model, records, baselines = _train(config, run, "auto" if ranks.restarts else resume, ranks)
+        model, records, baselines, tokenizer = _train(config, run, "auto" if ranks.restarts else resume, ranks)
     if not ranks.first:
         return _figures(records, baselines)
     # The others are gone with their shards; and sampling wants none of what training does to save memory.
     if ranks.mesh is not None or config.memory != MemoryOptions():
         model = LongNetLM.from_pretrained(list_checkpoints(run)[-1], device=ranks.device)
-    return _report(run, model, config, records, baselines, ranks.device)
+    return _report(run, model, config, records, baselines, ranks.device, tokenizer)
 
 
 def _train(
     config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks
-) -> tuple[LongNetLM, list[dict[str, Any]], dict[str, float]]:
-    """The steps that are left; gives the model, what each step of the run recorded, and the bits to beat."""
+) -> tuple[LongNetLM, list[dict[str, Any]], dict[str, float], Tokenizer]:
+    """The steps that are left; gives the model, what each step of the run recorded, the bits to beat, the tokenizer."""
     tqdm = _progress_bar()
     ranks.check_same(dataclasses.asdict(config))
     found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
@@ -73,8 +76,10 @@ def _train(
     if config.zero is not None:
         check_zero(config.zero, ranks)
     longest = max(stage.sequence_length for stage in config.stages or (config,))
-    corpus = read_corpus(config.data, longest)
-    ranks.check_same({"corpus, in bytes": (len(corpus.training), len(corpus.validation))})
+    tokenizer = ranks.on_first(lambda: run_tokenizer(config.tokenizer, run, config.model.vocab_size, resuming=found))
+    cache = Path(config.token_cache) if config.token_cache else run.parent / "token-cache"
+    corpus = open_corpus(config.data, longest, cache, tokenizer=tokenizer, ranks=ranks, progress=tqdm, apart=[run])
+    ranks.check_same({"corpus": corpus.content})
     torch.manual_seed(config.seed)
     plain = LongNetLM(config.model).to(ranks.device)
     parameters = sum(parameter.numel() for parameter in plain.parameters())
@@ -100,12 +105,13 @@ def _train(
             memory=config.memory,
         )
     stepper = Stepper(model, optimizer, config, ranks)
-    checkpointer = Checkpointer(run, plain, model, optimizer, stepper.scaler, ranks, config.keep_checkpoints)
+    beside = {} if tokenizer.content is None else {TOKENIZER: tokenizer.content}
+    checkpointer = Checkpointer(run, plain, model, optimizer, stepper.scaler, ranks, config.keep_checkpoints, beside)
     start = checkpointer.restore() if found else 0
     _enter_stage(model, config, max(start, 1))
     if start >= config.steps and resume != "auto":
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
-    records = ranks.on_first(lambda: _prepare_run(config, run, start))
+    records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside))
 
     baselines = {"unigram_bits": corpus.unigram_bits(), "bigram_bits": corpus.bigram_bits()}
     if ranks.first:
@@ -135,7 +141,7 @@ def _train(
             branches = [f"w{w} r{r}" for w, r in zip(stage.segment_lengths, stage.dilation_rates)]
             outcome = _step(stepper, corpus, config, step, ranks)
             seconds = time.perf_counter() - began
-            record = record_of(step, outcome, records)
+            record = record_of(step, outcome, records, corpus.training.tokens_per_byte)
             records.append(record)
             if outcome.is_broken:
                 skipped += 1
@@ -177,7 +183,7 @@ def _train(
                     print(f"stopped after step {step}; continue with --resume {run}", flush=True)
                 raise Stopped(int(stop))
     checkpointer.close()
-    return plain, records, baselines
+    return plain, records, baselines, tokenizer
 
 
 def _axes(ranks: Ranks) -> str:
@@ -203,9 +209,14 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
     return found
 
 
-def _prepare_run(config: TrainConfig, run: Path, start: int) -> list[dict[str, Any]]:
+def _prepare_run(
+    config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes]
+) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
+    corpus.remember(run / "corpus.json", resuming=start > 0)
     write_whole(run / "config.json", lambda path: path.write_text(config.to_json()))
+    for name, content in beside.items():
+        write_whole(run / name, methodcaller("write_bytes", content))
     return [record for record in read_records(run) if record["step"] <= start]
 
 
@@ -242,18 +253,27 @@ def validate(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int) -
     """Bits per byte on the validation split, in sequences of the step's stage."""
     stage, _ = config.stage_at(step)
     stepper.model.eval()
-    batches = corpus.validation_batches(stage.batch_size, stage.sequence_length, config.validation_batches)
-    losses = [stepper.evaluate(tokens, following) for tokens, following in batches]
+    batches = corpus.validation_batches(
+        stage.batch_size, stage.sequence_length, config.validation_batches, rows=stepper.packed_rows
+    )
+    losses = [stepper.evaluate(batch) for batch in batches]
     stepper.model.train()
-    return sum(losses) / len(losses) * BITS
+    return sum(losses) / len(losses) * BITS * corpus.validation.tokens_per_byte
 
 
 def _step(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int, ranks: Ranks) -> Outcome:
     # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
     torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
-    stage, _ = config.stage_at(step)
-    batch = corpus.training_batch(stage.batch_size, stage.sequence_length, config.seed, step)
-    return stepper.step(*batch, _learning_rate(config, step))
+    stage, step_of_stage = config.stage_at(step)
+    batch = corpus.training_batch(
+        stage.batch_size,
+        stage.sequence_length,
+        config.seed,
+        step_of_stage if config.settled_order == "epochs" else step,  # a stage's sequences make epochs of their own
+        order=config.settled_order,
+        rows=stepper.packed_rows,
+    )
+    return stepper.step(batch, _learning_rate(config, step))
 
 
 def _learning_rate(config: TrainConfig, step: int) -> float:
@@ -291,6 +311,7 @@ def _report(
     records: list[dict[str, Any]],
     baselines: dict[str, float],
     device: torch.device,
+    tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     final, unigram, bigram = records[-1]["validation_bits"], baselines["unigram_bits"], baselines["bigram_bits"]
     print(f"training {sparkline([record['bits'] for record in records if 'bits' in record])}")
@@ -300,12 +321,12 @@ def _report(
         print(f"curve    {picture}")
     print(f"result   {final:.3f} bits per byte on the validation split")
     print(f"to beat  {bigram:.3f} by byte pairs (bigram) of the training split, {unigram:.3f} by bytes (unigram)")
-    prompt = b"def "
+    prompt = tokenizer.encode("def ") or [0]
     generator = torch.Generator(device).manual_seed(config.seed)
-    tokens = torch.tensor([list(prompt)], device=device)
+    tokens = torch.tensor([prompt], device=device)
     generated = model.generate(tokens, config.sample_bytes, temperature=0.8, top_k=40, generator=generator)
-    sample = bytes(generated[0].tolist()).decode("utf-8", errors="replace")
-    write_whole(run / "sample.txt", lambda path: path.write_text(sample))
+    sample = tokenizer.decode(generated[0].tolist())
+    write_whole(run / "sample.txt", lambda path: path.write_text(sample, encoding="utf-8"))
     print(f"sample\n{sample}")
     return {**_figures(records, baselines), "sample": sample}
 

@@ -1,0 +1,321 @@
+"""Token files: a text of any size, tokenized once into files that are mapped into memory.
+
+A folder holds two disjoint splits. Of each it has the tokens, in the smallest of three integer types, and where
+documents begin; beside them, how often bytes follow each other in both. The text is a stream, never read whole, and the
+folder gets its name when everything is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.train.tokenizer import Tokenizer
+
+_FORMAT = 1  # of the folder and of what decides its content
+
+# One block in twenty is held out; blocks are spread over the text, so that both splits are alike.
+_HELD_OUT = 20
+_BLOCK = 1 << 16
+_MOST_BLOCKS = 1 << 14  # longer texts have longer blocks, and so longer documents between them
+
+_PIECE = 1 << 16  # bytes that are tokenized together
+_LOOK_AHEAD = 1 << 12  # bytes behind a piece among which a better place for its end is sought
+_BATCH = 16  # pieces that are tokenized at a time, in parallel where the tokenizer can
+_STALE = 24 * 3600.0  # seconds after which an unfinished folder is taken to be abandoned
+
+_SPLITS = ("training", "validation")
+_SUMMARY, _PAIRS = "summary.json", "byte-pairs.bin"
+_START = 256  # stands for the byte before the first
+_DTYPES = {"B": torch.uint8, "H": torch.uint16, "I": torch.uint32}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Files, one document each, with the sizes and times they had when they were found."""
+
+    files: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    times: tuple[int, ...]
+    source: str
+
+    @classmethod
+    def of(cls, files: Sequence[Path], source: str) -> Text:
+        try:
+            found = [(file, file.stat()) for file in files]
+        except OSError as error:
+            raise OSError(f"cannot read {error.filename}: {error.strerror}") from error
+        return cls(
+            tuple(files), tuple(s.st_size for _, s in found), tuple(s.st_mtime_ns for _, s in found), source
+        )  # fmt: skip
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of all files, with a line break after each but the last."""
+        return sum(self.sizes) + max(len(self.sizes) - 1, 0)
+
+    @property
+    def block(self) -> int:
+        return max(1, min(_BLOCK, self.bytes // (2 * _HELD_OUT)), self.bytes // _MOST_BLOCKS)
+
+    def fingerprint(self, tokenizer: Tokenizer) -> str:
+        """What names the token files of this text as it is now."""
+        found = hashlib.sha256(repr((_FORMAT, tokenizer.fingerprint)).encode())
+        for file, size, changed in zip(self.files, self.sizes, self.times):
+            found.update(repr((os.fspath(file.absolute()), size, changed)).encode())
+        return found.hexdigest()[:24]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A part of a corpus: its tokens, 1-D, where documents begin in them, and the bytes of text they stand for."""
+
+    tokens: Tensor
+    documents: Tensor
+    bytes: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """By which bits per token become bits per byte."""
+        return len(self.tokens) / max(self.bytes, 1)
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """An opened folder; `byte_pairs` is `(2, 257, 256)`: how often a byte follows another, or begins, in each split.
+
+    `content` is the same for the same tokens and documents, wherever and whenever they were read. `lossless` says
+    whether the tokenizer gives back the text, as far as that was tried.
+    """
+
+    training: Split
+    validation: Split
+    byte_pairs: Tensor
+    content: str
+    lossless: bool
+
+
+def open_token_files(folder: Path) -> TokenFiles | None:
+    """The token files in `folder`, or None where there are none, or not whole."""
+    try:
+        summary = json.loads((folder / _SUMMARY).read_text())
+        splits = [_open_split(folder, name, summary["typecode"], **summary[name]) for name in _SPLITS]
+        pairs = _mapped(folder / _PAIRS, torch.int64, 2 * (_START + 1) * 256).view(2, _START + 1, 256)
+        return TokenFiles(splits[0], splits[1], pairs, summary["content"], summary["lossless"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_token_files(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
+    """Fill `folder`, whole or not at all, step by step: yields the bytes of text that each step took."""
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
+    try:
+        try:
+            _sweep(folder.parent)
+            partial.mkdir(parents=True)
+            yield from _fill(text, tokenizer, partial)
+            _publish(partial, folder)
+        except _CannotRead:
+            raise
+        except OSError as error:
+            raise OSError(
+                f"cannot write token files into {folder.parent}: {error.strerror or error}; make room, or name another "
+                "folder with --token-cache"
+            ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _CannotRead(OSError):
+    """A file of the text is at fault, not the folder that is written."""
+
+
+class _Piece(NamedTuple):
+    text: bytes
+    at: int  # in the whole text
+    file: Path
+    begins: bool  # its file
+    held_out: bool
+
+
+def _fill(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
+    typecode = next(code for code in _DTYPES if tokenizer.vocab_size <= 1 << 8 * array(code).itemsize)
+    lossless: bool | None = None
+    with contextlib.ExitStack() as opened:
+        writers = [_SplitWriter(opened, folder, name, typecode) for name in _SPLITS]
+        for batch in _batches(_pieces(text, tokenizer)):
+            tokens = _encode(tokenizer, batch)
+            if lossless is None:  # the first pieces tell
+                lossless = all(
+                    tokenizer.decode(found) == p.text.decode(errors="replace") for p, found in zip(batch, tokens)
+                )
+            for held_out, writer in enumerate(writers):
+                writer.count(b"".join(piece.text for piece in batch if piece.held_out == held_out))
+            for piece, found in zip(batch, tokens):
+                writers[piece.held_out].add(piece, array(typecode, found))
+            yield sum(len(piece.text) for piece in batch)
+        for writer in writers:
+            writer.finish()
+    pairs = torch.stack([writer.pairs for writer in writers])
+    (folder / _PAIRS).write_bytes(array("q", pairs.flatten().tolist()).tobytes())
+    content = hashlib.sha256(repr((typecode, [writer.content for writer in writers])).encode()).hexdigest()
+    summary = {"typecode": typecode, "content": content, "lossless": lossless is not False, "text": text.source}
+    summary |= {name: writer.summary for name, writer in zip(_SPLITS, writers)}
+    (folder / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _pieces(text: Text, tokenizer: Tokenizer) -> Iterator[_Piece]:
+    """The text in pieces that lie in one file and, but for where the tokenizer moves a cut, in one block."""
+    at = 0
+    for number, (file, size) in enumerate(zip(text.files, text.sizes)):
+        separator = b"\n" if number + 1 < len(text.files) else b""
+        begin, end, left, buffer = at, at + size + len(separator), size, b""
+        try:
+            with file.open("rb", buffering=0) as stream:
+                while at < end:
+                    stop = min((at // text.block + 1) * text.block, at + _PIECE, end)
+                    missing = min(stop + _LOOK_AHEAD, end) - at - len(buffer)
+                    while missing > 0 and left:
+                        more = stream.read(min(missing, left))
+                        if not more:
+                            raise _CannotRead(f"{file} became shorter while it was read: start again when it is whole")
+                        buffer, left, missing = buffer + more, left - len(more), missing - len(more)
+                    if missing > 0:
+                        buffer += separator
+                    cut = stop - at if stop == end else tokenizer.cut(buffer, stop - at)
+                    held_out = at // text.block % _HELD_OUT == _HELD_OUT - 1
+                    yield _Piece(buffer[:cut], at, file, at == begin, held_out)
+                    buffer, at = buffer[cut:], at + cut
+                if stream.read(1):
+                    raise _CannotRead(f"{file} became longer while it was read: start again when it is whole")
+        except _CannotRead:
+            raise
+        except OSError as error:
+            raise _CannotRead(f"cannot read {file}: {error.strerror}") from error
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    for piece in pieces:
+        batch.append(piece)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> Sequence[Sequence[int]]:
+    try:
+        return tokenizer.encode_pieces([piece.text for piece in batch])
+    except UnicodeDecodeError as error:
+        wrong = next(piece for piece in batch if piece.text == error.object)
+        raise ValueError(
+            f"{wrong.file} is not UTF-8 ({error.reason} at byte {wrong.at + error.start:,} of the corpus), and a "
+            "tokenizer takes text: convert the file, or leave --tokenizer out to train on bytes"
+        ) from None
+
+
+class _SplitWriter:
+    """Appends to the two files of a split, and counts what goes in."""
+
+    def __init__(self, opened: contextlib.ExitStack, folder: Path, name: str, typecode: str) -> None:
+        self._tokens: BinaryIO = opened.enter_context(_tokens_file(folder, name).open("wb"))
+        self._documents: BinaryIO = opened.enter_context(_documents_file(folder, name).open("wb"))
+        self._itemsize = array(typecode).itemsize
+        self._hashes = hashlib.sha256(), hashlib.sha256()
+        self._end = -1  # in the whole text, of what was added last
+        self._last = _START
+        self._sizes = {"tokens": 0, "documents": 0, "bytes": 0}
+        self.pairs = torch.zeros((_START + 1) * 256, dtype=torch.int64)
+
+    def count(self, text: bytes) -> None:
+        if not text:
+            return
+        following = torch.frombuffer(bytearray(text), dtype=torch.uint8).int()
+        before = torch.cat([following.new_tensor([self._last]), following[:-1]])
+        self.pairs += torch.bincount(before * 256 + following, minlength=len(self.pairs))
+        self._last = text[-1]
+
+    def add(self, piece: _Piece, tokens: array[int]) -> None:
+        # What follows a held-out block is a document of its own: it does not follow what precedes the block.
+        if piece.begins or piece.at != self._end:
+            self._write(1, array("q", [self._sizes["tokens"]]))
+            self._sizes["documents"] += 1
+        self._write(0, tokens)
+        self._end = piece.at + len(piece.text)
+        self._sizes["tokens"] += len(tokens)
+        self._sizes["bytes"] += len(piece.text)
+
+    def finish(self) -> None:
+        for stream in (self._tokens, self._documents):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    @property
+    def summary(self) -> dict[str, int]:
+        return self._sizes
+
+    @property
+    def content(self) -> list[str]:
+        return [found.hexdigest() for found in self._hashes]
+
+    def _write(self, which: int, values: array[int]) -> None:
+        written = values.tobytes()
+        (self._tokens, self._documents)[which].write(written)
+        self._hashes[which].update(written)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    if open_token_files(folder) is not None:  # another run was faster
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed runs left; one that is alive writes to its folder all the time."""
+    for partial in cache.glob(".*.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - max(file.stat().st_mtime for file in [partial, *partial.iterdir()]) > _STALE:
+                shutil.rmtree(partial)
+
+
+def _open_split(folder: Path, name: str, typecode: str, *, tokens: int, documents: int, bytes: int) -> Split:
+    return Split(
+        _mapped(_tokens_file(folder, name), _DTYPES[typecode], tokens),
+        _mapped(_documents_file(folder, name), torch.int64, documents),
+        bytes,
+    )
+
+
+def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
+    """A file as a tensor that is read where it is looked at."""
+    if path.stat().st_size != count * dtype.itemsize:
+        raise ValueError(f"{path} should hold {count} numbers of {dtype}")
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+
+
+def _tokens_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.tokens.bin"
+
+
+def _documents_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.documents.bin"
