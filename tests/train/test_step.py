@@ -72,17 +72,30 @@ def test_an_exact_option_leaves_losses_and_weights_as_they_are(tmp_path, folder,
 def test_sixteen_bits_resume_exactly_with_micro_batches_and_dropout(tmp_path, flags, plain, precision) -> None:
     options = ["--precision", precision, "--accumulate", "2", "--dropout", "0.2"]
     options += ["--checkpointing", "full", "--loss-chunk", "9"]
-    assert main([*flags, "--out", str(tmp_path / "whole"), *options]) == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    for later in checkpoints.list_checkpoints(tmp_path / "parts")[1:]:
-        shutil.rmtree(later)
-    assert main(["train", "--resume", str(tmp_path / "parts")]) == 0
-    whole, parts = (
-        [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in records(run)]
-        for run in (tmp_path / "whole", tmp_path / "parts")
-    )
+    whole, parts = whole_and_in_parts([*flags, *options], tmp_path)
     assert parts == whole
     assert [record["loss"] for record in whole] == pytest.approx([record["loss"] for record in plain], rel=0.2)
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_an_8_bit_optimizer_resumes_exactly(tmp_path, flags, library) -> None:
+    pytest.importorskip(library, reason=f"needs the extra {library}")
+    whole, parts = whole_and_in_parts([*flags, "--d-model", "64", "--optimizer", f"adamw8bit-{library}"], tmp_path)
+    assert parts == whole
+    assert whole[-1]["loss"] < whole[0]["loss"]
+
+
+def whole_and_in_parts(flags: list[str], folder: Path) -> list[list[dict]]:
+    """What a run records, and what it does where it was cut off after its first checkpoint and resumed."""
+    assert main([*flags, "--out", str(folder / "whole")]) == 0
+    shutil.copytree(folder / "whole", folder / "parts")
+    for later in checkpoints.list_checkpoints(folder / "parts")[1:]:
+        shutil.rmtree(later)
+    assert main(["train", "--resume", str(folder / "parts")]) == 0
+    return [
+        [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in records(run)]
+        for run in (folder / "whole", folder / "parts")
+    ]
 
 
 def test_float16_overflows_halve_the_scale_and_its_state_is_kept(folder, flags, capsys, monkeypatch) -> None:
