@@ -161,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
     bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
 
+    _add_report(commands)
     _add_plan(commands)
     show = commands.add_parser(
         "show",
@@ -198,6 +199,18 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=_doctor)
     doctor.add_argument("--json", action="store_true", help="as JSON")
     return parser
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="a training run as one HTML page",
+        description="Settings, curves, checkpoints, samples and machines of a run as one HTML page that needs nothing "
+        "else; also of a run that is going on, was interrupted or is damaged, as far as it can be read.",
+    )
+    report.set_defaults(command=_report)
+    report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
 
 
 def _add_plan(commands: Any) -> None:
@@ -310,6 +323,12 @@ def _train(arguments: argparse.Namespace) -> None:
     settled = {"command", "ranks", "max_restarts", "out", "resume"}
     flags = _as_flags({name: value for name, value in vars(arguments).items() if name not in settled})
     launch_ranks(ranks, max_restarts or 0, ["train", *flags, "--resume" if resuming else "--out", str(run)])
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.train.report import write_run_report
+
+    print(write_run_report(arguments.run, arguments.out))
 
 
 def _settle_zero(given: dict[str, Any]) -> None:

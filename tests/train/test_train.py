@@ -40,7 +40,7 @@ def metrics(folder) -> list[dict]:
 def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text, capsys) -> None:
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
+    assert names == {"config.json", "metrics.jsonl", "environment.jsonl", "loss.png", "samples", "checkpoints"}
     printed = capsys.readouterr().out
     assert "bits per byte on the validation split; byte frequencies alone" in printed
     assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4]

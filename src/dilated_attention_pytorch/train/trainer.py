@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import signal
 import threading
@@ -23,6 +22,7 @@ from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Corpus, read_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
+from dilated_attention_pytorch.train.run_folder import CONFIG, read_metrics, record_start, write_metrics, write_sample
 from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
 
 _BITS = 1.0 / math.log(2.0)
@@ -79,6 +79,9 @@ def _train(
     records = ranks.on_first(lambda: _prepare_run(config, run, start))
 
     unigram_bits = corpus.unigram_bits()
+    known = {"corpus": corpus.source, "parameters": parameters, "baselines": {"unigram_bits": unigram_bits}}
+    many = {} if ranks.mesh is None else {"ranks": ranks.mesh.size()}
+    ranks.on_first(lambda: record_start(run, start, ranks.device.type, **known, **many))
     if ranks.first:
         print(f"corpus   {corpus.source}")
         shape = f"{config.model.segment_lengths} / {config.model.dilation_rates}"
@@ -107,6 +110,7 @@ def _train(
                 )
             seconds = time.perf_counter() - began
             record = {"step": step, "loss": loss, "bits": loss * _BITS, "gradient_norm": norm}
+            record["learning_rate"] = _learning_rate(config, step)
             if step % config.validate_every == 0 or step == config.steps:
                 record["validation_bits"] = validate(model, corpus, config, ranks)
             # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
@@ -114,19 +118,18 @@ def _train(
             looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed, *received)
             seconds, memory, stop, failed, *received = looked.amax(0).tolist()
             record["tokens_per_second"] = config.batch_size * config.sequence_length / seconds
+            record["peak_memory_bytes"] = memory
             records.append(record)
             if failed:
                 checkpointer.settle()
             if step % config.checkpoint_every == 0 or step == config.steps or stop:
                 began = time.perf_counter()
                 checkpointer.save(step)
-                ranks.on_first(lambda: _write_metrics(run, records))
+                ranks.on_first(lambda: write_metrics(run, records))
                 saved, stall = step, time.perf_counter() - began
             figures = {
                 **{name: value for name, value in record.items() if name != "step"},
-                "learning_rate": _learning_rate(config, step),
                 "step_seconds": seconds,
-                "peak_memory_bytes": memory,
                 "checkpoint_stall_seconds": stall,
                 "restarts": ranks.restarts,
             }
@@ -155,15 +158,15 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
         raise FileExistsError(f"{run} already holds a run: continue it with --resume {run}, or choose another --out")
     if not found and resume is True:
         raise FileNotFoundError(f"nothing to resume in {run}: it has no complete checkpoint")
-    if found and resume == "auto" and not config.is_same_run(TrainConfig.from_json(run / "config.json")):
+    if found and resume == "auto" and not config.is_same_run(TrainConfig.from_json(run / CONFIG)):
         raise FileExistsError(f"{run} holds a run with other settings: choose another --out")
     return found
 
 
 def _prepare_run(config: TrainConfig, run: Path, start: int) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
-    write_whole(run / "config.json", lambda path: path.write_text(config.to_json()))
-    return [record for record in _read_metrics(run) if record["step"] <= start]
+    write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
+    return [record for record in read_metrics(run) if record["step"] <= start]
 
 
 class _Interrupt:
@@ -252,23 +255,6 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_whole(run / "metrics.jsonl", lambda path: path.write_text(lines))
-
-
-def _read_metrics(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        _ = [record["step"] for record in records]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
-    return records
-
-
 def _shown(records: list[dict[str, Any]]) -> dict[str, str]:
     last = records[-1]
     shown = {
@@ -301,7 +287,7 @@ def _report(
     tokens = torch.tensor([list(prompt)], device=device)
     generated = model.generate(tokens, config.sample_bytes, temperature=0.8, top_k=40, generator=generator)
     sample = bytes(generated[0].tolist()).decode("utf-8", errors="replace")
-    write_whole(run / "sample.txt", lambda path: path.write_text(sample))
+    write_sample(run, records[-1]["step"], sample)
     print(f"sample\n{sample}")
     return {**_figures(records, unigram_bits), "sample": sample}
 
