@@ -43,7 +43,7 @@ class Saved:
 
     path: Path
     step: int
-    state: Literal["whole", "cut off", "damaged"]
+    state: Literal["whole", "unfinished", "damaged"]
     bytes: int
     files: tuple[str, ...]
 
@@ -55,11 +55,11 @@ def list_saved(run: Path) -> list[Saved]:
         number = re.search(r"step-(\d+)", folder.name)
         if number is None or not folder.is_dir():
             continue
-        state: Literal["whole", "cut off", "damaged"] = "whole" if _is_complete(folder) else "cut off"
+        state: Literal["whole", "unfinished", "damaged"] = "whole" if _is_complete(folder) else "unfinished"
         if folder.name.startswith(_DAMAGED):
             state = "damaged"
         elif folder.name.startswith("."):
-            state = "cut off"
+            state = "unfinished"
         inside = [path for path in folder.rglob("*") if path.is_file()]
         names = tuple(sorted(path.name for path in folder.iterdir()))
         found.append(Saved(folder, int(number[1]), state, sum(path.stat().st_size for path in inside), names))

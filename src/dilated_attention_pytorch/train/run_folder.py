@@ -111,8 +111,10 @@ def read_run(path: Path) -> RunFolder:
     run.starts = _lines(path / STARTS, run.damage)
     run.saved = list_saved(path)
     for one in run.saved:
-        if one.state != "whole":
-            run.damage.append(f"`checkpoints/{one.path.name}` is {one.state}")
+        if one.state == "unfinished":
+            run.damage.append(f"`checkpoints/{one.path.name}` is not whole: it is being written now, or was cut off")
+        elif one.state == "damaged":
+            run.damage.append(f"`checkpoints/{one.path.name}` could not be read when the run was resumed")
     for sample in sorted((path / "samples").glob("step-*.txt")):
         try:
             run.samples.append((int(sample.stem.removeprefix("step-")), sample.read_text(encoding="utf-8")))
@@ -141,7 +143,6 @@ def _lines(path: Path, damage: list[str]) -> list[dict[str, Any]]:
         else:
             broken.append(number)
     if broken:
-        damage.append(
-            f"`{path.name}`: {len(broken)} of {len(lines)} lines are broken and left out, first line {broken[0]}"
-        )
+        many = f"{len(broken)} of {len(lines)} lines are broken and left out"
+        damage.append(f"`{path.name}`: {many}, the first is line {broken[0]}")
     return found
