@@ -29,6 +29,7 @@ from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.pages.charts import curves_svg
 from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
 
@@ -210,6 +211,7 @@ class Pupil:
     def attend(self, tokens: int) -> None:
         """Take the attention of that length; the weights carry over."""
         for layer in self.model.layers:
+            assert isinstance(layer, DilatedTransformerEncoderLayer)
             layer.self_attn.attention = ATTENTIONS[self.name](tokens)
 
     def step(self, lesson: Lesson, sequences: int) -> tuple[float, float]:

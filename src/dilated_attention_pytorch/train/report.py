@@ -149,7 +149,9 @@ def _baselines(run: RunFolder) -> dict[str, float]:
     stated = run.starts[-1].get("baselines") if run.starts else None
     if not isinstance(stated, dict):
         return {}
-    return {_BASELINES.get(name, name): bits for name, bits in stated.items() if isinstance(bits, (int, float))}
+    return {
+        _BASELINES.get(str(name), str(name)): bits for name, bits in stated.items() if isinstance(bits, (int, float))
+    }
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
