@@ -230,7 +230,7 @@ def _add_recall(commands: Any) -> None:
     for flag, kind, text in (
         ("--d-model", int, "width of the models (128; on a CPU 64)"),
         ("--learning-rate", float, "of the models (3e-3; on a CPU 5e-3)"),
-        ("--tokens-a-step", _whole, "that a batch has at most (131072; on a CPU 4096)"),
+        ("--tokens-a-step", _whole, "that a batch has at most (524288; on a CPU 4096)"),
     ):
         recall.add_argument(flag, type=kind, help=text)
     recall.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")

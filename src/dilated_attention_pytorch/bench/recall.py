@@ -41,9 +41,10 @@ _RATES = (1, 2, REPEATS)
 _LEARNED, _RECENT = 0.98, 100  # a lesson ends when so many of the recent answers are right
 _MOST_STEPS = 1500
 _WARMUP = 30
+_PLENTY = 256  # answers in a step
 # Small enough for two cores to learn within minutes; where steps are cheap, more is seen in each.
 _ON_A_CPU: dict[str, Any] = {"d_model": 64, "learning_rate": 5e-3, "tokens_a_step": 4096}
-_ON_A_GPU: dict[str, Any] = {"d_model": 128, "learning_rate": 3e-3, "tokens_a_step": 131_072}
+_ON_A_GPU: dict[str, Any] = {"d_model": 128, "learning_rate": 3e-3, "tokens_a_step": 524_288}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +219,10 @@ class Pupil:
         """One step of a lesson; the loss, and the share of right answers."""
         self.steps += 1
         text, answers, _ = self.task.batch(lesson.tokens, sequences, self._seed(self.steps), lesson.copies)
+        # Long sequences come few at a time, and what few answers say is noisy.
+        noise = min(1.0, answers.numel() / _PLENTY) ** 0.5
         for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate * min(1.0, self.steps / _WARMUP)
+            group["lr"] = self._learning_rate * noise * min(1.0, self.steps / _WARMUP)
         logits = self._logits(text)
         # Rows that come before the last one of a question learn too: they find what it then hears of.
         wanted = answers.to(self.device).repeat_interleave(REPEATS, dim=1)
@@ -258,14 +261,15 @@ class Pupil:
 def teach(
     pupil: Pupil, targets: Sequence[int], seconds: float, tokens_a_step: int, record: Callable[[dict[str, Any]], None]
 ) -> list[Result]:
-    """All lessons in turn, each until it is learned or has taken half of the time that is left."""
+    """All lessons in turn, each until it is learned or has taken half of the time that is left, the last one all."""
     results = []
     began = time.perf_counter()
-    for lesson in lessons(targets):
+    course = lessons(targets)
+    for number, lesson in enumerate(course, 1):
         pupil.attend(lesson.tokens)
         sequences = max(1, min(256, tokens_a_step // lesson.tokens))
         recent: deque[float] = deque(maxlen=max(10, _RECENT // (sequences * pupil.task.questions)))
-        end = (time.perf_counter() - began + seconds) / 2
+        end = seconds if number == len(course) else (time.perf_counter() - began + seconds) / 2
         for _ in range(_MOST_STEPS):
             loss, accuracy = pupil.step(lesson, sequences)
             recent.append(accuracy)
