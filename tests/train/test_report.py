@@ -95,7 +95,8 @@ def test_a_moving_average_of_the_loss_is_drawn_where_it_is_recorded(run) -> None
 def test_an_interrupted_run_says_how_far_it_came_and_how_to_go_on(run) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
-    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    newest = run / "checkpoints" / "step-00000004"
+    newest.rename(newest.with_name(".step-00000004.1.partial"))
     shutil.rmtree(run / "samples")
     (run / "log.jsonl").write_text(json.dumps({"step": 3, "loss": 2.0, "bits": 2.9}) + "\n")
     text = page(run)

@@ -77,8 +77,9 @@ class RunFolder:
 
     @property
     def done(self) -> int:
-        """The last step that is known of."""
-        return max([record["step"] for record in self.records] + [one.step for one in self.saved], default=0)
+        """The last step that is known to be done."""
+        saved = [one.step for one in self.saved if one.state == "whole"]
+        return max([record["step"] for record in self.records] + saved, default=0)
 
 
 def read_run(path: Path) -> RunFolder:
