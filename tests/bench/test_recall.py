@@ -81,7 +81,11 @@ def test_longnet_reaches_every_fact_and_the_window_none_though_it_costs_no_less(
         assert direct[row, row - REPEATS + 1 : row + 1].all()
 
 
-@pytest.mark.parametrize("tokens", [128, 256, 1024])
+def test_the_window_sees_all_of_the_shortest_sequences() -> None:
+    assert sees(window_attention(64), 64).equal(torch.ones(64, 64).tril().bool())
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 1024])
 def test_keys_a_row_are_those_that_are_computed(tokens) -> None:
     longnet, window = longnet_attention(tokens), window_attention(tokens)
     mask = dense_mask(longnet.spec, longnet.spec.offsets(REPEATS), tokens, is_causal=True)

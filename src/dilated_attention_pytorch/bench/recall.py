@@ -126,7 +126,10 @@ def longnet_attention(tokens: int) -> DilatedAttention:
 
 
 def window_attention(tokens: int) -> BlockSparseDilatedAttention:
-    """Every row sees those before it in a window, in tiles; as narrow as costs no less than LongNet."""
+    """Every row sees those before it in a window, in tiles; as narrow as costs no less than LongNet.
+
+    Yet so wide that it sees all of the shortest sequences: there it learns the task, and where it fails it falls short.
+    """
     block, before = _window(tokens)
     config = SparsePatternConfig("local_window", 1.0, block, local_window_size=max(1, 2 * before * block))
     return BlockSparseDilatedAttention([tokens], [1], config)
@@ -135,7 +138,8 @@ def window_attention(tokens: int) -> BlockSparseDilatedAttention:
 def _window(tokens: int) -> tuple[int, int]:
     """The size of a tile, and how many tiles before its own a row sees."""
     block, wanted = max(16, tokens // 1024), _longnet_pairs(tokens)
-    before = next(m for m in range(tokens // block) if _window_pairs(tokens, block, m) >= wanted)
+    choices = range(SHORTEST // block, tokens // block + 1)
+    before = next(m for m in choices if _window_pairs(tokens, block, m) >= wanted)
     return block, before
 
 
