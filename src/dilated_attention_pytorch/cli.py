@@ -186,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
     bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
 
+    _add_report(commands)
+    _add_recall(commands)
     _add_plan(commands)
     show = commands.add_parser(
         "show",
@@ -245,6 +247,41 @@ def _add_memory(train: argparse.ArgumentParser) -> None:
     ):
         train.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     train.add_argument("--compile-backend", metavar="NAME", help="with --compile: default inductor")
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="a training run as one HTML page",
+        description="Settings, curves, checkpoints, samples and machines of a run as one HTML page that needs nothing "
+        "else; also of a run that is going on, was interrupted or is damaged, as far as it can be read.",
+    )
+    report.set_defaults(command=_report)
+    report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
+
+
+def _add_recall(commands: Any) -> None:
+    recall = commands.add_parser(
+        "recall",
+        help="teach a small LongNet, and a sliding window of no less cost, to recall what lies far back",
+        description="Plant facts far back in long sequences and ask for them at the end: a small LongNet and the same "
+        "model with a sliding window of no less cost take the same lessons, and are examined at the lengths asked for.",
+    )
+    recall.set_defaults(command=_recall)
+    recall.add_argument(
+        "--tokens", nargs="+", type=_whole, metavar="N", help="powers of two (default: 32768 131072; on a CPU 1024)"
+    )
+    recall.add_argument("--minutes", type=float, default=4.0, help="at most, for both models together (default: 4)")
+    recall.add_argument("--seed", type=int, default=0, help="of weights and sequences (default: 0)")
+    for flag, kind, text in (
+        ("--d-model", int, "width of the models (128; on a CPU 64)"),
+        ("--learning-rate", float, "of the models (3e-3; on a CPU 5e-3)"),
+        ("--tokens-a-step", _whole, "that a batch has at most (524288; on a CPU 4096)"),
+    ):
+        recall.add_argument(flag, type=kind, help=text)
+    recall.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    recall.add_argument("--out", type=Path, metavar="FOLDER", help="for recall.jsonl and recall.html with the curves")
 
 
 def _add_plan(commands: Any) -> None:
@@ -310,6 +347,21 @@ def _train(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.train.command import run_command
 
     run_command({name: value for name, value in vars(arguments).items() if name != "command"})
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.train.report import write_run_report
+
+    print(write_run_report(arguments.run, arguments.out))
+
+
+def _recall(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.bench.recall import run_recall
+
+    device = _bench_device(arguments.device)
+    tokens = arguments.tokens or ([32_768, 131_072] if device == "cuda" else [1024])
+    names = ("minutes", "seed", "out", "d_model", "learning_rate", "tokens_a_step")
+    run_recall(device, tokens, **{name: getattr(arguments, name) for name in names})
 
 
 def _generate(arguments: argparse.Namespace) -> None:

@@ -92,6 +92,17 @@ def machine(device: str) -> dict[str, Any]:
     return found
 
 
+def size(count: int | float) -> str:
+    """
+    >>> size(0), size(1536), size(3 << 30), size(-(5 << 20))
+    ('0 B', '1.5 KiB', '3.0 GiB', '-5.0 MiB')
+    """
+    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count:g} B"
+
+
 def processor() -> str:
     """The processor's name; Linux tells it in a file only."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()

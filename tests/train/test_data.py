@@ -407,7 +407,8 @@ def test_a_run_with_a_tokenizer_counts_bytes_and_speaks_text(tmp_path, documents
     assert corpus.training.bytes + corpus.validation.bytes == plain.training.bytes + plain.validation.bytes
     for folder in (out, list_checkpoints(out)[-1]):
         assert (folder / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
-    assert (out / "sample.txt").read_text(encoding="utf-8").startswith("def ")
+    (sample,) = (out / "samples").iterdir()
+    assert sample.read_text(encoding="utf-8").startswith("def ")
 
     # Resumed with its own copy, for the file is gone; refused with another.
     other = tokenizer_file.with_name("other.json")

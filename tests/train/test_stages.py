@@ -294,9 +294,10 @@ def test_a_staged_run_that_is_resumed_in_any_stage_is_the_same_run(folder, flags
 
 def test_a_finished_staged_run_that_is_asked_for_again_samples_with_its_last_pattern(folder, flags, whole) -> None:
     again = shutil.copytree(whole, folder / "again")
-    (again / "sample.txt").unlink()
+    (sample,) = (again / "samples").iterdir()
+    sample.unlink()
     assert main([*flags, "--out", str(again), "--auto-resume", "--monitors", "jsonl"]) == 0
-    assert (again / "sample.txt").read_text() == (whole / "sample.txt").read_text()
+    assert sample.read_text() == (whole / "samples" / sample.name).read_text()
 
 
 def test_flags_that_stages_decide_are_refused(folder, flags, capsys) -> None:

@@ -40,7 +40,15 @@ def metrics(folder) -> list[dict]:
 def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text, capsys) -> None:
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "corpus.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
+    assert names == {
+        "config.json",
+        "corpus.json",
+        "metrics.jsonl",
+        "environment.jsonl",
+        "loss.png",
+        "samples",
+        "checkpoints",
+    }
     printed = capsys.readouterr().out
     result, to_beat = re.search(
         r"result   (.+) bits per byte on the validation split\nto beat  (\S+) by byte pairs", printed

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.bench.charts import bars_svg, lines_svg
 from dilated_attention_pytorch.bench.contenders import EVERY_TILE, FLOOR, OURS
 from dilated_attention_pytorch.bench.harness import Case
 from dilated_attention_pytorch.bench.results import (
@@ -25,6 +23,8 @@ from dilated_attention_pytorch.bench.results import (
     read_shared,
     why_not_measured,
 )
+from dilated_attention_pytorch.pages.charts import bars_svg, lines_svg
+from dilated_attention_pytorch.pages.page import bullets, figures, marked, table, write_html
 
 BY_HAND = "<!-- written by hand below -->"
 
@@ -77,24 +77,14 @@ def handwritten(page: Path) -> str:
 
 def write_report(results: Path, report: Path) -> None:
     """The HTML report: tables and charts in one file, for light and dark screens."""
-    text = [f"<p>{_html(line)}</p>" for line in _introduction()] + [f"<pre>{escape(_REPRODUCE)}</pre>"]
+    text = [f"<p>{marked(line)}</p>" for line in _introduction()] + [f"<pre>{escape(_REPRODUCE)}</pre>"]
     for section in [*_sections(read_rows(results)), *_shared_sections(read_shared(results))]:
         text.append(f"<h2>{escape(section.heading)}</h2>")
-        text += [f"<p>{_html(paragraph)}</p>" for paragraph in section.paragraphs]
-        if section.charts:
-            figures = (f"<figure><figcaption>{_html(name)}</figcaption>{svg}</figure>" for name, svg in section.charts)
-            text.append(f'<div class="charts">{"".join(figures)}</div>')
-        if section.body:
-            head = "".join(f"<th>{_html(name)}</th>" for name in section.head)
-            body = ("".join(f"<td>{_html(value)}</td>" for value in row) for row in section.body)
-            rows = "\n".join(f"<tr>{row}</tr>" for row in body)
-            text.append(
-                f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
-            )
-        if section.notes:
-            text.append("<ul>" + "".join(f"<li>{_html(note)}</li>" for note in section.notes) + "</ul>")
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(_HTML.format(style=_STYLE, body="\n".join(text)))
+        text += [f"<p>{marked(paragraph)}</p>" for paragraph in section.paragraphs]
+        text += [figures(section.charts)] if section.charts else []
+        text += [table(section.head, section.body)] if section.body else []
+        text += [bullets(section.notes)] if section.notes else []
+    write_html(report, "Dilated attention: performance", "Performance", text)
 
 
 def _introduction() -> list[str]:
@@ -269,49 +259,3 @@ def _time_charts(rows: list[Row]) -> list[tuple[str, str]]:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _html(text: str) -> str:
-    """Escaped, with Markdown's `code` and **strong**."""
-    text = re.sub(r"`(.+?)`", r"<code>\1</code>", escape(text))
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
-
-
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --ink: #212529; --faint: #dee2e6; --limit: #c92a2a;
-  --s0: #1971c2; --s1: #868e96; --s2: #e8590c; --s3: #9c36b5; --s4: #2f9e44; --s5: #c2255c; }
-@media (prefers-color-scheme: dark) { :root { --back: #16181b; --ink: #e9ecef; --faint: #373b40; --limit: #ff8787;
-  --s0: #4dabf7; --s1: #adb5bd; --s2: #ffa94d; --s3: #da77f2; --s4: #69db7c; --s5: #f783ac; } }
-body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 72rem;
-  margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--faint); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-.wide, pre { overflow-x: auto; }
-.charts { display: flex; flex-wrap: wrap; gap: 1rem; }
-figure { margin: 0; }
-figcaption { font-size: 13px; font-weight: 600; }
-svg { max-width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: var(--ink); }
-.grid { stroke: var(--faint); } .limit { stroke: var(--limit); stroke-dasharray: 4 3; }
-.s0 { fill: var(--s0); stroke: var(--s0); } .s1 { fill: var(--s1); stroke: var(--s1); }
-.s2 { fill: var(--s2); stroke: var(--s2); } .s3 { fill: var(--s3); stroke: var(--s3); }
-.s4 { fill: var(--s4); stroke: var(--s4); } .s5 { fill: var(--s5); stroke: var(--s5); }
-.line { fill: none; stroke-width: 2; }
-""".strip()
-
-_HTML = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Dilated attention: performance</title>
-<style>
-{style}
-</style>
-</head>
-<body>
-<h1>Performance</h1>
-{body}
-</body>
-</html>
-"""

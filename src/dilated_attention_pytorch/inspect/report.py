@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from textwrap import indent, wrap
 from typing import Any, Literal, get_args
 
+from dilated_attention_pytorch.measuring import size as size
+
 Level = Literal["broken", "pitfall", "option"]
 LEVELS: tuple[str, ...] = get_args(Level)
 
@@ -70,17 +72,6 @@ class Report:
         if not self.findings:
             lines += ["", "nothing to change"]
         return "\n".join(lines)
-
-
-def size(count: int | float) -> str:
-    """
-    >>> size(0), size(1536), size(3 << 30), size(-(5 << 20))
-    ('0 B', '1.5 KiB', '3.0 GiB', '-5.0 MiB')
-    """
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(count) >= scale:
-            return f"{count / scale:,.1f} {unit}"
-    return f"{count:g} B"
 
 
 def _shown(name: str, value: Any) -> str:

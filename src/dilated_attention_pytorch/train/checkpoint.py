@@ -12,11 +12,13 @@ ranks.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,12 +30,42 @@ from dilated_attention_pytorch.train.engine import Ranks
 
 _WHOLE = "state.pt"
 _SHARDS = "state"
+_DAMAGED = "damaged-"
 _COMPLETE = f"{_SHARDS}/.metadata"  # PyTorch writes it when every rank's shards are there
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """Checkpoints that were saved to the end, oldest first."""
     return [folder for folder in _step_folders(run) if _is_complete(folder)]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's folder as it lies there, whole or not."""
+
+    path: Path
+    step: int
+    state: Literal["whole", "unfinished", "damaged"]
+    bytes: int
+    files: tuple[str, ...]
+
+
+def list_saved(run: Path) -> list[Saved]:
+    """Whatever saves have left, by step: also what a cut-off save left, and what was set aside as damaged."""
+    found = []
+    for folder in (run / "checkpoints").glob("*step-*"):
+        number = re.search(r"step-(\d+)", folder.name)
+        if number is None or not folder.is_dir():
+            continue
+        state: Literal["whole", "unfinished", "damaged"] = "whole" if _is_complete(folder) else "unfinished"
+        if folder.name.startswith(_DAMAGED):
+            state = "damaged"
+        elif folder.name.startswith("."):
+            state = "unfinished"
+        inside = [path for path in folder.rglob("*") if path.is_file()]
+        names = tuple(sorted(path.name for path in folder.iterdir()))
+        found.append(Saved(folder, int(number[1]), state, sum(path.stat().st_size for path in inside), names))
+    return sorted(found, key=lambda one: (one.step, one.path.name))
 
 
 class Checkpointer:
@@ -216,7 +248,7 @@ def _open_partial(folder: Path) -> Path:
 def _set_aside(passed: list[Path]) -> None:
     """Rename damaged checkpoints once an older one is loaded, lest they count among the newest that are kept."""
     for folder in passed:
-        aside = folder.with_name(f"damaged-{folder.name}")
+        aside = folder.with_name(f"{_DAMAGED}{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
 

@@ -1,21 +1,17 @@
-"""What the steps of a run came to, one record each: `metrics.jsonl`, the smoothed loss, steps that were skipped.
+"""What the steps of a run came to, one record each: the smoothed loss, steps that were skipped.
 
 A record holds finite numbers only. One of a skipped step says `"skipped": 1`, and has a loss only if that was finite.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.step import Outcome
 
 BITS = 1.0 / math.log(2.0)
-_FILE = "metrics.jsonl"
 _MEMORY = 50  # steps over which the smoothed loss forgets
 _HALVINGS = 16  # of the loss scale, from its first value down to 1
 
@@ -65,23 +61,6 @@ def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: i
         f"{numbers}, after {row - 1} skipped steps before it: lower --learning-rate, or raise --skip-broken-steps; "
         + (f"step {saved} is the last checkpoint" if saved else "there is no checkpoint yet")
     )
-
-
-def write_records(run: Path, records: Sequence[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_whole(run / _FILE, lambda path: path.write_text(lines))
-
-
-def read_records(run: Path) -> list[dict[str, Any]]:
-    path = run / _FILE
-    if not path.is_file():
-        return []
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        _ = [record["step"] for record in records]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
-    return records
 
 
 def latest(records: Sequence[dict[str, Any]], key: str) -> float | None:

@@ -24,14 +24,8 @@ from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
-from dilated_attention_pytorch.train.records import (
-    BITS,
-    check_broken,
-    latest,
-    read_records,
-    record_of,
-    write_records,
-)
+from dilated_attention_pytorch.train.records import BITS, check_broken, latest, record_of
+from dilated_attention_pytorch.train.run_folder import CONFIG, read_metrics, record_start, write_metrics, write_sample
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.step import Outcome, Stepper
 from dilated_attention_pytorch.train.tokenizer import TOKENIZER, Tokenizer, run_tokenizer
@@ -114,6 +108,9 @@ def _train(
     records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside))
 
     baselines = {"unigram_bits": corpus.unigram_bits(), "bigram_bits": corpus.bigram_bits()}
+    known = {"corpus": corpus.source, "parameters": parameters, "baselines": baselines}
+    many = {} if ranks.mesh is None else {"ranks": ranks.mesh.size()}
+    ranks.on_first(lambda: record_start(run, start, ranks.device.type, **known, **many))
     if ranks.first:
         print(f"corpus   {corpus.source}")
         shape = f"{config.model.segment_lengths} / {config.model.dilation_rates}"
@@ -142,6 +139,7 @@ def _train(
             outcome = _step(stepper, corpus, config, step, ranks)
             seconds = time.perf_counter() - began
             record = record_of(step, outcome, records, corpus.training.tokens_per_byte)
+            record["learning_rate"] = _learning_rate(config, step)
             records.append(record)
             if outcome.is_broken:
                 skipped += 1
@@ -155,19 +153,18 @@ def _train(
             looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed, *received)
             seconds, memory, stop, failed, *received = looked.amax(0).tolist()
             record["tokens_per_second"] = stage.batch_size * stage.sequence_length / seconds
+            record["peak_memory_bytes"] = memory
             if failed:
                 checkpointer.settle()
             if step % config.checkpoint_every == 0 or step == config.steps or stop:
                 began = time.perf_counter()
                 checkpointer.save(step)
-                ranks.on_first(lambda: write_records(run, records))
+                ranks.on_first(lambda: write_metrics(run, records))
                 saved, stall = step, time.perf_counter() - began
             figures = {
                 **{name: value for name, value in record.items() if name not in ("step", "skipped")},
-                "learning_rate": _learning_rate(config, step),
                 "skipped_steps": skipped,
                 "step_seconds": seconds,
-                "peak_memory_bytes": memory,
                 "checkpoint_stall_seconds": stall,
                 "restarts": ranks.restarts,
             }
@@ -204,7 +201,7 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
         raise FileExistsError(f"{run} already holds a run: continue it with --resume {run}, or choose another --out")
     if not found and resume is True:
         raise FileNotFoundError(f"nothing to resume in {run}: it has no complete checkpoint")
-    if found and resume == "auto" and not config.is_same_run(TrainConfig.from_json(run / "config.json")):
+    if found and resume == "auto" and not config.is_same_run(TrainConfig.from_json(run / CONFIG)):
         raise FileExistsError(f"{run} holds a run with other settings: choose another --out")
     return found
 
@@ -214,10 +211,10 @@ def _prepare_run(
 ) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
     corpus.remember(run / "corpus.json", resuming=start > 0)
-    write_whole(run / "config.json", lambda path: path.write_text(config.to_json()))
+    write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
     for name, content in beside.items():
         write_whole(run / name, methodcaller("write_bytes", content))
-    return [record for record in read_records(run) if record["step"] <= start]
+    return [record for record in read_metrics(run) if record["step"] <= start]
 
 
 class _Interrupt:
@@ -326,7 +323,7 @@ def _report(
     tokens = torch.tensor([prompt], device=device)
     generated = model.generate(tokens, config.sample_bytes, temperature=0.8, top_k=40, generator=generator)
     sample = tokenizer.decode(generated[0].tolist())
-    write_whole(run / "sample.txt", lambda path: path.write_text(sample, encoding="utf-8"))
+    write_sample(run, records[-1]["step"], sample)
     print(f"sample\n{sample}")
     return {**_figures(records, baselines), "sample": sample}
 

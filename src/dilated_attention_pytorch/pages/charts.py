@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 
 COLOURS = 6
 
@@ -71,6 +72,94 @@ def lines_svg(
         parts.append(_text(left + 15, 13 + 16 * row, name))
     parts.append(_text(left + width / 2, top + height + 30, f"{x_unit}; {y_unit} upward", "middle"))
     return _svg(left + width + 20, top + height + 38, parts, f"{y_unit} over {x_unit}")
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def curves_svg(
+    curves: Mapping[str, Points],
+    x_unit: str,
+    y_unit: str,
+    limits: Mapping[str, float] | None = None,
+    dots: Sequence[str] = (),
+    width: int = 640,
+) -> str:
+    """Curves over two linear axes with round ticks; what is pointed at says its figures.
+
+    `limits` are dashed lines across, by name. A curve named in `dots` shows its points; others have too many.
+    """
+    limits = limits or {}
+    names = [*curves, *limits]
+    left, top, height = 70, 20 + 16 * len(names), 240
+    points = [point for curve in curves.values() for point in curve]
+    x_ticks = _ticks(min(x for x, _ in points), max(x for x, _ in points))
+    levels = [y for _, y in points] + list(limits.values())
+    y_ticks = _ticks(min(levels), max(levels))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (
+            left + width * (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]),
+            top + height * (y_ticks[-1] - y) / (y_ticks[-1] - y_ticks[0]),
+        )
+
+    parts = []
+    for tick in y_ticks:
+        y = place(x_ticks[0], tick)[1]
+        parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}"/>')
+        parts.append(_text(left - 6, y + 4, f"{tick:,.6g}", "end"))
+    for tick in x_ticks:
+        x = place(tick, y_ticks[0])[0]
+        parts.append(f'<line class="grid" x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{top + height}"/>')
+        parts.append(_text(x, top + height + 14, f"{tick:,.6g}", "middle"))
+    for row, (name, level) in enumerate(limits.items(), len(curves)):
+        y = place(x_ticks[0], level)[1]
+        title = f"<title>{escape(f'{name}: {level:.4g} {y_unit}')}</title>"
+        parts.append(f'<line class="limit" x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}">{title}</line>')
+        parts.append(f'<line class="limit" x1="{left}" y1="{9 + 16 * row}" x2="{left + 10}" y2="{9 + 16 * row}"/>')
+        parts.append(_text(left + 15, 13 + 16 * row, f"{name}: {level:.4g}"))
+    for index, (name, curve) in enumerate(curves.items()):
+        colour, shown = index % COLOURS, "" if name in dots else " touch"
+        placed = [(x, y, *place(x, y)) for x, y in curve]
+        path = " ".join(f"{across:.1f},{up:.1f}" for _, _, across, up in placed)
+        parts.append(f'<polyline class="line s{colour}" points="{path}"/>')
+        for x, y, across, up in placed:
+            title = escape(f"{name}: {y:.4g} {y_unit} at {x_unit} {x:,.6g}")
+            dot = f'<circle class="s{colour}{shown}" cx="{across:.1f}" cy="{up:.1f}" r="3">'
+            parts.append(f"{dot}<title>{title}</title></circle>")
+        parts.append(f'<rect class="s{colour}" x="{left}" y="{4 + 16 * index}" width="10" height="10"/>')
+        parts.append(_text(left + 15, 13 + 16 * index, name))
+    parts.append(_text(left + width / 2, top + height + 30, f"{x_unit}; {y_unit} upward", "middle"))
+    return _svg(left + width + 30, top + height + 38, parts, f"{y_unit} over {x_unit}")
+
+
+def thinned(points: Points, most: int = 400) -> list[tuple[float, float]]:
+    """At most so many points, each the mean of its neighbours.
+
+    >>> thinned([(1, 2.0), (2, 4.0), (3, 0.0), (4, 2.0)], most=2)
+    [(1.5, 3.0), (3.5, 1.0)]
+    """
+    count = min(most, len(points))
+    edges = [len(points) * i // count for i in range(count + 1)] if count else [0]
+    groups = [points[a:b] for a, b in pairwise(edges)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def _ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from at most `low` to at least `high`.
+
+    >>> _ticks(0, 230)
+    [0.0, 50.0, 100.0, 150.0, 200.0, 250.0]
+    >>> _ticks(3.0, 3.0)
+    [2.0, 2.5, 3.0, 3.5, 4.0]
+    """
+    if low == high:
+        low, high = low - (abs(low) / 3 or 1.0), high + (abs(high) / 3 or 1.0)
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = power * min((1, 2, 5, 10), key=lambda factor: abs(math.log(factor * power / rough)))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
 
 
 def _legend(series: Sequence[str], left: float) -> list[str]:

@@ -1,0 +1,1 @@
+"""Pages that need nothing else: charts as SVG, and the HTML around them."""

@@ -1,0 +1,83 @@
+"""One self-contained HTML page for light and dark screens: its frame, its colours, tables and figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+
+def write_html(path: Path, title: str, heading: str, body: Sequence[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = _FRAME.format(title=escape(title), style=_STYLE, heading=escape(heading), body="\n".join(body))
+    path.write_text(text, encoding="utf-8")
+
+
+def marked(text: str) -> str:
+    """Escaped, with Markdown's `code` and **strong**.
+
+    >>> marked("`a < b` is **so**")
+    '<code>a &lt; b</code> is <strong>so</strong>'
+    """
+    text = re.sub(r"`(.+?)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """Cells may hold what `marked` takes."""
+    names = "".join(f"<th>{marked(name)}</th>" for name in head)
+    cells = ("".join(f"<td>{marked(value)}</td>" for value in row) for row in body)
+    rows = "\n".join(f"<tr>{row}</tr>" for row in cells)
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
+
+
+def figures(charts: Iterable[tuple[str, str]]) -> str:
+    """Charts as SVG, each below its name."""
+    drawn = (f"<figure><figcaption>{marked(name)}</figcaption>{svg}</figure>" for name, svg in charts)
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def bullets(notes: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{marked(note)}</li>" for note in notes) + "</ul>"
+
+
+_STYLE = """
+:root { color-scheme: light dark; --back: #fff; --ink: #212529; --faint: #dee2e6; --limit: #c92a2a;
+  --s0: #1971c2; --s1: #868e96; --s2: #e8590c; --s3: #9c36b5; --s4: #2f9e44; --s5: #c2255c; }
+@media (prefers-color-scheme: dark) { :root { --back: #16181b; --ink: #e9ecef; --faint: #373b40; --limit: #ff8787;
+  --s0: #4dabf7; --s1: #adb5bd; --s2: #ffa94d; --s3: #da77f2; --s4: #69db7c; --s5: #f783ac; } }
+body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 72rem;
+  margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid var(--faint); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+.wide, pre { overflow-x: auto; }
+.charts { display: flex; flex-wrap: wrap; gap: 1rem; }
+figure { margin: 0; }
+figcaption { font-size: 13px; font-weight: 600; }
+svg { max-width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: var(--ink); }
+.grid { stroke: var(--faint); } .limit { stroke: var(--limit); stroke-dasharray: 4 3; }
+.s0 { fill: var(--s0); stroke: var(--s0); } .s1 { fill: var(--s1); stroke: var(--s1); }
+.s2 { fill: var(--s2); stroke: var(--s2); } .s3 { fill: var(--s3); stroke: var(--s3); }
+.s4 { fill: var(--s4); stroke: var(--s4); } .s5 { fill: var(--s5); stroke: var(--s5); }
+.line { fill: none; stroke-width: 2; }
+.touch { opacity: 0; } .touch:hover { opacity: 1; }
+""".strip()
+
+_FRAME = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{style}
+</style>
+</head>
+<body>
+<h1>{heading}</h1>
+{body}
+</body>
+</html>
+"""

@@ -1,0 +1,169 @@
+"""The command `report`: a run's folder as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from dilated_attention_pytorch.measuring import size
+from dilated_attention_pytorch.pages.charts import curves_svg, thinned
+from dilated_attention_pytorch.pages.page import bullets, figures, marked, table, write_html
+from dilated_attention_pytorch.train.run_folder import RunFolder, read_run
+
+_BITS = 1.0 / math.log(2.0)
+# What is drawn beside the losses: a record's figure, what the chart is called, the unit, and what to divide by.
+_FIGURES = (
+    ("learning_rate", "Learning rate", "learning rate", 1.0),
+    ("tokens_per_second", "Speed", "tokens/s", 1.0),
+    ("peak_memory_bytes", "Peak memory of the rank that holds most", "GiB", float(1 << 30)),
+    ("gradient_norm", "Gradient norm, before clipping", "norm", 1.0),
+)
+_BASELINES = {"unigram_bits": "byte frequencies (unigram)", "bigram_bits": "byte pairs (bigram)"}
+_LONGEST_SAMPLE = 4000
+
+
+def write_run_report(run: Path, out: Path | None = None) -> Path:
+    """Write the page of the run in folder `run` to `out`, by default `report.html` in it; returns where it is.
+
+    A run that is going on, was interrupted or is damaged is shown as far as it can be read.
+    """
+    found = read_run(run)
+    path = run / "report.html" if out is None else out
+    title = f"Run {run.resolve().name}"
+    write_html(path, title, title, _body(found))
+    return path
+
+
+def _body(run: RunFolder) -> list[str]:
+    body = [f"<p>{marked(_state(run))}</p>"]
+    if run.damage:
+        body += ["<h2>What cannot be read</h2>", bullets(run.damage)]
+    body += [*_summary(run), *_curves(run), *_samples(run), *_checkpoints(run), *_starts(run)]
+    if run.config:
+        rows = [[f"`{name}`", value] for name, value in _flat(run.config).items()]
+        body += ["<h2>Effective settings</h2>", table(["setting", "value"], rows)]
+    return body
+
+
+def _state(run: RunFolder) -> str:
+    if run.steps is None:
+        return f"Known up to step **{run.done:,}**; how many there should be is not known."
+    if run.done >= run.steps:
+        return f"**Finished**: all {run.steps:,} steps."
+    written = [path.stat().st_mtime for path in run.path.iterdir() if path.suffix in (".jsonl", ".json")]
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(written, default=0.0)))
+    resume = (
+        f"if it is not going on, continue it with `dilated-attention train --resume {run.path}`"
+        if any(one.state == "whole" for one in run.saved)
+        else "it has no whole checkpoint yet"
+    )
+    return f"**Not finished**: step {run.done:,} of {run.steps:,}, last written {when}; {resume}."
+
+
+def _summary(run: RunFolder) -> list[str]:
+    rows: list[list[str]] = []
+
+    def add(name: str, value: str) -> None:
+        rows.append([name, value])
+
+    validation = _points(run, "validation_bits")
+    if losses := _points(run, "loss"):
+        add("training loss, last step", f"{losses[-1][1]:.4f} nats ({losses[-1][1] * _BITS:.4f} bits)")
+    if smooth := _points(run, "loss_ema"):
+        add("training loss, moving average", f"{smooth[-1][1]:.4f} nats")
+    if validation:
+        step, best = min(validation, key=lambda point: point[1])
+        add("validation, last", f"{validation[-1][1]:.4f} bits per byte")
+        add("validation, best", f"{best:.4f} bits per byte, at step {step:,}")
+    for name, bits in _baselines(run).items():
+        add(f"to beat: {name}", f"{bits:.4f} bits per byte")
+    if speed := _points(run, "tokens_per_second"):
+        add("speed, median", f"{statistics.median(y for _, y in speed):,.0f} tokens/s")
+    if memory := _points(run, "peak_memory_bytes"):
+        add("memory, peak", size(max(y for _, y in memory)))
+    for name in ("parameters", "corpus"):
+        if run.starts and name in run.starts[-1]:
+            value = run.starts[-1][name]
+            add(name, f"{value:,}" if isinstance(value, int) else str(value))
+    return ["<h2>Figures</h2>", table(["", ""], rows)] if rows else []
+
+
+def _curves(run: RunFolder) -> list[str]:
+    losses = {
+        "training": thinned(_points(run, "bits") or _points(run, "loss", _BITS)),
+        "training, moving average": thinned(_points(run, "loss_ema", _BITS)),
+        "validation": _points(run, "validation_bits"),
+    }
+    losses = {name: points for name, points in losses.items() if points}
+    if not losses:
+        return ["<h2>Curves</h2>", "<p>No step is recorded yet: records are written with every checkpoint.</p>"]
+    chart = curves_svg(losses, "step", "bits per byte", _baselines(run), dots=["validation"], width=960)
+    smaller = [
+        (title, curves_svg({title: thinned(points)}, "step", unit, width=400))
+        for key, title, unit, scale in _FIGURES
+        if (points := _points(run, key, 1 / scale))
+    ]
+    return ["<h2>Curves</h2>", figures([("Bits per byte over steps", chart)]), figures(smaller)]
+
+
+def _samples(run: RunFolder) -> list[str]:
+    body = ["<h2>Samples</h2>"] if run.samples else []
+    for step, text in reversed(run.samples):
+        cut = text if len(text) <= _LONGEST_SAMPLE else f"{text[:_LONGEST_SAMPLE]}..."
+        body.append(f"<h3>After step {step:,}</h3><pre>{escape(cut)}</pre>")
+    return body
+
+
+def _checkpoints(run: RunFolder) -> list[str]:
+    if not run.saved:
+        return ["<h2>Checkpoints</h2>", "<p>There is none.</p>"]
+    rows = [
+        [f"`{one.path.name}`", f"{one.step:,}", one.state, size(one.bytes), ", ".join(one.files)] for one in run.saved
+    ]
+    return ["<h2>Checkpoints</h2>", table(["folder", "step", "", "size", "holds"], rows)]
+
+
+def _starts(run: RunFolder) -> list[str]:
+    """A column a start, so that what changed between them stands side by side."""
+    if not run.starts:
+        return []
+    columns = [_flat({name: value for name, value in one.items() if name != "baselines"}) for one in run.starts]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name.removeprefix("machine."), *(column.get(name, "") for column in columns)] for name in names]
+    head = ["", *(f"start {i + 1}" for i in range(len(columns)))]
+    return ["<h2>Hardware and versions at each start</h2>", table(head, rows)]
+
+
+def _points(run: RunFolder, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
+    """A record's figure over steps; what is not a finite number is no point."""
+    found = [(record["step"], record.get(key)) for record in run.records]
+    return [(step, y * scale) for step, y in found if isinstance(y, (int, float)) and math.isfinite(y)]
+
+
+def _baselines(run: RunFolder) -> dict[str, float]:
+    stated = run.starts[-1].get("baselines") if run.starts else None
+    if not isinstance(stated, dict):
+        return {}
+    return {
+        _BASELINES.get(str(name), str(name)): bits for name, bits in stated.items() if isinstance(bits, (int, float))
+    }
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Settings by dotted name.
+
+    >>> _flat({"steps": 2, "model": {"d_model": 16, "segment_lengths": [8, 16]}})
+    {'steps': '2', 'model.d_model': '16', 'model.segment_lengths': '[8, 16]'}
+    """
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{before}{name}.")
+        else:
+            flat[before + name] = str(value)
+    return flat

@@ -1,0 +1,151 @@
+"""What lies in a run's folder beside its checkpoints, and how it is read back, also from a run that was cut off.
+
+config.json          the effective settings
+corpus.json          what the text is: a resumed run refuses another
+tokenizer.json       of a run that has one
+metrics.jsonl        a record a step, written with every checkpoint
+log.jsonl            figures as they happen, with the monitor jsonl
+environment.jsonl    hardware, versions, corpus and the bits to beat, a line a start
+loss.png             the curve
+samples/             what the model wrote, by step
+checkpoints/         see `checkpoint`
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dilated_attention_pytorch.measuring import machine
+from dilated_attention_pytorch.models.weights import write_whole
+from dilated_attention_pytorch.train.checkpoint import Saved, list_saved
+
+CONFIG, METRICS, LOG, STARTS = "config.json", "metrics.jsonl", "log.jsonl", "environment.jsonl"
+
+
+def record_start(run: Path, step: int, device: str, **known: Any) -> None:
+    """Append what this start, after `step`, runs on; `known` is what else the run knows by then."""
+    line = {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step, **known, "machine": machine(device)}
+    with (run / STARTS).open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def write_sample(run: Path, step: int, text: str) -> Path:
+    """What the model wrote after `step`."""
+    path = run / "samples" / f"step-{step:08d}.txt"
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    return path
+
+
+def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_whole(run / METRICS, lambda path: path.write_text(lines))
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records, for a run that goes on from them: broken ones are refused."""
+    path = run / METRICS
+    if not path.is_file():
+        return []
+    try:
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        _ = [record["step"] for record in records]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
+    return records
+
+
+@dataclass
+class RunFolder:
+    """A run as far as its folder can be read; `damage` says in words what cannot."""
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps the run is to take, if its config tells."""
+        steps = self.config.get("steps")
+        return steps if isinstance(steps, int) and steps > 0 else None
+
+    @property
+    def done(self) -> int:
+        """The last step that is known to be done."""
+        saved = [one.step for one in self.saved if one.state == "whole"]
+        return max([record["step"] for record in self.records] + saved, default=0)
+
+
+def read_run(path: Path) -> RunFolder:
+    """Everything of a run that can be read: finished, going on, interrupted or damaged."""
+    names = (CONFIG, METRICS, LOG, STARTS, "checkpoints")
+    if not path.is_dir():
+        raise FileNotFoundError(f"no folder {path}: name that of a run, as below runs/")
+    if not any((path / name).exists() for name in names):
+        raise FileNotFoundError(f"{path} is no run's folder: it has none of {', '.join(names)}")
+    run = RunFolder(path)
+    if (path / CONFIG).is_file():
+        try:
+            run.config = json.loads((path / CONFIG).read_text())
+            if not isinstance(run.config, dict):
+                raise ValueError(f"it holds {type(run.config).__name__}")
+        except (OSError, ValueError) as error:
+            run.config = {}
+            run.damage.append(f"`{CONFIG}` cannot be read: {error}")
+    else:
+        run.damage.append(f"there is no `{CONFIG}`")
+    # The log knows the steps since the last checkpoint; a step that was taken again counts as it went last.
+    by_step: dict[int, dict[str, Any]] = {}
+    for name in (LOG, METRICS):
+        for record in _lines(path / name, run.damage):
+            if isinstance(record.get("step"), int):
+                by_step[record["step"]] = by_step.get(record["step"], {}) | record
+            else:
+                run.damage.append(f"`{name}` has a line without a step, which is left out")
+    run.records = [by_step[step] for step in sorted(by_step)]
+    run.starts = _lines(path / STARTS, run.damage)
+    run.saved = list_saved(path)
+    for one in run.saved:
+        if one.state == "unfinished":
+            run.damage.append(f"`checkpoints/{one.path.name}` is not whole: it is being written now, or was cut off")
+        elif one.state == "damaged":
+            run.damage.append(f"`checkpoints/{one.path.name}` could not be read when the run was resumed")
+    for sample in sorted((path / "samples").glob("step-*.txt")):
+        try:
+            run.samples.append((int(sample.stem.removeprefix("step-")), sample.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            run.damage.append(f"`samples/{sample.name}` cannot be read: {error}")
+    return run
+
+
+def _lines(path: Path, damage: list[str]) -> list[dict[str, Any]]:
+    """The lines of a file that are JSON objects; of the others, one word."""
+    if not path.is_file():
+        return []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        damage.append(f"`{path.name}` cannot be read: {error}")
+        return []
+    found, broken = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        else:
+            broken.append(number)
+    if broken:
+        many = f"{len(broken)} of {len(lines)} lines are broken and left out"
+        damage.append(f"`{path.name}`: {many}, the first is line {broken[0]}")
+    return found
