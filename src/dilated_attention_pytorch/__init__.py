@@ -31,7 +31,15 @@ from dilated_attention_pytorch.inspect import (
     monitor_memory_realtime,
     profile_memory_usage,
 )
-from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
+from dilated_attention_pytorch.models import (
+    LongNet,
+    LongNetLM,
+    ModelConfig,
+    cls_attention,
+    load_torchscale_weights,
+    on_slide,
+    patch_gigapath,
+)
 from dilated_attention_pytorch.nn import (
     DilatedAttention,
     DilatedKVCache,
@@ -91,6 +99,7 @@ __all__ = [
     "attention_rows",
     "backends",
     "benchmark_implementations",
+    "cls_attention",
     "create_dilated_attention",
     "create_multihead_dilated_attention",
     "diagnose_oom_error",
@@ -98,10 +107,13 @@ __all__ = [
     "document_spans",
     "get_global_memory_pool",
     "get_global_pattern_cache",
+    "load_torchscale_weights",
     "memory_cleanup",
     "merge",
     "monitor_memory_realtime",
+    "on_slide",
     "parallelize",
+    "patch_gigapath",
     "profile_memory_usage",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",
