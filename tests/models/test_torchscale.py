@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from types import SimpleNamespace
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -344,6 +347,23 @@ def test_the_cls_rows_map_is_that_of_a_dense_softmax() -> None:
     y = torch.randn(1, 61, 32, dtype=torch.float64)
     q, k, v = exact.project(y, y, y)
     torch.testing.assert_close(exact.attention(q, k, v)[:, 0], by_definition(q, k, v, SMALL)[:, 0])
+
+
+def test_the_pages_code_runs_on_a_slide_encoder(tmp_path, monkeypatch) -> None:
+    slide_encoder = ModuleType("gigapath.slide_encoder")
+    slide_encoder.create_model = lambda *names: SlideEncoder()
+    monkeypatch.setitem(sys.modules, "gigapath", ModuleType("gigapath"))
+    monkeypatch.setitem(sys.modules, "gigapath.slide_encoder", slide_encoder)
+    monkeypatch.chdir(tmp_path)
+    tiles, coordinates = slide()
+    names = {"tiles": tiles, "coordinates": coordinates}
+    page = (Path(__file__).parents[2] / "docs/gigapath.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>>" not in block]
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    assert names["maps"].shape[:2] == (2, 8)
+    assert (tmp_path / "slide.png").stat().st_size > 0
 
 
 def test_weights_are_laid_over_the_slide() -> None:
