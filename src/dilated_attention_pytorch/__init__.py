@@ -33,7 +33,15 @@ from dilated_attention_pytorch.inspect import (
     monitor_memory_realtime,
     profile_memory_usage,
 )
-from dilated_attention_pytorch.models import LongNet, LongNetLM, ModelConfig
+from dilated_attention_pytorch.models import (
+    LongNet,
+    LongNetLM,
+    ModelConfig,
+    cls_attention,
+    load_torchscale_weights,
+    on_slide,
+    patch_gigapath,
+)
 from dilated_attention_pytorch.nn import (
     DilatedAttention,
     DilatedKVCache,
@@ -109,6 +117,7 @@ __all__ = [
     "attention_rows",
     "backends",
     "benchmark_implementations",
+    "cls_attention",
     "create_dilated_attention",
     "create_multihead_dilated_attention",
     "diagnose_oom_error",
@@ -120,13 +129,16 @@ __all__ = [
     "get_global_pattern_cache",
     "gradient_accumulation_training",
     "hierarchical_training_schedule",
+    "load_torchscale_weights",
     "memory_cleanup",
     "merge",
     "monitor_memory_realtime",
+    "on_slide",
     "optimize_large_model",
     "optimize_medium_model",
     "optimize_small_model",
     "parallelize",
+    "patch_gigapath",
     "profile_memory_usage",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",

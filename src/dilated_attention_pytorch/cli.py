@@ -162,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
             "pool",
             "shard",
             "decode",
+            "gigapath",
             "tune",
             "page",
             "report",
@@ -170,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
         "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
         "decode: time a token over context length, and prompts in chunks; "
+        "gigapath: Prov-GigaPath's slide encoder, ours and torchscale's; "
         "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
         "charts, from results",
     )
@@ -403,11 +405,12 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def _bench(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.bench.contenders import choose_contenders
+    from dilated_attention_pytorch.bench.encoders import choose_encoders, peak_memory
     from dilated_attention_pytorch.bench.memory import print_memory
     from dilated_attention_pytorch.bench.report import handwritten, write_page, write_report
     from dilated_attention_pytorch.bench.runner import run_suites
     from dilated_attention_pytorch.bench.shared import run_shared
-    from dilated_attention_pytorch.bench.suites import SUITES, choose_cases
+    from dilated_attention_pytorch.bench.suites import ENCODER_SUITES, SUITES, choose_cases
 
     suite, out = arguments.suite, arguments.out
     if suite == "memory":
@@ -443,7 +446,9 @@ def _bench(arguments: argparse.Namespace) -> None:
         device = _bench_device(arguments.device)
         suites = list(SUITES) if suite == "all" else [suite]
         cases = choose_cases(suites, device, words=arguments.cases, tokens=arguments.tokens)
-        run_suites(cases, choose_contenders(arguments.only, arguments.torchscale), device, out)
+        choose = choose_encoders if suite in ENCODER_SUITES else choose_contenders
+        rows = run_suites(cases, choose(arguments.only, arguments.torchscale), device, out)
+        print(*peak_memory(rows), sep="\n", end="")
     for render, path, named in ((write_page, arguments.page, "page"), (write_report, arguments.html, "report")):
         if suite in ("all", named):
             render(out, path)

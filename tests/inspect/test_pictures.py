@@ -8,7 +8,13 @@ import torch
 
 from dilated_attention_pytorch.core import DilatedSpec, dense_mask
 from dilated_attention_pytorch.functional import attention_rows
-from dilated_attention_pytorch.inspect.pictures import draw_documentation, pattern_svg, row_shares, write_rows
+from dilated_attention_pytorch.inspect.pictures import (
+    draw_documentation,
+    pattern_svg,
+    row_shares,
+    write_rows,
+    write_slide,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -40,3 +46,20 @@ def test_weights_of_rows_are_drawn_darkest_where_they_are_largest(tmp_path) -> N
     assert "batch row 0, row 6, head 0" in text
     with pytest.raises(ValueError, match="name rows in attention_rows"):
         write_rows(tmp_path / "rows.svg", {}, 16)
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_weights_of_tiles_are_drawn_where_the_tiles_lie(kind, tmp_path) -> None:
+    weights, coordinates = torch.tensor([0.5, 0.25, 0.0]), torch.tensor([[0, 0], [512, 256], [256, 0]])
+    path = tmp_path / f"slide.{kind}"
+    write_slide(path, weights, coordinates)
+    assert path.stat().st_size > 0
+    if kind == "svg":
+        drawn = path.read_text()
+        assert "3 tiles, 2 rows by 3 columns" in drawn
+        root = ElementTree.fromstring(drawn)
+        rects = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("x")]
+        places = {(rect.get("x"), rect.get("y")) for rect in rects if rect.get("fill") != "none"}
+        assert len(places) == 2  # a tile without weight is not drawn
+    with pytest.raises(ValueError, match="one weight a tile"):
+        write_slide(path, weights[None], coordinates)

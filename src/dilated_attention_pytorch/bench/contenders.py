@@ -49,6 +49,13 @@ def choose_contenders(only: Sequence[str] | None = None, torchscale: Path | None
         "ours, eager": ours("eager"),
         EVERY_TILE: every_tile,
     }
+    return named_contenders(contenders, only, torchscale)
+
+
+def named_contenders(
+    contenders: dict[str, Setup], only: Sequence[str] | None, torchscale: Path | None
+) -> dict[str, Setup]:
+    """All contenders, or those named."""
     if only is None:
         return contenders
     unknown = [name for name in only if name not in contenders]

@@ -36,6 +36,7 @@ class Case:
     pattern: PatternType | None = None
     sparsity_ratio: float = 1.0
     block_size: int = 128
+    encoder_layers: int = 0  # of an encoder around the attention, with a feed-forward of four times its width; 0: none
 
     @property
     def spec(self) -> DilatedSpec:
@@ -55,12 +56,18 @@ class Case:
         else:
             pairs = _kept_pairs(self.spec, self.tokens, self.heads, self.sparse_config, self.is_causal)
             forward = 4 * pairs * self.head_dim
-        return forward * 7 // 2 if self.backward else forward
+        attention = forward * 7 // 2 if self.backward else forward
+        if not self.encoder_layers:
+            return attention
+        width = self.heads * self.head_dim
+        linear = 2 * self.tokens * 12 * width**2
+        return self.encoder_layers * (attention + (3 if self.backward else 1) * linear)
 
     @property
     def title(self) -> str:
         """What distinguishes a case, in a few words."""
         words = [f"N={self.tokens:,}", f"D={self.head_dim}", f"H={self.heads}", f"{len(self.segment_lengths)} branches"]
+        words += [f"{self.encoder_layers} layers"] if self.encoder_layers else []
         words += ["causal"] if self.is_causal else []
         words += [self.head_layout] if self.head_layout != "interleaved" else []
         words += [self.pattern, f"{self.sparsity_ratio:g}"] if self.pattern is not None else []

@@ -28,8 +28,8 @@ def load_torchscale(checkout: Path) -> Any:
             "git clone https://github.com/microsoft/torchscale"
         )
     kernel = ModuleType("torchscale.component.flash_attention")
-    kernel.flash_attn_func = _flash_attention  # type: ignore[attr-defined]
-    with _importing_from(checkout):
+    kernel.flash_attn_func = flash_attention_of_pytorch  # type: ignore[attr-defined]
+    with importing_from(checkout, "torchscale"):
         sys.modules[kernel.__name__] = kernel
         try:
             return importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
@@ -56,7 +56,7 @@ def without_projections(
     return attention
 
 
-def _flash_attention(
+def flash_attention_of_pytorch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,18 +78,19 @@ def _flash_attention(
 
 
 @contextmanager
-def _importing_from(checkout: Path) -> Iterator[None]:
-    """Imports of `torchscale` come from the checkout, even where a release of it is installed or loaded."""
-    before = _take_modules()
+def importing_from(checkout: Path, *packages: str) -> Iterator[None]:
+    """Imports of `packages` come from the checkout, even where releases of them are installed or loaded."""
+    before = _take_modules(packages)
+    path = list(sys.path)
     sys.path.insert(0, str(checkout))
     try:
         yield
     finally:
-        sys.path.remove(str(checkout))
-        _take_modules()
+        sys.path[:] = path
+        _take_modules(packages)
         sys.modules.update(before)
 
 
-def _take_modules() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name.split(".")[0] == "torchscale"]
+def _take_modules(packages: tuple[str, ...]) -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name.split(".")[0] in packages]
     return {name: sys.modules.pop(name) for name in names}

@@ -145,18 +145,21 @@ def _suite(suite: str, rows: list[Row]) -> Section:
 
 
 def _peak_memory(suite: str, rows: list[Row]) -> Section:
-    """In GiB, of forward and backward: of the forward alone no floor is known."""
-    rows = [row for row in rows if memory(row, rows) is not None]
+    """In GiB: of attention's forward and backward, since of the forward alone no floor is known, and of encoders."""
+    rows = [row for row in rows if row.case.encoder_layers or memory(row, rows) is not None]
     names = [name for name in _names(rows) if name != FLOOR]  # which has other tokens
     section = Section(f"{suite}: peak memory, GiB", head=["case", "floor", *names, "memory"])
     section.paragraphs = ["What PyTorch's allocator held at most, inputs included. " + _meaning("memory") + "."]
+    if all(row.case.encoder_layers for row in rows):
+        section.paragraphs = ["What PyTorch's allocator held at most, inputs and weights included."]
     bars = []
     for row in rows:
         found = [row.measured(name, "peak_bytes") for name in names]
-        over = memory(row, rows) or 0.0
-        cells = ["-" if value is None else f"{value / 2**30:.2f}" for value in [row.case.floor_bytes, *found]]
+        over = memory(row, rows)
+        floor = None if over is None else row.case.floor_bytes
+        cells = ["-" if value is None else f"{value / 2**30:.2f}" for value in [floor, *found]]
         section.body.append([row.case.title, *cells, ratio_cell(over)])
-        bars.append((row.case.title, [over]))
+        bars += [] if over is None else [(row.case.title, [over])]
     if bars:
         section.charts = [("Over the floor; lines at 1 and 1.1", bars_svg(bars, [OURS], "times the floor", [1.0, 1.1]))]
     return section

@@ -114,7 +114,8 @@ def rate(row: Row, rows: Sequence[Row]) -> float | None:
 
 def memory(row: Row, rows: Sequence[Row]) -> float | None:
     peak = row.measured(OURS, "peak_bytes")
-    return _quotient(peak, row.case.floor_bytes) if row.case.backward else None
+    has_floor = row.case.backward and not row.case.encoder_layers
+    return _quotient(peak, row.case.floor_bytes) if has_floor else None
 
 
 def faster_than(contender: str) -> Ratio:

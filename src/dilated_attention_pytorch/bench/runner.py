@@ -20,11 +20,12 @@ _TITLE, _CELL, _RATIO = 56, 19, 15  # widths of the printed columns
 
 def run_suites(
     cases: Mapping[str, Sequence[Case]], contenders: Mapping[str, Setup], device: str, out: Path | None = None
-) -> None:
+) -> list[Row]:
     """Measure the cases of each suite; prints a row a case and appends JSON lines to `out` as they come.
 
     A contender that fails is recorded with its reason, and the run goes on.
     """
+    every: list[Row] = []
     found = machine(device)
     print(describe(found))
     append_line(out, {"machine": found})
@@ -46,8 +47,10 @@ def run_suites(
             print(*(f"{ratio_cell(value(row, rows)):>{_RATIO}}" for _, value in RATIOS.values()), flush=True)
             reasons |= dict.fromkeys(why_not_measured(row))
         print(*(f"- {reason}" for reason in reasons), sep="\n")
+        every += rows
     print()
     print(*(f"{name}: {meaning}" for name, (meaning, _) in RATIOS.items()), sep="\n")
+    return every
 
 
 def _attempt(setup: Setup, case: Case) -> dict[str, Any]:

@@ -10,6 +10,10 @@ from dilated_attention_pytorch.bench.harness import Case
 
 USUAL: dict[str, Any] = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 PAPER: dict[str, Any] = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
+GIGAPATH: dict[str, Any] = {
+    "segment_lengths": (1024, 5792, 32768, 185363, 1048576),
+    "dilation_rates": (1, 2, 4, 8, 16),
+}
 CPU: dict[str, Any] = {**USUAL, "dtype": "float32", "device": "cpu"}
 SIZES = ((64, 12), (128, 16))
 
@@ -58,6 +62,16 @@ def blocksparse(device: str) -> Iterator[Case]:
     yield from _each_way(tokens=131_072, heads=12, head_dim=64, **_SPARSE, **long)
 
 
+def gigapath(device: str) -> Iterator[Case]:
+    """Prov-GigaPath's slide encoder: a CLS token and some tiles, 12 layers of 16 heads of 48."""
+    size = {"heads": 16, "head_dim": 48, "head_layout": "blocked", **GIGAPATH}
+    if device == "cpu":
+        yield from _each_way(tokens=2001, encoder_layers=2, dtype="float32", device="cpu", **size)
+        return
+    for tiles in (10_000, 45_000, 200_000):
+        yield from _each_way(tokens=tiles + 1, encoder_layers=12, **size)
+
+
 _SPARSE: dict[str, Any] = {"pattern": "dilated_sparse", "sparsity_ratio": 0.1}
 
 SUITES: dict[str, Callable[[str], Iterator[Case]]] = {
@@ -66,6 +80,8 @@ SUITES: dict[str, Callable[[str], Iterator[Case]]] = {
     "scaling": scaling,
     "blocksparse": blocksparse,
 }
+ENCODER_SUITES: dict[str, Callable[[str], Iterator[Case]]] = {"gigapath": gigapath}
+"""Of whole encoders, which have contenders of their own."""
 
 
 def choose_cases(
@@ -77,7 +93,7 @@ def choose_cases(
     ...     ["short", "scaling"], "cuda", words=["forward"], tokens=[512]).items()}
     {'short': ['N=512 D=64 H=12 3 branches forward']}
     """
-    every = {suite: list(SUITES[suite](device)) for suite in suites}
+    every = {suite: list((SUITES | ENCODER_SUITES)[suite](device)) for suite in suites}
     chosen = {
         suite: [case for case in cases if _has(case, words) and (not tokens or case.tokens in tokens)]
         for suite, cases in every.items()

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
 from dilated_attention_pytorch.core.row_weights import RowWeights
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
+from dilated_attention_pytorch.models.slide_attention import on_slide
 
 _CELL, _GAP = 14, 18
 _EMPTY, _BORDER, _INK = "#f1f3f5", "#495057", "#212529"
@@ -68,8 +71,13 @@ def pattern_svg(spec: DilatedSpec, n: int, head: int, heads: int, *, is_causal: 
     return _svg(len(panels) * (side + _GAP), side + 44, rows)
 
 
-def density_svg(shares: Sequence[Sequence[float]], title: str, notes: Sequence[str]) -> str:
-    """A map of who sees whom in cells, darker where a cell's rows see more of its keys; notes stand below."""
+def density_svg(
+    shares: Sequence[Sequence[float]], title: str, notes: Sequence[str], axes: tuple[str, str] = ("queries", "keys")
+) -> str:
+    """A map of who sees whom in cells, darker where a cell's rows see more of its keys; notes stand below.
+
+    `axes` says what rows and columns are, where it is another map.
+    """
     cell = max(2.0, 512 / len(shares[0]))
     width, height = cell * len(shares[0]), cell * len(shares)
     rows = [_text(0, 12, title)]
@@ -80,21 +88,29 @@ def density_svg(shares: Sequence[Sequence[float]], title: str, notes: Sequence[s
             if share > 0
         ]
     rows.append(_frame(0, 20, width, height))
-    rows += [_text(0, 36 + height + 14 * i, note) for i, note in enumerate(("rows: queries, columns: keys", *notes))]
+    rows += [
+        _text(0, 36 + height + 14 * i, note) for i, note in enumerate((f"rows: {axes[0]}, columns: {axes[1]}", *notes))
+    ]
     longest = max(map(len, (title, *notes)))
     return _svg(max(width, 6 * longest) + 4, height + 40 + 14 * len(notes), rows)
 
 
-def write_density(path: Path, shares: Sequence[Sequence[float]], title: str, notes: Sequence[str]) -> None:
+def write_density(
+    path: Path,
+    shares: Sequence[Sequence[float]],
+    title: str,
+    notes: Sequence[str],
+    axes: tuple[str, str] = ("queries", "keys"),
+) -> None:
     """A density as a file, `.svg` or `.png`; PNG needs matplotlib."""
     if check_picture(path) == ".svg":
-        _write(path, density_svg(shares, title, notes))
+        _write(path, density_svg(shares, title, notes, axes))
         return
     figure = _figure(8, 9)
-    axes = figure.add_subplot()
-    axes.imshow([[_share_of_ink(share) for share in row] for row in shares], cmap="Blues", vmin=0, vmax=1)
-    axes.set(title=title, xlabel="keys", ylabel="queries", xticks=[], yticks=[])
-    axes.title.set_fontsize(8)
+    plot = figure.add_subplot()
+    plot.imshow([[_share_of_ink(share) for share in row] for row in shares], cmap="Blues", vmin=0, vmax=1)
+    plot.set(title=title, xlabel=axes[1], ylabel=axes[0], xticks=[], yticks=[])
+    plot.title.set_fontsize(8)
     figure.text(0.1, 0.02, "\n".join(notes), fontsize=8, family="monospace")
     _write(path, figure)
 
@@ -200,6 +216,27 @@ def write_rows(
         strips += [strip] * 4 + [[0.0] * len(strip)]
     names = [f"batch row {b}, row {row}, head {head}" for b, row, head in found]
     write_density(path, strips[:-1], title, [f"{tokens:,} keys; from above:", *names])
+
+
+def write_slide(
+    path: str | Path,
+    weights: Tensor,
+    coordinates: Tensor,
+    tile_size: int = 256,
+    title: str = "attention of the CLS token",
+) -> None:
+    """Weights of tiles, `(tiles,)`, drawn where the tiles lie on the slide, darker where more is: `.svg` or `.png`."""
+    if weights.dim() != 1:
+        raise ValueError(
+            f"a picture shows one weight a tile, got {tuple(weights.shape)}: choose a layer and a head, or take a mean"
+        )
+    grid = on_slide(weights.detach().float().cpu(), coordinates.cpu(), tile_size)
+    # As many cells as a screen shows; the strongest of those that share one is what is looked for.
+    cells = (min(grid.shape[0], 192), min(grid.shape[1], 192))
+    shown = F.adaptive_max_pool2d(grid[None], cells)[0]
+    shares = (shown / shown.max().clamp_min(torch.finfo(torch.float32).tiny)).tolist()
+    notes = [f"{weights.numel():,} tiles, {grid.shape[0]:,} rows by {grid.shape[1]:,} columns"]
+    write_density(Path(path), shares, title, notes, ("of tiles", "of tiles"))
 
 
 def row_shares(found: RowWeights, tokens: int, cells: int = 128) -> list[float]:

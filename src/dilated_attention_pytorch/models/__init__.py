@@ -2,5 +2,15 @@
 
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.models.slide_attention import cls_attention, on_slide
+from dilated_attention_pytorch.models.torchscale import load_torchscale_weights, patch_gigapath
 
-__all__ = ["LongNet", "LongNetLM", "ModelConfig"]
+__all__ = [
+    "LongNet",
+    "LongNetLM",
+    "ModelConfig",
+    "cls_attention",
+    "load_torchscale_weights",
+    "on_slide",
+    "patch_gigapath",
+]

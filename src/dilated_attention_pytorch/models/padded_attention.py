@@ -1,0 +1,188 @@
+"""Dilated attention as torchscale computes it, its padding included: what weights trained with torchscale expect.
+
+torchscale cuts each branch into segments of `min(w, N)` rows, fills the last one up with rows of zeros, and every
+segment up to a multiple of the rate. A key of zeros has score 0 and value 0: the softmax counts it, and it adds
+nothing. So `c` of them are one more partial, `out = 0` and `lse = log c`, which `merge` adds to what has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention_pytorch.core.merge import merge
+from dilated_attention_pytorch.core.pattern import grid_rows
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
+from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+
+Branches = tuple[Branch, ...]
+
+
+class ZeroKeys:
+    """How many keys of zeros each row sees, as logarithms; remembered for one length, for all layers of a model."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._found: dict[tuple[Any, ...], Tensor | None] = {}
+
+    def __reduce__(self) -> tuple[type[ZeroKeys], tuple[()]]:
+        return ZeroKeys, ()  # a copy counts anew
+
+    def logs(self, branches: Branches, tokens: int, heads: int, like: Tensor) -> Tensor | None:
+        """`(tokens, heads)`, -inf where there are none; None where no row sees any."""
+        if torch.compiler.is_compiling():
+            return log_zero_keys(branches, tokens, heads, like)
+        if tokens != self._tokens:
+            self._found.clear()
+            self._tokens = tokens
+        key = (branches, heads, like.device, like.dtype)
+        if key not in self._found:
+            with torch.inference_mode(False):  # what inference made, training could not save for backward
+                self._found[key] = log_zero_keys(branches, tokens, heads, like)
+        return self._found[key]
+
+
+def log_zero_keys(branches: Branches, tokens: int, heads: int, like: Tensor) -> Tensor | None:
+    """The logarithm of the zeros that every row of a non-causal call sees, `(tokens, heads)`, as `like` is.
+
+    Only a branch's last segment has any: `ceil(segment / r)` rows a head in all, fewer of them real.
+    """
+    counts = torch.zeros(tokens, heads, dtype=like.dtype, device=like.device)
+    any_zeros = False
+    for branch, offsets in zip(branches, DilatedSpec(branches, "blocked").offsets(heads)):
+        segment, r = min(branch.segment_length, tokens), branch.dilation_rate
+        start = (tokens - 1) // segment * segment
+        for offset in {offset for offset in offsets if offset is not None}:
+            zeros = -(-segment // r) - grid_rows(tokens - start, r, offset)
+            if zeros and start + offset < tokens:
+                any_zeros = True
+                mine = slice(offsets.index(offset), len(offsets) - offsets[::-1].index(offset))
+                counts[start + offset :: r, mine] += zeros
+    return counts.log() if any_zeros else None
+
+
+class PaddedAttention(DilatedAttention):
+    """`DilatedAttention(head_layout="blocked")` with torchscale's padding counted in the softmax.
+
+    Lengths cannot be stated: torchscale's attention ignores padding masks, and so does what calls this.
+
+    Args:
+        settings: those of `DilatedAttention` but for `head_layout` and `attention_dropout`.
+        detached_merge: backward takes the branches' weights for constants, as torchscale's does: its gradients, and
+            an attention for each branch. False is the true gradient of the same outputs, in one call.
+        zero_keys: counts that layers share.
+
+    >>> attention = PaddedAttention([16, 64], [1, 4])
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
+    >>> attention(q, k, v).shape
+    torch.Size([1, 100, 4, 8])
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        detached_merge: bool = True,
+        zero_keys: ZeroKeys | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, head_layout="blocked", **settings)
+        if self.attention_dropout:
+            raise ValueError(
+                f"torchscale drops attention weights in eval() too, got attention_dropout={self.attention_dropout}: "
+                "set it to 0, or leave exact_torchscale out"
+            )
+        self.detached_merge = detached_merge
+        self._zero_keys = ZeroKeys() if zero_keys is None else zero_keys
+        with warnings.catch_warnings():  # a branch alone leaves rows out, which others of the merge cover
+            warnings.simplefilter("ignore")
+            for branch in self.spec.branches:
+                for alone in (branch, _filled_up(branch)):
+                    DilatedSpec((alone,), "blocked")
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None) -> Tensor:
+        if spans is not None:
+            raise ValueError(
+                "torchscale's attention knows no padding or packing, so its exact semantics have none: "
+                "attend to one document at a time, or leave exact_torchscale out"
+            )
+        tokens = query.shape[1]
+        # Where a rate does not divide its segment length, torchscale writes rows back at their padded positions.
+        moved = tuple(b for b in self.spec.branches if b.segment_length % b.dilation_rate and b.segment_length < tokens)
+        placed = tuple(b for b in self.spec.branches if b not in moved)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        detached = self.detached_merge and trains
+        together = [(b,) for b in placed] if detached else [placed] if placed else []
+        partials = [self._padded(query, key, value, branches, is_causal) for branches in together]
+        partials += [self._moved(query, key, value, branch, is_causal) for branch in moved]
+        if detached:
+            return _mix(partials)
+        return functools.reduce(lambda a, b: merge(*a, *b), partials)[0]
+
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, branches: Branches, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The partial of some branches, their keys of zeros included; under causality no real row sees any."""
+        out, lse = self._call(query, key, value, branches, is_causal)
+        zeros = None if is_causal else self._zero_keys.logs(branches, query.shape[1], query.shape[2], lse)
+        return (out, lse) if zeros is None else merge(out, lse, out.new_zeros(()), zeros.expand(lse.shape))
+
+    def _moved(
+        self, query: Tensor, key: Tensor, value: Tensor, branch: Branch, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The partial of a branch whose segments are filled up to a multiple of the rate, each at its new place."""
+        tokens, w = query.shape[1], branch.segment_length
+        filled = _filled_up(branch)
+        segments = -(-tokens // w)
+
+        def lay_out(x: Tensor) -> Tensor:
+            x = F.pad(x, (0, 0, 0, 0, 0, segments * w - tokens)).unflatten(1, (segments, w))
+            return F.pad(x, (0, 0, 0, 0, 0, filled.segment_length - w)).flatten(1, 2)
+
+        out, lse = self._call(lay_out(query), lay_out(key), lay_out(value), (filled,), is_causal)
+        return out[:, :tokens], lse[:, :tokens]
+
+    def _call(
+        self, query: Tensor, key: Tensor, value: Tensor, branches: Branches, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        return dilated_attention(
+            query,
+            key,
+            value,
+            [b.segment_length for b in branches],
+            [b.dilation_rate for b in branches],
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            head_layout="blocked",
+            allow_tf32=self.allow_tf32,
+            return_lse=True,
+            backend=self.backend,
+            resources=self.resources,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, detached_merge={self.detached_merge}"
+
+
+def _filled_up(branch: Branch) -> Branch:
+    """The branch with segments of a multiple of its rate."""
+    return Branch(-(-branch.segment_length // branch.dilation_rate) * branch.dilation_rate, branch.dilation_rate)
+
+
+def _mix(partials: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The merge of partials in which no gradient goes through their weights."""
+    with torch.no_grad():
+        lses = torch.stack([lse for _, lse in partials])
+        total = torch.logsumexp(lses, 0)
+        weights = (lses - total.masked_fill(total == -torch.inf, 0.0)).exp().unsqueeze(-1)
+    mixed = sum(out * weight for (out, _), weight in zip(partials, weights))
+    assert isinstance(mixed, Tensor)
+    return mixed.to(partials[0][0].dtype)

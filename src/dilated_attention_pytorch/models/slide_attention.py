@@ -1,0 +1,86 @@
+"""What the CLS token of a slide encoder attends to, tile by tile, without any N x N tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.functional import attention_rows
+from dilated_attention_pytorch.models.torchscale import TorchscaleAttention
+
+
+def cls_attention(model: nn.Module, *inputs: Any, **named: Any) -> Tensor:
+    """The weights that row 0 gives to every token, of each layer and head: `(layers, heads, N)`, on the CPU.
+
+    Runs `model(*inputs, **named)` on one slide; `model` is one that `patch_gigapath` has patched. Token 0 is the CLS
+    token and `i + 1` the tile `i`; a token that a head's row does not see has weight 0, and weights of a head add up to
+    1. Row 0 begins its segment, which torchscale's padding never fills up: both semantics weigh its keys alike.
+    """
+    layers = [module for module in model.modules() if isinstance(module, TorchscaleAttention)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention of patch_gigapath: call patch_gigapath(model) first")
+    if model.training:
+        raise ValueError("dropout would make the weights those of one draw: call model.eval() first")
+    found: list[Tensor] = []
+    hooks = [layer.register_forward_pre_hook(_recorder(found), with_kwargs=True) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(*inputs, **named)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found)
+
+
+def _recorder(found: list[Tensor]) -> Callable[[TorchscaleAttention, tuple[Any, ...], dict[str, Any]], None]:
+    def record(layer: TorchscaleAttention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        query, key = (named[name] if name in named else inputs[i] for i, name in enumerate(("query", "key")))
+        if query.shape[0] != 1:
+            raise ValueError(f"a map is of one slide, got a batch of {query.shape[0]}: call it for each of them")
+        q, k, _ = layer.project(query, key, key)
+        spec = layer.attention.spec
+        rows = attention_rows(
+            q,
+            k,
+            [0],
+            spec.segment_lengths,
+            spec.dilation_rates,
+            head_layout=spec.head_layout,
+            is_causal=bool(named.get("is_causal", False)),
+            scale=layer.attention.softmax_scale,
+            spans=layer.spans(named.get("key_padding_mask"), *query.shape[:2]),
+        )
+        weights = torch.zeros(layer.num_heads, query.shape[1])
+        for (_, _, head), seen in rows.items():
+            weights[head, seen.positions.cpu()] = seen.weights.float().cpu()
+        found.append(weights)
+
+    return record
+
+
+def on_slide(weights: Tensor, coordinates: Tensor, tile_size: int = 256) -> Tensor:
+    """Weights of tiles, `(..., tiles)`, as maps of the slide, `(..., rows, columns)`; 0 where there is no tile.
+
+    `coordinates`, `(tiles, 2)`, are each tile's column and row in pixels of `tile_size` a tile, as Prov-GigaPath takes
+    them. The map begins at the first row and column that have a tile; tiles of one place add up.
+
+    >>> on_slide(torch.tensor([0.25, 0.75]), torch.tensor([[256, 0], [512, 256]]))
+    tensor([[0.2500, 0.0000],
+            [0.0000, 0.7500]])
+    """
+    coordinates = coordinates.reshape(-1, 2) if coordinates.dim() == 3 and coordinates.shape[0] == 1 else coordinates
+    if coordinates.dim() != 2 or coordinates.shape[1] != 2 or coordinates.shape[0] != weights.shape[-1]:
+        raise ValueError(
+            f"there must be a pair of coordinates for each tile, got {tuple(coordinates.shape)} for "
+            f"{weights.shape[-1]} weights; token 0 is the CLS token, so leave it out: weights[..., 1:]"
+        )
+    if tile_size < 1:
+        raise ValueError(f"tile_size must be at least 1, got {tile_size}")
+    grid = torch.floor(coordinates.double() / tile_size).long().to(weights.device)
+    column, row = (grid - grid.amin(0)).unbind(1)
+    rows, columns = int(row.max()) + 1, int(column.max()) + 1
+    flat = weights.new_zeros(*weights.shape[:-1], rows * columns)
+    return flat.index_add_(-1, row * columns + column, weights).unflatten(-1, (rows, columns))

@@ -1,0 +1,304 @@
+"""torchscale's LongNet here: its attention swapped in place, as in Prov-GigaPath, and its weights in our models."""
+
+from __future__ import annotations
+
+import ast
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
+from dilated_attention_pytorch.models.position_table import compute_positions
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+
+Module = TypeVar("Module", bound=nn.Module)
+Exact = bool | Literal["forward"]
+
+# By these torchscale's DilatedAttention is known, whichever copy of it a model was built from.
+_METHODS = ("dense_to_sparse", "sparse_to_dense", "gathering", "scattering")
+_PARTS = ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads", "embed_dim", "args")
+
+
+def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: str = "auto") -> Module:
+    """Swap every torchscale `DilatedAttention` within `model` for this package's, in place, and return the model.
+
+    It is for Prov-GigaPath's slide encoder and for any other model with that attention. Parameters are shared and keep
+    their names, so state dicts and optimizers go on as before. Prov-GigaPath's stored position table is replaced by one
+    that is computed. Nothing of torchscale is imported, and flash-attn is not needed. A model that was patched before
+    is set to the semantics that this call states.
+
+    Args:
+        exact_torchscale: False computes dilated attention as defined here. True gives torchscale's own outputs and
+            gradients, padding counted in the softmax (see `PaddedAttention`); "forward" gives its outputs with their
+            true gradients, which is faster to train with.
+        backend: `auto`, or the engine to run.
+    """
+    if not isinstance(exact_torchscale, bool) and exact_torchscale != "forward":
+        raise ValueError(f'exact_torchscale must be False, True or "forward", got {exact_torchscale!r}')
+    if is_torchscale_attention(model) or isinstance(model, TorchscaleAttention):
+        raise ValueError("an attention has no parent to be swapped in: pass the model that holds it")
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if is_torchscale_attention(child) or isinstance(child, TorchscaleAttention)
+    ]
+    if not places:
+        kinds = sorted({type(module).__name__ for module in model.modules() if "ttention" in type(module).__name__})
+        raise ValueError(
+            f"{type(model).__name__} has no torchscale DilatedAttention to swap (a module with "
+            f"{', '.join(_METHODS)}, and segment_length and dilated_ratio in its args); its attentions are "
+            f"{', '.join(kinds) or 'none'}"
+        )
+    zero_keys, lengths = ZeroKeys(), MaskSpans()
+    # Shared by several parents, one attention stays one; and all must be fit before any is swapped.
+    swapped = {child: _swap(child, exact_torchscale, backend, zero_keys, lengths) for _, _, child in places}
+    for parent, name, child in places:
+        setattr(parent, name, swapped[child])
+    compute_positions(model)
+    return model
+
+
+def is_torchscale_attention(module: nn.Module) -> bool:
+    """Whether a module is torchscale's `DilatedAttention`, of any copy of its code."""
+    if not all(hasattr(module, name) for name in (*_METHODS, *_PARTS)):
+        return False
+    return hasattr(module.args, "segment_length") and hasattr(module.args, "dilated_ratio")
+
+
+class MaskSpans:
+    """The spans of a padding mask, read once for all layers that are given the same mask; None where nothing is padded.
+
+    torchscale's encoder hands every layer a mask, also where it is False throughout.
+    """
+
+    def __init__(self) -> None:
+        self._mask: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._spans: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[MaskSpans], tuple[()]]:
+        return MaskSpans, ()
+
+    def __call__(self, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+        if mask is None:
+            return None
+        if torch.compiler.is_compiling():
+            return document_spans(batch, tokens, key_padding_mask=mask.bool())
+        known = self._mask is not None and self._mask() is mask
+        if not known or mask.is_inference() or self._version != mask._version:
+            stated = document_spans(batch, tokens, key_padding_mask=mask.bool())
+            self._spans = stated if bool(mask.any()) else None
+            self._mask = weakref.ref(mask)
+            self._version = 0 if mask.is_inference() else mask._version
+        return self._spans
+
+
+class TorchscaleAttention(nn.Module):
+    """torchscale's `DilatedAttention`, its own projections and norm around an attention of this package.
+
+    It is called as torchscale calls its own, and returns `(out, None)`. `patch_gigapath` makes it.
+    """
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
+    inner_attn_ln: nn.Module | None
+    xpos: nn.Module | None
+
+    def __init__(self, replaced: nn.Module, attention: DilatedAttention, lengths: MaskSpans) -> None:
+        super().__init__()
+        self.args, self.embed_dim, self.num_heads = replaced.args, int(replaced.embed_dim), int(replaced.num_heads)  # type: ignore[arg-type]
+        self.head_dim = self.embed_dim // self.num_heads
+        for name, child in replaced.named_children():  # in their order, which optimizers know parameters by
+            if name != "attention":
+                self.add_module(name, child)
+        for name in {"inner_attn_ln", "xpos"} - self._modules.keys():  # which not every model has
+            self.register_module(name, None)
+        self.attention = attention
+        self._lengths = lengths
+        self.train(replaced.training)
+
+    def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, `(B, N, H, D)`, with xPos where the model has it."""
+        projected = (self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected)
+        if self.xpos is not None:
+            q, k = self._turned(q, False), self._turned(k, True)
+        return q, k, v
+
+    def _turned(self, x: Tensor, downscale: bool) -> Tensor:
+        assert self.xpos is not None
+        turned = self.xpos(x.transpose(1, 2).flatten(0, 1), offset=0, downscale=downscale)  # (B * H, N, D)
+        return turned.unflatten(0, (-1, self.num_heads)).transpose(1, 2)
+
+    def spans(self, key_padding_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+        """What the mask states; torchscale ignores it, so its exact semantics do."""
+        if isinstance(self.attention, PaddedAttention):
+            return None
+        return self._lengths(key_padding_mask, batch, tokens)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        incremental_state: Any = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        rel_pos: Tensor | None = None,
+        is_first_step: bool = False,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """`(out, None)` with `out` `(B, N, E)`."""
+        if incremental_state is not None or is_first_step:
+            raise ValueError(
+                "torchscale's cached decoding differs from its forward past a segment, and is not offered: read the "
+                "weights into a LongNetLM with load_torchscale_weights, and use its generate()"
+            )
+        if rel_pos is not None:
+            raise ValueError("relative position biases take O(N^2) memory: set rel_pos_buckets=0 and max_rel_pos=0")
+        if not query.shape == key.shape == value.shape:
+            raise ValueError(
+                f"query, key and value must be of one shape, got {tuple(query.shape)}, {tuple(key.shape)} and "
+                f"{tuple(value.shape)}: dilated attention relates the rows of one sequence"
+            )
+        if getattr(self.args, "seq_parallel", False) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "this attention sees the tokens of its own rank only, and seq_parallel asks for those of others: "
+                "set it to False, and give the modules of dilated_attention_pytorch.parallel the shards instead"
+            )
+        q, k, v = self.project(query, key, value)
+        spans = self.spans(key_padding_mask, *query.shape[:2])
+        out = self.attention(q, k, v, is_causal=is_causal, attn_mask=attn_mask, spans=spans).flatten(-2)  # (B, N, E)
+        if self.inner_attn_ln is not None:
+            out = self.inner_attn_ln(out)
+        return self.out_proj(out), None
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
+
+
+def _swap(
+    replaced: nn.Module, exact: Exact, backend: str, zero_keys: ZeroKeys, lengths: MaskSpans
+) -> TorchscaleAttention:
+    their: Any = replaced
+    if getattr(their, "encoder_decoder_attention", False):
+        raise ValueError("dilated attention relates the rows of one sequence: keep a dense attention for two")
+    if their.embed_dim % their.num_heads:
+        raise ValueError(f"num_heads must divide embed_dim, got {their.num_heads} and {their.embed_dim}")
+    if replaced._forward_hooks or replaced._forward_pre_hooks:
+        raise ValueError("this attention has hooks, which would be lost: patch first, then shard, compile or record")
+    w, r = (_whole_numbers(name, getattr(their.args, name)) for name in ("segment_length", "dilated_ratio"))
+    dropout = their.attention.attention_dropout if isinstance(their, TorchscaleAttention) else float(their.dropout)
+    if exact:
+        attention: DilatedAttention = PaddedAttention(
+            w, r, attention_dropout=dropout, backend=backend, detached_merge=exact is True, zero_keys=zero_keys
+        )
+    else:
+        attention = DilatedAttention(w, r, attention_dropout=dropout, backend=backend, head_layout="blocked")
+    return TorchscaleAttention(replaced, attention, lengths)
+
+
+def _whole_numbers(name: str, stated: Any) -> list[int]:
+    """A list of torchscale's settings, which may still be text."""
+    try:
+        values = ast.literal_eval(stated) if isinstance(stated, str) else stated
+        return [int(value) for value in values]
+    except (TypeError, ValueError, SyntaxError):
+        raise ValueError(f"{name} must list whole numbers, one a branch, got {stated!r}") from None
+
+
+_IN_A_LAYER = {
+    "self_attn.q_proj": "self_attn.q_proj",
+    "self_attn.k_proj": "self_attn.k_proj",
+    "self_attn.v_proj": "self_attn.v_proj",
+    "self_attn.out_proj": "self_attn.out_proj",
+    "self_attn.inner_attn_ln": "self_attn.norm",
+    "self_attn_layer_norm": "norm1",
+    "final_layer_norm": "norm2",
+    "ffn.fc1": "feed_forward.linear1",
+    "ffn.fc2": "feed_forward.linear2",
+    "ffn.ffn_layernorm": "feed_forward.norm",
+}
+
+
+def load_torchscale_weights(
+    model: LongNet | LongNetLM, state_dict: Mapping[str, Tensor], *, prefix: str = "", scaled_embedding: bool = False
+) -> None:
+    """Read weights of torchscale's `LongNetEncoder` into a `LongNet`, or of its `LongNetDecoder` into a `LongNetLM`.
+
+    The models are those of torchscale's defaults (`subln`); anything missing, left over or of another shape is an
+    error, and then nothing is loaded.
+
+    Args:
+        model: a `LongNet` with `num_decoder_layers=0, positions="none"`, or a `LongNetLM` with `tie_weights=False`, and
+            `positions="xpos"` if torchscale's has `xpos_rel_pos`, else "none"; both with `head_layout="blocked"`.
+        state_dict: torchscale's.
+        prefix: of the encoder's names within it, such as "encoder." in a checkpoint of Prov-GigaPath; names that
+            begin otherwise belong to something else.
+        scaled_embedding: of a decoder with `no_scale_embedding=False`, whose embeddings are multiplied by the root of
+            their size, as they always are here.
+    """
+    config, is_decoder = model.config, isinstance(model, LongNetLM)
+    found = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
+    xpos = any(name.endswith("self_attn.xpos.scale") for name in found)
+    if config.head_layout != "blocked":
+        raise ValueError(
+            f"torchscale lays heads out in blocks, the model has head_layout={config.head_layout!r}: "
+            'build it with head_layout="blocked"'
+        )
+    wanted = "xpos" if xpos else "none"
+    if config.positions != wanted:
+        raise ValueError(f"these weights have positions={wanted!r}, the model has {config.positions!r}")
+    if not is_decoder and config.num_decoder_layers:
+        raise ValueError("torchscale's LongNetEncoder is an encoder alone: build LongNet with num_decoder_layers=0")
+    if is_decoder and config.tie_weights:
+        raise ValueError("torchscale's embedding and head differ in scale: build LongNetLM with tie_weights=False")
+    names = dict(_named(model, is_decoder))
+    found = {name: x for name, x in found.items() if not name.endswith(("self_attn.xpos.scale", "version"))}
+    own = model.state_dict()
+    problems = [f"missing {prefix}{name}" for name in names.keys() - found.keys()]
+    problems += [f"unexpected {prefix}{name}" for name in found.keys() - names.keys()]
+    problems += [
+        f"{prefix}{name} is {tuple(found[name].shape)}, not {tuple(own[names[name]].shape)}"
+        for name in found.keys() & names.keys()
+        if found[name].shape != own[names[name]].shape
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:8])
+        raise ValueError(f"the weights do not fit {type(model).__name__} ({len(problems)} problems): {shown}")
+    loaded = {names[name]: x for name, x in found.items()}
+    if is_decoder and not scaled_embedding:
+        loaded["embedding.weight"] = loaded["embedding.weight"] / math.sqrt(config.d_model)
+    if xpos:
+        for name in loaded:
+            if ".q_proj." in name or ".k_proj." in name:
+                loaded[name] = _pairs_apart(loaded[name], config.head_dim)
+    model.load_state_dict(loaded)
+
+
+def _named(model: LongNet | LongNetLM, is_decoder: bool) -> Iterator[tuple[str, str]]:
+    """torchscale's name of each of our weights, and ours."""
+    layers, norm = ("layers", "norm") if is_decoder else ("encoder", "encoder_norm")
+    if is_decoder:
+        yield "embed_tokens.weight", "embedding.weight"
+        yield "output_projection.weight", "head.weight"
+    for kind in ("weight", "bias"):
+        yield f"layer_norm.{kind}", f"{norm}.{kind}"
+        for i in range(model.config.num_layers):
+            for theirs, ours in _IN_A_LAYER.items():
+                yield f"layers.{i}.{theirs}.{kind}", f"{layers}.{i}.{ours}.{kind}"
+
+
+def _pairs_apart(x: Tensor, head_dim: int) -> Tensor:
+    """Rows of a projection whose heads turn neighbouring dimensions, as ours turn them: the halves of a head."""
+    return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
