@@ -74,7 +74,7 @@ def load_shards(
     state = {**_state(model, optimizer), **rest, "step": torch.tensor(0)}
     _read(state, shards, group)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _set_optimizer(model, optimizer, state["optimizer"])
     return int(state["step"])
 
 
@@ -109,6 +109,8 @@ def load_whole(
             "PyTorch cannot cut what one process wrote both by heads and for ranks that do not divide the rest: resume "
             "with --tensor-parallel 1, or on another number of ranks"
         ) from error
+    if any(_in_8_bits(value) is not None for state in by_name["state"].values() for value in state.values()):
+        raise ValueError("one process wrote the 8-bit state of its optimizer, which ranks cannot cut: resume it alone")
     set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
 
 
@@ -134,7 +136,49 @@ def _read_parameter(name: str, shape: torch.Size, shards: Path) -> Values:
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if isinstance(model, ZeroModel):
         return model.state()
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    weights = get_model_state_dict(model)
+    moments: Any = get_optimizer_state_dict(model, optimizer)
+    # 8-bit numbers go as float32: their blocks are those of a rank's shard, which another number of ranks has not.
+    by_name = {
+        name: {key: _in_float32(value, weights[name]) for key, value in state.items()}
+        for name, state in moments["state"].items()
+    }
+    return {"model": weights, "optimizer": {**moments, "state": by_name}}
+
+
+def _set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    set_optimizer_state_dict(model, optimizer, saved)
+    for parameter, state in optimizer.state.items():
+        for key, value in before[parameter].items():
+            if (own := _in_8_bits(value)) is not None:
+                own.copy_(_local(state[key]))
+                state[key] = value
+
+
+def _local(value: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _in_8_bits(value: Any) -> Any:
+    """The tensor of this rank that torchao keeps in 8 bits, or None if it is a plain one."""
+    local = _local(value)
+    return local if hasattr(local, "__tensor_flatten__") else None
+
+
+def _in_float32(value: Any, parameter: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    own = _in_8_bits(value)
+    if own is None:
+        return value
+    own = own.dequantize()
+    if not isinstance(parameter, DTensor):
+        return own
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _read(state: dict[str, Any], shards: Path, group: dist.ProcessGroup | None) -> None:
