@@ -89,6 +89,11 @@ def attention_scratch(config: ModelConfig) -> int:
     return _MULTIPROCESSORS * group * -(-rows // 128) * 128 * padded * 4
 
 
+def _pinned(size: float) -> int:
+    """PyTorch pins host memory in powers of two."""
+    return 1 << (int(size) - 1).bit_length()
+
+
 @dataclass
 class _Ledger:
     entries: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -245,7 +250,7 @@ class _Step:
         if not saves:
             ledger.drop("x1", "norm2")
             if self.options.offload:
-                self.host += int(self._kept_bytes())
+                self.host += sum(map(_pinned, self._kept_bytes()))
 
     def _plain_forward(self, saves: bool, again: bool) -> None:
         ledger, E, F, p = self.ledger, self.width, self.hidden, self.product
@@ -423,10 +428,10 @@ class _Step:
     def _tile_rows(self) -> int:
         return min(self.options.mlp_tile, self.rows)
 
-    def _kept_bytes(self) -> float:
-        kept = self.of(self.width, self.stream)
+    def _kept_bytes(self) -> list[float]:
+        kept = [self.of(self.width, self.stream)]
         if self.options.checkpointing == "selective":
-            kept += self.of(self.width, self.product) + self.of(self.config.num_heads, 4)
+            kept += [self.of(self.width, self.product), self.of(self.config.num_heads, 4)]
         return kept
 
     def _leave(self, layer: int) -> None:
