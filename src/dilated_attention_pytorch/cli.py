@@ -137,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
             "pool",
             "shard",
             "decode",
+            "capacity",
+            "techniques",
             "tune",
             "page",
             "report",
@@ -145,6 +147,8 @@ def _parser() -> argparse.ArgumentParser:
         "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
         "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
         "decode: time a token over context length, and prompts in chunks; "
+        "capacity: training steps of each model size at the length it must reach, and at the longest that fits; "
+        "techniques: each memory technique alone; "
         "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
         "charts, from results",
     )
@@ -157,6 +161,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", nargs="+", type=int, default=[], metavar="N", help="cases of these lengths")
     for flag in ("--heads", "--head-dim"):
         bench.add_argument(flag, type=_whole, metavar="K", help="of shard")
+    bench.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="of capacity: 125m, 350m, ...")
+    bench.add_argument("--cap", type=float, default=80.0, metavar="GIB", help="of capacity: the GPU's memory (80)")
+    bench.add_argument("--uncapped", action="store_true", help="of capacity: the longest in all of the GPU, alone")
+    bench.add_argument("--offload", action="store_true", help="of capacity: let the longest use host memory")
     bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
     bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
@@ -214,7 +222,9 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--tokens", type=_whole, metavar="N", help="of the whole sequence, as in 1e9")
     plan.add_argument("--model", metavar="SIZE", help="125m, 350m, 760m, 1.3b, 2.7b or 6b")
     plan.add_argument("--gpu", type=float, metavar="GIB", help="with --model: the GPU's memory (default: 80)")
-    plan.add_argument("--host", type=float, metavar="GIB", help="with --model: host memory to offload to (default: any)")
+    plan.add_argument(
+        "--host", type=float, metavar="GIB", help="with --model: host memory to offload to (default: any)"
+    )
     plan.add_argument("--vocabulary", type=_whole, metavar="V", help="with --model: its tokens (default: 50304)")
     plan.add_argument("--gpus", type=_whole, metavar="P", help="that share the sequence")
     plan.add_argument("--segments", nargs="+", type=_whole, metavar="W", help="one a branch (2048 4096 8192)")
@@ -445,6 +455,20 @@ def _bench(arguments: argparse.Namespace) -> None:
         from dilated_attention_pytorch.bench.tune import tune
 
         tune(out or Path("tiles.jsonl"))
+        return
+    if suite == "capacity":
+        from dilated_attention_pytorch.bench.capacity import run_capacity
+
+        how = {"cap_gib": arguments.cap, "uncapped": arguments.uncapped, "offload": arguments.offload}
+        run_capacity(_bench_device(arguments.device), arguments.sizes, **how, out=out)
+        return
+    if arguments.sizes or arguments.uncapped or arguments.offload:
+        raise ValueError(f"--sizes, --uncapped and --offload belong to capacity, not to {suite}: leave them out")
+    if suite == "techniques":
+        from dilated_attention_pytorch.bench.techniques import run_techniques
+
+        for tokens in arguments.tokens or [None]:
+            run_techniques(_bench_device(arguments.device), tokens, arguments.only, out)
         return
     if suite in ("cache", "pool"):
         run_shared(suite, _bench_device(arguments.device), arguments.tokens, out)

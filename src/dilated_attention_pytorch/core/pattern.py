@@ -174,7 +174,8 @@ def rounds_little(spec: DilatedSpec, table: OffsetTable) -> bool:
     Every branch rounds what it adds to. Up to two that a row lies on, on average, that stays within the dtype's error
     budget, for the head that has the most.
     """
-    return 2 >= max(
+    most = max(
         sum(1 / branch.dilation_rate for branch, offset in zip(spec.branches, offsets) if offset is not None)
         for offsets in zip(*table)
     )
+    return most <= 2

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.fitting import Fit
 from dilated_attention_pytorch.train.footprint import KINDS, parameter_count
-from dilated_attention_pytorch.train.memory import MemoryOptions
 
 GIB = 1 << 30
 _WORDS = {
@@ -19,17 +18,6 @@ _WORDS = {
     "kept": "activations kept for backward",
     "temporary": "what runs at the peak",
 }
-
-
-def techniques(options: MemoryOptions) -> str:
-    """The options in the words that `MemoryOptions` takes, where they are not its defaults.
-
-    >>> techniques(MemoryOptions(precision="bf16", checkpointing="full"))
-    'checkpointing=full precision=bf16'
-    """
-    plain = MemoryOptions()
-    stated = {one.name: getattr(options, one.name) for one in fields(options)}
-    return " ".join(f"{name}={value}" for name, value in stated.items() if value != getattr(plain, name))
 
 
 def fit_json(model: str, config: ModelConfig, fits: Sequence[Fit]) -> dict[str, Any]:
@@ -52,7 +40,9 @@ def fit_json(model: str, config: ModelConfig, fits: Sequence[Fit]) -> dict[str, 
     }
 
 
-def fit_text(model: str, config: ModelConfig, gpu_bytes: int, batch: int, fits: Sequence[Fit], asked: bool) -> list[str]:
+def fit_text(
+    model: str, config: ModelConfig, gpu_bytes: int, batch: int, fits: Sequence[Fit], asked: bool
+) -> list[str]:
     """Lines to read; the last of `fits` is the answer. `asked` says that the tokens were given, not found."""
     answer = fits[-1]
     found = answer.footprint
@@ -62,8 +52,8 @@ def fit_text(model: str, config: ModelConfig, gpu_bytes: int, batch: int, fits: 
     lines = [
         size,
         f"One GPU of {gpu_bytes / GIB:g} GiB, {what} {answer.tokens:,} tokens"
-        + ("" if asked else f", with {techniques(answer.options)}"),
-        *([f"  {techniques(answer.options)}"] if asked else []),
+        + ("" if asked else f", with {answer.options.stated()}"),
+        *([f"  {answer.options.stated()}"] if asked else []),
     ]
     if not asked:
         lines += [
@@ -71,7 +61,7 @@ def fit_text(model: str, config: ModelConfig, gpu_bytes: int, batch: int, fits: 
             "work is that of a step beside one that computes nothing again; every row reaches farther than those above",
             f"{'tokens':>12} {'work':>6} {'host GiB':>9}  options",
             *(
-                f"{fit.tokens:>12,} {fit.work:>6.2f} {fit.footprint.host / GIB:>9.1f}  {techniques(fit.options)}"
+                f"{fit.tokens:>12,} {fit.work:>6.2f} {fit.footprint.host / GIB:>9.1f}  {fit.options.stated()}"
                 for fit in fits
             ),
         ]

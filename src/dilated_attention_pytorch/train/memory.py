@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -95,7 +95,9 @@ class MemoryOptions:
                 "offload moves what checkpointing keeps: choose checkpointing='full' or 'selective' with it"
             )
         if self.parameters == "bf16" and self.precision != "bf16":
-            raise ValueError(f"products of bfloat16 parameters are bfloat16: choose precision='bf16', not {self.precision!r}")
+            raise ValueError(
+                f"products of bfloat16 parameters are bfloat16: choose precision='bf16', not {self.precision!r}"
+            )
         if self.float8 and self.structured_sparsity:
             raise ValueError("a linear layer is either float8 or 2:4 sparse: choose one of float8, structured_sparsity")
         if self.structured_sparsity and self.precision == "fp32":
@@ -116,6 +118,15 @@ class MemoryOptions:
             return None
         offload = Offload(self.offload_least_bytes) if self.offload else None
         return Recomputation(keep_attention=self.checkpointing == "selective", offload=offload)
+
+    def stated(self) -> str:
+        """What differs from the defaults, in their own words.
+
+        >>> MemoryOptions(precision="bf16", checkpointing="full").stated()
+        'checkpointing=full precision=bf16'
+        """
+        named = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        return " ".join(f"{name}={value}" for name, (value, default) in named.items() if value != default)
 
     def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
         """The context of a forward pass and its loss."""
