@@ -57,7 +57,7 @@ def test_a_step_that_fails_says_why(monkeypatch) -> None:
 def test_capacity_measures_the_required_and_the_longest_length(tiny, tmp_path, capsys) -> None:
     results = tmp_path / "results.jsonl"
     flags = ["bench", "capacity", "--device", "cpu", "--sizes", "125m", "--out", str(results)]
-    assert main([*flags, "--cap", "0.588"]) == 0
+    assert main([*flags, "--cap", "0.6"]) == 0
     printed = capsys.readouterr().out
     assert "| model | what | tokens |" in printed
     assert "tokens/s of this attention over those of dense attention" in printed
@@ -76,7 +76,7 @@ def test_a_longest_length_that_runs_out_of_memory_is_tried_shorter(tiny, tmp_pat
         return {"failed": OUT_OF_MEMORY} if len(tried) < 3 else attempt_step(case)
 
     monkeypatch.setattr(capacity, "step_in_a_process", fail_twice)
-    assert main(["bench", "capacity", "--device", "cpu", "--sizes", "125m", "--uncapped", "--cap", "0.588"]) == 0
+    assert main(["bench", "capacity", "--device", "cpu", "--sizes", "125m", "--uncapped", "--cap", "0.6"]) == 0
     assert len(tried) == 3
     assert tried == sorted(tried, reverse=True)
 

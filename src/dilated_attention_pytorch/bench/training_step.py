@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dilated_attention_pytorch.measuring import peak_resident
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
 
@@ -53,15 +54,14 @@ class StepCase:
         return cls(**(values | models))
 
 
-class _Dense(nn.Module):
-    """PyTorch's attention over the whole sequence, in the place of `DilatedAttention`."""
+class _Dense(DilatedAttention):
+    """PyTorch's attention over the whole sequence."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **lengths: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **lengths: Any) -> Tensor:
         assert all(stated is None for stated in lengths.values())
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
-        ).transpose(1, 2)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
 
 def measure_step(case: StepCase) -> dict[str, Any]:
@@ -74,8 +74,9 @@ def measure_step(case: StepCase) -> dict[str, Any]:
     with torch.device(case.device):
         model = LongNetLM(case.config)
     if case.dense:
-        for part in [part for part in model.modules() if isinstance(part, MultiheadDilatedAttention)]:
-            setattr(part, "attention", _Dense())  # noqa: B010  its type says DilatedAttention
+        for part in model.modules():
+            if isinstance(part, MultiheadDilatedAttention):
+                part.attention = _Dense(part.segment_lengths, part.dilation_rates)
     prepare(model, case.options)
     optimizer = make_optimizer(model.parameters(), case.options, lr=1e-4)
     scaler = make_scaler(case.options, case.device)

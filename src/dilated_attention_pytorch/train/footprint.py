@@ -39,7 +39,7 @@ def parameter_count(config: ModelConfig) -> int:
     """Of a `LongNetLM`.
 
     >>> parameter_count(ModelConfig(vocab_size=50_304))
-    123746304
+    123781632
     """
     tables = (1 if config.tie_weights else 2) * config.vocab_size * config.d_model
     return tables + config.num_layers * _layer_parameters(config) + 2 * config.d_model
@@ -64,7 +64,7 @@ def footprint(config: ModelConfig, tokens: int, options: MemoryOptions, *, batch
     >>> options = MemoryOptions(checkpointing="full", mlp_tile=4096, loss_chunk=4096, precision="bf16")
     >>> found = footprint(ModelConfig(vocab_size=50_304), 131_072, options)
     >>> found.at, round(found.peak / 2**30)
-    ('backward of attention', 10)
+    ('backward of the feed-forward network', 10)
     """
     for name in ("float8", "structured_sparsity", "compile"):
         if getattr(options, name):
