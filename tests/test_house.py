@@ -25,7 +25,8 @@ FLOORS = [
     {"functional"},
     {"nn"},
     {"models", "parallel"},
-    {"train", "bench", "inspect"},
+    {"train"},
+    {"bench", "inspect"},
     {"cli"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

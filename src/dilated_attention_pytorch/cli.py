@@ -163,6 +163,8 @@ def _parser() -> argparse.ArgumentParser:
             "shard",
             "decode",
             "gigapath",
+            "capacity",
+            "techniques",
             "tune",
             "page",
             "report",
@@ -172,6 +174,8 @@ def _parser() -> argparse.ArgumentParser:
         "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
         "decode: time a token over context length, and prompts in chunks; "
         "gigapath: Prov-GigaPath's slide encoder, ours and torchscale's; "
+        "capacity: training steps of each model size at the length it must reach, and at the longest that fits; "
+        "techniques: each memory technique alone; "
         "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
         "charts, from results",
     )
@@ -184,6 +188,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--tokens", nargs="+", type=int, default=[], metavar="N", help="cases of these lengths")
     for flag in ("--heads", "--head-dim"):
         bench.add_argument(flag, type=_whole, metavar="K", help="of shard")
+    bench.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="of capacity: 125m, 350m, ...")
+    bench.add_argument("--cap", type=float, default=80.0, metavar="GIB", help="of capacity: the GPU's memory (80)")
+    bench.add_argument("--uncapped", action="store_true", help="of capacity: the longest in all of the GPU, alone")
+    bench.add_argument("--offload", action="store_true", help="of capacity: let the longest use host memory")
     bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
     bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
@@ -289,37 +297,43 @@ def _add_recall(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="bytes, memory, work and time of attention on many GPUs",
-        description="Compute what attention over a long sequence costs on a number of GPUs, without running it: what "
-        "travels, what each rank holds and computes, and the time that the given rates make of it.",
+        help="what a training step takes on one GPU, or attention on many, without running it",
+        description="With --model: the longest sequence that a training step of a model takes on one GPU, and the "
+        "memory options for it; with --tokens too, the cheapest options for that length. With --gpus: what attention "
+        "over --tokens tokens costs on a number of GPUs: what travels, what each rank holds and computes, and the time "
+        "that the given rates make of it.",
+        argument_default=argparse.SUPPRESS,
     )
     plan.set_defaults(command=_plan)
-    plan.add_argument("--tokens", type=_whole, required=True, metavar="N", help="of the whole sequence, as in 1e9")
-    plan.add_argument("--gpus", type=_whole, required=True, metavar="P", help="that share it")
+    plan.add_argument("--tokens", type=_whole, metavar="N", help="of the whole sequence, as in 1e9")
+    plan.add_argument("--model", metavar="SIZE", help="125m, 350m, 760m, 1.3b, 2.7b or 6b")
+    plan.add_argument("--gpu", type=float, metavar="GIB", help="with --model: the GPU's memory (default: 80)")
     plan.add_argument(
-        "--segments", nargs="+", type=_whole, default=[2048, 4096, 8192], metavar="W", help="one a branch"
+        "--host", type=float, metavar="GIB", help="with --model: host memory to offload to (default: any)"
     )
-    plan.add_argument("--rates", nargs="+", type=_whole, default=[1, 2, 4], metavar="R", help="one a branch")
-    for flag, default, text in (
-        ("--heads", 12, "query heads"),
-        ("--kv-heads", None, "key/value heads (default: as many)"),
-        ("--head-dim", 64, "of a head"),
-        ("--batch", 1, "sequences"),
-        ("--layers", 1, "attention layers"),
+    plan.add_argument("--vocabulary", type=_whole, metavar="V", help="with --model: its tokens (default: 50304)")
+    plan.add_argument("--gpus", type=_whole, metavar="P", help="that share the sequence")
+    plan.add_argument("--segments", nargs="+", type=_whole, metavar="W", help="one a branch (2048 4096 8192)")
+    plan.add_argument("--rates", nargs="+", type=_whole, metavar="R", help="one a branch (1 2 4)")
+    for flag, text in (
+        ("--heads", "query heads (default: 12)"),
+        ("--kv-heads", "key/value heads (default: as many)"),
+        ("--head-dim", "of a head (default: 64)"),
+        ("--batch", "sequences (default: 1)"),
+        ("--layers", "attention layers (default: 1)"),
     ):
-        shown = text if default is None else f"{text} (default: {default})"
-        plan.add_argument(flag, type=_whole, default=default, metavar="K", help=shown)
-    plan.add_argument("--layout", default="interleaved", help="of heads: interleaved, blocked or grouped")
-    plan.add_argument("--dtype", default="bfloat16", help="bfloat16, float16, float32 or float64")
+        plan.add_argument(flag, type=_whole, metavar="K", help=text)
+    plan.add_argument("--layout", help="of heads: interleaved, blocked or grouped")
+    plan.add_argument("--dtype", help="bfloat16 (default), float16, float32 or float64")
     plan.add_argument("--causal", action="store_true", help="rows see only what is before them")
-    plan.add_argument("--scheme", default="auto", help="auto, gather, ring or all_to_all")
-    plan.add_argument("--token-layout", default="contiguous", help="contiguous or zigzag shards")
+    plan.add_argument("--scheme", help="auto, gather, ring or all_to_all")
+    plan.add_argument("--token-layout", help="contiguous or zigzag shards")
     plan.add_argument("--memory-budget", type=_whole, metavar="BYTES", help="that auto lets gathered rows take (2 GiB)")
     plan.add_argument(
         "--tflops", type=float, help="of attention a GPU computes a second (default: 400, bf16 on an H200)"
     )
     plan.add_argument("--link-gbps", type=float, help="gigabits a second a GPU sends while it receives (default: 400)")
-    plan.add_argument("--json", action="store_true", help="print JSON, with every rank")
+    plan.add_argument("--json", action="store_true", default=False, help="print JSON, with every rank")
 
 
 def _whole(stated: str) -> int:
@@ -334,15 +348,53 @@ def _whole(stated: str) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    given = {name: value for name, value in vars(arguments).items() if name != "command"}
+    as_data = given.pop("json")
+    if "model" in given:
+        _plan_step(given, as_data)
+        return
+    if "gpus" not in given or "tokens" not in given:
+        raise ValueError("plan needs --model SIZE for a training step, or --tokens N and --gpus P for attention")
+    if mine := sorted(given.keys() & {"gpu", "host", "vocabulary"}):
+        raise ValueError(f"--{', --'.join(mine)} go with --model: name one, or leave them out")
     from dilated_attention_pytorch.core.spec import DilatedSpec
     from dilated_attention_pytorch.inspect.plan import as_json, text
     from dilated_attention_pytorch.parallel.plan import Job, make_plan
 
-    given = {name: value for name, value in vars(arguments).items() if name != "command" and value is not None}
-    spec = DilatedSpec.of(given.pop("segments"), given.pop("rates"), given.pop("layout"))
-    as_data, is_causal = given.pop("json"), given.pop("causal")
-    plan = make_plan(Job(spec=spec, is_causal=is_causal, **given))
+    segments, rates = given.pop("segments", [2048, 4096, 8192]), given.pop("rates", [1, 2, 4])
+    spec = DilatedSpec.of(segments, rates, given.pop("layout", "interleaved"))
+    plan = make_plan(Job(spec=spec, is_causal=given.pop("causal", False), **given))
     print(json.dumps(as_json(plan), indent=1) if as_data else "\n".join(text(plan)))
+
+
+def _plan_step(given: dict[str, Any], as_data: bool) -> None:
+    from dilated_attention_pytorch.inspect.fit import fit_json, fit_text
+    from dilated_attention_pytorch.train.fitting import cheapest_fit, longest_fits
+    from dilated_attention_pytorch.train.presets import text_model
+
+    known = {"model", "tokens", "gpu", "host", "vocabulary", "segments", "rates", "batch"}
+    if others := sorted(given.keys() - known):
+        names = ", ".join("--" + name.replace("_", "-") for name in others)
+        raise ValueError(f"{names} cannot change a model's size, nor how one GPU trains it: leave it out with --model")
+    fields = {"vocabulary": "vocab_size", "segments": "segment_lengths", "rates": "dilation_rates"}
+    changes = {name: given[flag] for flag, name in fields.items() if flag in given}
+    config = text_model(given["model"], **changes)
+    gpu, batch, tokens = int(given.get("gpu", 80) * 2**30), given.get("batch", 1), given.get("tokens")
+    room = {"batch": batch, "host_bytes": int(given["host"] * 2**30) if "host" in given else None}
+    if tokens is None:
+        fits = list(longest_fits(config, gpu, **room))
+    else:
+        fits = [fit for fit in [cheapest_fit(config, tokens, gpu, **room)] if fit is not None]
+    if not fits:
+        length = "any sequence" if tokens is None else f"{tokens:,} tokens"
+        raise ValueError(
+            f"no combination of options trains {given['model']} on {length} in {gpu / 2**30:g} GiB: take a larger GPU, "
+            "a smaller model, or several GPUs (train --engine fsdp --sequence-parallel P)"
+        )
+    if as_data:
+        print(json.dumps(fit_json(given["model"], config, fits), indent=1))
+    else:
+        print(*fit_text(given["model"], config, gpu, batch, fits, asked=tokens is not None), sep="\n")
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -420,6 +472,20 @@ def _bench(arguments: argparse.Namespace) -> None:
         from dilated_attention_pytorch.bench.tune import tune
 
         tune(out or Path("tiles.jsonl"))
+        return
+    if suite == "capacity":
+        from dilated_attention_pytorch.bench.capacity import run_capacity
+
+        how = {"cap_gib": arguments.cap, "uncapped": arguments.uncapped, "offload": arguments.offload}
+        run_capacity(_bench_device(arguments.device), arguments.sizes, **how, out=out)
+        return
+    if arguments.sizes or arguments.uncapped or arguments.offload:
+        raise ValueError(f"--sizes, --uncapped and --offload belong to capacity, not to {suite}: leave them out")
+    if suite == "techniques":
+        from dilated_attention_pytorch.bench.techniques import run_techniques
+
+        for tokens in arguments.tokens or [None]:
+            run_techniques(_bench_device(arguments.device), tokens, arguments.only, out)
         return
     if suite in ("cache", "pool"):
         run_shared(suite, _bench_device(arguments.device), arguments.tokens, out)

@@ -29,12 +29,12 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.cli import _parser, main
 from dilated_attention_pytorch.train import TrainConfig, command, presets
 from dilated_attention_pytorch.train.batching import collate
+from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss
 from dilated_attention_pytorch.train.presets import (
     HARDWARE,
     MODEL_SIZES,
     branches_for,
-    count_parameters,
     expand_presets,
     float32_products,
     hardware_preset,
@@ -65,7 +65,7 @@ def sequences(*lengths: int, seed: int = 1) -> list[dict]:
 def test_a_preset_has_the_parameters_of_its_name(size, vocab_size) -> None:
     number, unit = float(size[:-1]), {"m": 1e6, "b": 1e9}[size[-1]]
     config = model_preset(size, vocab_size=vocab_size)
-    assert count_parameters(config) == pytest.approx(number * unit, rel=0.025)
+    assert parameter_count(config) == pytest.approx(number * unit, rel=0.025)
     assert config.head_dim in (64, 128)
     assert config.vocab_size == vocab_size
 

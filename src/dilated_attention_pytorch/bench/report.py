@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -21,7 +21,16 @@ from dilated_attention_pytorch.bench.results import (
     ratio_cell,
     read_rows,
     read_shared,
+    read_training,
     why_not_measured,
+)
+from dilated_attention_pytorch.bench.training_tables import (
+    CAPACITY,
+    TECHNIQUES,
+    capacity_notes,
+    capacity_row,
+    markdown_row,
+    technique_row,
 )
 from dilated_attention_pytorch.pages.charts import bars_svg, lines_svg
 from dilated_attention_pytorch.pages.page import bullets, figures, marked, table, write_html
@@ -51,13 +60,13 @@ def write_page(results: Path, page: Path) -> None:
     """The Markdown page; what stands below the line `BY_HAND` is kept."""
     kept = handwritten(page)
     text = ["# Performance", "", *(f"{line}\n" for line in _introduction()), "```bash", _REPRODUCE, "```", ""]
-    for section in [*_sections(read_rows(results)), *_shared_sections(read_shared(results))]:
+    for section in _all_sections(results):
         if not section.body:
             continue
         text += [f"## {section.heading}", ""]
         text += [f"{paragraph}\n" for paragraph in section.paragraphs]
-        text += [_markdown_row(section.head), _markdown_row(["---"] * len(section.head))]
-        text += [*map(_markdown_row, section.body), ""]
+        text += [markdown_row(section.head), markdown_row(["---"] * len(section.head))]
+        text += [*map(markdown_row, section.body), ""]
         text += [*(f"- {note}" for note in section.notes), ""] if section.notes else []
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join([*text, BY_HAND]) + kept)
@@ -78,13 +87,18 @@ def handwritten(page: Path) -> str:
 def write_report(results: Path, report: Path) -> None:
     """The HTML report: tables and charts in one file, for light and dark screens."""
     text = [f"<p>{marked(line)}</p>" for line in _introduction()] + [f"<pre>{escape(_REPRODUCE)}</pre>"]
-    for section in [*_sections(read_rows(results)), *_shared_sections(read_shared(results))]:
+    for section in _all_sections(results):
         text.append(f"<h2>{escape(section.heading)}</h2>")
         text += [f"<p>{marked(paragraph)}</p>" for paragraph in section.paragraphs]
         text += [figures(section.charts)] if section.charts else []
         text += [table(section.head, section.body)] if section.body else []
         text += [bullets(section.notes)] if section.notes else []
     write_html(report, "Dilated attention: performance", "Performance", text)
+
+
+def _all_sections(results: Path) -> list[Section]:
+    shared = _shared_sections(read_shared(results))
+    return [*_sections(read_rows(results)), *shared, *_capacity(results), *_techniques(results)]
 
 
 def _introduction() -> list[str]:
@@ -204,6 +218,42 @@ def _shared_sections(lines: list[dict[str, Any]]) -> list[Section]:
     return [section for section in (kinds, *steps.values()) if section.body]
 
 
+def _capacity(results: Path) -> Iterator[Section]:
+    lines = read_training(results, "capacity")
+    for machine in dict.fromkeys(line["on_machine"] for line in lines):
+        mine = [line for line in lines if line["on_machine"] == machine]
+        words = (
+            f"{machine}. One step each: forward, backward and update, on random tokens. `model` is the memory model."
+        )
+        section = Section("Training: capacity", [words], CAPACITY, [capacity_row(line) for line in mine])
+        section.notes = capacity_notes(mine)
+        bars = [
+            (
+                f"{line['size']}, {line['tokens']:,} tokens",
+                [line["peak_bytes"] / 2**30, line["predicted_bytes"] / 2**30],
+            )
+            for line in mine
+            if line.get("peak_bytes") and line["kind"] != "dense"
+        ]
+        if bars:
+            section.charts = [("Peak memory", bars_svg(bars, ["measured", "memory model"], "GiB"))]
+        yield section
+
+
+def _techniques(results: Path) -> Iterator[Section]:
+    lines = read_training(results, "techniques")
+    for subject in dict.fromkeys((line["on_machine"], line["size"], line["tokens"]) for line in lines):
+        mine = [line for line in lines if (line["on_machine"], line["size"], line["tokens"]) == subject]
+        machine, size, tokens = subject
+        words = (
+            f"{machine}; {size}, {tokens:,} tokens a step. `x` is a quotient to the row that `against` names: of the "
+            "peak, of what it is beyond the weights and the optimizer's state, of these, and of time."
+        )
+        yield Section(
+            "Training: each memory technique", [words], TECHNIQUES, [technique_row(line, mine) for line in mine]
+        )
+
+
 def _on(device: str) -> str:
     return "" if device == "cuda" else f", on a {device.upper()}"
 
@@ -258,7 +308,3 @@ def _time_charts(rows: list[Row]) -> list[tuple[str, str]]:
             chart = lines_svg(lines, names, "tokens", "milliseconds")
             charts.append((but_for_tokens + _on(problem.device), chart))
     return charts
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

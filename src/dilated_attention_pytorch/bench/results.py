@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def read_rows(results: Path) -> list[Row]:
         if "machine" in line:
             run, machine = {}, describe(line["machine"])
             continue
-        if "contender" not in line:  # of the suites `cache` and `pool`, which are tables of their own
+        if "contender" not in line:  # of the suites that are tables of their own
             continue
         key = line["suite"], _case(line)
         if key not in run:
@@ -55,15 +55,29 @@ def read_shared(results: Path) -> list[dict[str, Any]]:
     What a machine measured several times is from the last of them.
     """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for line in _lines_of(results, ("cache", "pool")):
+        title = line.get("kind") or line["case"]
+        found[line["suite"], title, line["on_machine"]] = line | {"title": title}
+    titles = list(dict.fromkeys(key[:2] for key in found))
+    return sorted(found.values(), key=lambda line: titles.index((line["suite"], line["title"])))
+
+
+def read_training(results: Path, suite: str) -> list[dict[str, Any]]:
+    """The lines of the suite `capacity` or `techniques`; what was measured several times is from the last of them."""
+    names = {"capacity": ("size", "kind", "tokens"), "techniques": ("size", "tokens", "technique")}[suite]
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in _lines_of(results, (suite,)):
+        found[(line["on_machine"], *(line[name] for name in names))] = line
+    return list(found.values())
+
+
+def _lines_of(results: Path, suites: Sequence[str]) -> Iterator[dict[str, Any]]:
     machine = ""
     for line in map(json.loads, results.read_text().splitlines()):
         if "machine" in line:
             machine = line["machine"].get("gpu") or f"CPU, {line['machine'].get('threads')} threads"
-        elif "contender" not in line:
-            title = line.get("kind") or line["case"]
-            found[line["suite"], title, machine] = line | {"title": title, "on_machine": machine}
-    titles = list(dict.fromkeys(key[:2] for key in found))
-    return sorted(found.values(), key=lambda line: titles.index((line["suite"], line["title"])))
+        elif line["suite"] in suites and "contender" not in line:
+            yield line | {"on_machine": machine}
 
 
 def _case(line: dict[str, Any]) -> Case:

@@ -166,3 +166,16 @@ def training_bytes(tokens: int, heads: int, head_dim: int, *, kv_heads: int | No
 def common_period(spec: DilatedSpec) -> int:
     """The shortest length that every branch's segments divide: two rows that see each other never straddle it."""
     return math.lcm(*spec.segment_lengths)
+
+
+def rounds_little(spec: DilatedSpec, table: OffsetTable) -> bool:
+    """Whether branches may add to a result of the inputs' dtype; otherwise they add in float32, and it is rounded once.
+
+    Every branch rounds what it adds to. Up to two that a row lies on, on average, that stays within the dtype's error
+    budget, for the head that has the most.
+    """
+    most = max(
+        sum(1 / branch.dilation_rate for branch, offset in zip(spec.branches, offsets) if offset is not None)
+        for offsets in zip(*table)
+    )
+    return most <= 2

@@ -1,7 +1,7 @@
 """What a training step holds in memory, as one frozen value, and how it is applied to a model, a loss and an optimizer.
 
-Each option is independent of the others. All but `precision`, `float8`, `structured_sparsity` and the 8-bit optimizers
-leave the mathematics as it is, to rounding.
+Each option is independent of the others. All but `precision`, `parameters`, `float8`, `structured_sparsity` and the
+8-bit optimizers leave the mathematics as it is, to rounding.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,6 +25,7 @@ from dilated_attention_pytorch.train.recompute import Recomputation, tile_feed_f
 
 Checkpointing = Literal["none", "full", "selective"]
 Precision = Literal["fp32", "bf16", "fp16"]
+ParameterPrecision = Literal["fp32", "bf16"]
 OptimizerName = Literal["adamw", "adamw8bit-torchao", "adamw8bit-bitsandbytes"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
@@ -44,7 +45,10 @@ class MemoryOptions:
         mlp_tile: rows of a feed-forward network at a time, computed again in backward; 0 for all at once.
         loss_chunk: rows whose logits exist at a time; 0 for all at once.
         optimizer: AdamW, or one whose state takes 8 bits a number, from torchao or bitsandbytes.
-        precision: of products under autocast, with parameters in float32; `fp16` needs `make_scaler`.
+        precision: of products, under autocast where parameters are float32; `fp16` needs `make_scaler`.
+        parameters: `bf16` keeps them, their gradients and what layers hand on in bfloat16, which takes
+            `precision="bf16"`. torchao's optimizer then rounds an update up or down by chance, so that small ones count
+            on average; the others round to nearest, and an update below 1/512 of a weight is lost.
         float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer.
         structured_sparsity: two of four neighbouring weights of the feed-forward networks count, the larger ones; they
             are chosen anew in every step.
@@ -61,6 +65,7 @@ class MemoryOptions:
     loss_chunk: int = 0
     optimizer: OptimizerName = "adamw"
     precision: Precision = "fp32"
+    parameters: ParameterPrecision = "fp32"
     float8: bool = False
     structured_sparsity: bool = False
     compile: bool = False
@@ -72,6 +77,7 @@ class MemoryOptions:
             ("checkpointing", Checkpointing),
             ("optimizer", OptimizerName),
             ("precision", Precision),
+            ("parameters", ParameterPrecision),
             ("compile_mode", CompileMode),
         )
         for name, known in choices:
@@ -87,6 +93,10 @@ class MemoryOptions:
         if self.offload and self.checkpointing == "none":
             raise ValueError(
                 "offload moves what checkpointing keeps: choose checkpointing='full' or 'selective' with it"
+            )
+        if self.parameters == "bf16" and self.precision != "bf16":
+            raise ValueError(
+                f"products of bfloat16 parameters are bfloat16: choose precision='bf16', not {self.precision!r}"
             )
         if self.float8 and self.structured_sparsity:
             raise ValueError("a linear layer is either float8 or 2:4 sparse: choose one of float8, structured_sparsity")
@@ -109,9 +119,18 @@ class MemoryOptions:
         offload = Offload(self.offload_least_bytes) if self.offload else None
         return Recomputation(keep_attention=self.checkpointing == "selective", offload=offload)
 
+    def stated(self) -> str:
+        """What differs from the defaults, in their own words.
+
+        >>> MemoryOptions(precision="bf16", checkpointing="full").stated()
+        'checkpointing=full precision=bf16'
+        """
+        named = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        return " ".join(f"{name}={value}" for name, (value, default) in named.items() if value != default)
+
     def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
         """The context of a forward pass and its loss."""
-        if self.precision == "fp32":
+        if self.precision == "fp32" or self.parameters == "bf16":  # all is bfloat16 then
             return nullcontext()
         return torch.autocast(torch.device(device).type, _LOW_PRECISION[self.precision])
 
@@ -132,6 +151,8 @@ def prepare(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | L
             f"prepare takes a LongNetLM or a LongNet, before anything is wrapped around it, got {type(model).__name__}"
         )
     device = next(model.parameters()).device
+    if options.parameters == "bf16":
+        model.bfloat16()
     if options.float8:
         _use_float8(model, device)
     if options.structured_sparsity:
@@ -201,6 +222,7 @@ def make_optimizer(
     """
     given: list[Any] = list(parameters)
     if options.optimizer == "adamw8bit-torchao":
+        settings = {"bf16_stochastic_round": options.parameters == "bf16", **settings}
         return _needed("torchao", "torchao.optim", options.optimizer).AdamW8bit(given, **settings)
     if options.optimizer == "adamw8bit-bitsandbytes":
         from torch.distributed.tensor import DTensor

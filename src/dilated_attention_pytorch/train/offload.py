@@ -20,6 +20,7 @@ from dilated_attention_pytorch.core.memory_pool import LEAST_THRESHOLD, Workspac
 
 # Groups whose copies may be under way: one is copied while the next computes.
 _IN_FLIGHT = 2
+LAYERS_ON_DEVICE = _IN_FLIGHT + 1
 
 
 class Offload:
@@ -54,7 +55,7 @@ class Offload:
         before = self._recent[-1] if self._recent else None
         group = OffloadGroup(self, before)
         self._recent.append(weakref.ref(group))
-        while len(self._recent) > _IN_FLIGHT + 1:
+        while len(self._recent) > LAYERS_ON_DEVICE:
             done = self._recent.popleft()()
             if done is not None:
                 done.leave_device()

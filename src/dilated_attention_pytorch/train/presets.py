@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from dilated_attention_pytorch.models.config import ModelConfig
-from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, Precision
 
 # What fills the memory: activations; activations and optimizer; parameters and optimizer.
@@ -77,7 +77,7 @@ def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LE
     >>> config = model_preset("125m", vocab_size=50_257)
     >>> config.d_model, config.num_heads, config.num_layers
     (768, 12, 12)
-    >>> round(count_parameters(config) / 1e6)
+    >>> round(parameter_count(config) / 1e6)
     124
     """
     wanted = _size(size)
@@ -87,7 +87,7 @@ def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LE
     settings: dict[str, Any] = {**sizes, **pattern, "num_decoder_layers": 0, **changes}
     if "num_layers" in settings:
         return ModelConfig(**settings)
-    one, two = (count_parameters(ModelConfig(**settings, num_layers=layers)) for layers in (1, 2))
+    one, two = (parameter_count(ModelConfig(**settings, num_layers=layers)) for layers in (1, 2))
     layers = round((wanted.parameters - one) / (two - one)) + 1
     if layers < 2:
         raise ValueError(
@@ -97,10 +97,13 @@ def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LE
     return ModelConfig(**settings, num_layers=layers)
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """The parameters of a `LongNetLM`, which takes no memory to count."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in LongNetLM(config).parameters())
+def text_model(size: str, **changes: Any) -> ModelConfig:
+    """`model_preset` with GPT-2's vocabulary, up to a multiple of 128: what plans and benchmarks train.
+
+    >>> text_model("1.3b").d_model
+    2048
+    """
+    return model_preset(size, **{"vocab_size": 50_304, **changes})
 
 
 def branches_for(sequence_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,8 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.core.pattern import grid_rows
-from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable, Problem
+from dilated_attention_pytorch.core.pattern import grid_rows, rounds_little
+from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 
@@ -86,8 +86,8 @@ class Plan:
         self.strides = tuple(stride for x in tensors for stride in x.stride()[:3])
         self.launches: dict[str, Launch] = {}
         table = problem.offsets(self.H, key.shape[2])
-        rounds_little = not problem.partial and _most_branches_a_row(problem.spec, table) <= 2
-        self.sum_dtype = query.dtype if rounds_little else torch.float32
+        rounds = not problem.partial and rounds_little(problem.spec, table)
+        self.sum_dtype = query.dtype if rounds else torch.float32
         # The branch that covers every row goes first, so that nothing needs to be cleared before it.
         order = sorted(range(len(table)), key=lambda i: problem.spec.branches[i].dilation_rate != 1)
         rows = [(i, table[i]) for i in order if any(offset is not None for offset in table[i])]
@@ -212,18 +212,6 @@ def why_no_hopper(device: torch.device) -> str | None:
 
 
 _GLUON = "triton.experimental.gluon.nvidia.hopper"
-
-
-def _most_branches_a_row(spec: DilatedSpec, table: OffsetTable) -> float:
-    """On how many branches' grids a row lies on average, for the head that has the most.
-
-    Every branch rounds what it adds to. Up to two that stays within the error budget of the dtype; more are summed in
-    float32 and rounded once.
-    """
-    return max(
-        sum(1 / branch.dilation_rate for branch, offset in zip(spec.branches, offsets) if offset is not None)
-        for offsets in zip(*table)
-    )
 
 
 # Never forgotten, as plans may be: a captured CUDA graph reads them whenever it is replayed.
