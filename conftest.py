@@ -19,6 +19,9 @@ if not torch.cuda.is_available():
 # Where Triton does not exist, its kernels cannot be imported for their doctests.
 collect_ignore_glob = [] if find_spec("triton") else ["src/*/kernels/triton/*"]
 
+if not find_spec("transformers"):
+    collect_ignore_glob += ["src/*/models/hf/*", "docs/huggingface.md"]
+
 # Every run draws fresh examples; no deadline, because no test times anything.
 hypothesis.settings.register_profile(
     "project", deadline=None, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)

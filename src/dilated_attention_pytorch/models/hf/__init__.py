@@ -1,0 +1,35 @@
+"""Dilated attention in models of Hugging Face's transformers, and LongNet as one of them; needs the extra `hf`."""
+
+from dilated_attention_pytorch.models.hf.requirement import require_transformers
+
+require_transformers()
+
+from dilated_attention_pytorch.models.hf.attention import register  # noqa: E402
+from dilated_attention_pytorch.models.hf.cache import DilatedCache, dilated_cache  # noqa: E402
+from dilated_attention_pytorch.models.hf.convert import (  # noqa: E402
+    Stage,
+    fine_tune_at_growing_lengths,
+    growing_lengths,
+    use_dilated_attention,
+)
+from dilated_attention_pytorch.models.hf.longnet import (  # noqa: E402
+    LongNetConfig,
+    LongNetForCausalLM,
+    LongNetModel,
+    register_auto_classes,
+)
+
+register_auto_classes()
+
+__all__ = [
+    "DilatedCache",
+    "LongNetConfig",
+    "LongNetForCausalLM",
+    "LongNetModel",
+    "Stage",
+    "dilated_cache",
+    "fine_tune_at_growing_lengths",
+    "growing_lengths",
+    "register",
+    "use_dilated_attention",
+]

@@ -1,0 +1,172 @@
+"""The attention function of `attn_implementation="dilated"`, and its registration with transformers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.models.hf.cache import layer_of
+from dilated_attention_pytorch.models.hf.masks import Told, dilated_mask, packed_by_positions, read_mask
+from dilated_attention_pytorch.models.hf.pattern import read_pattern
+from dilated_attention_pytorch.models.hf.requirement import require_transformers
+from dilated_attention_pytorch.nn.full_cache import attend_full_cache
+
+NAME = "dilated"
+
+# What a model may ask of its attention that changes the mathematics, and the way out.
+_CANNOT_HONOUR = {
+    "output_attentions": "the N x N weights are never made: `functional.attention_rows` gives those of chosen rows",
+    "sliding_window": "a segment takes its place: switch windows off in the config, as "
+    "use_dilated_attention(..., replace_sliding_window=True) does",
+    "softcap": "scores are not capped: keep this model's own attention, or set the cap to None and fine-tune",
+    "s_aux": "the softmax has no learned sink: keep this model's own attention",
+    "sinks": "the softmax has no learned sink: keep this model's own attention",
+    "position_bias": "scores take no bias: use a model with rotary positions",
+    "alibi": "scores take no bias: use a model with rotary positions",
+    "head_mask": "heads are not masked: prune them instead",
+    "cache": "a paged cache (continuous batching) is not supported: generate with a dynamic, static or bounded one",
+}
+
+
+def register() -> None:
+    """Make `attn_implementation="dilated"` known to transformers; calling it again changes nothing."""
+    require_transformers()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, dilated_attention_forward)
+    AttentionMaskInterface.register(NAME, dilated_mask)
+
+
+def dilated_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Rows `(B, m, H, D)` of query `(B, H, m, D)` over key and value `(B, Hkv, n, D)`, as transformers lays them out.
+
+    The pattern is `module.config.dilated_attention`; `attention_mask` is one of `dilated_mask`'s.
+    """
+    config = getattr(module, "config", None)
+    _refuse_what_cannot_be_honoured(config, query, asked)
+    spec = read_pattern(config)
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True) is not False)
+    told = read_mask(attention_mask)
+    layer = layer_of(key)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if layer is not None or told.begin is not None:
+        if not is_causal:
+            raise ValueError("new tokens after earlier ones are causal, this attention is bidirectional: use no cache")
+        if dropout:
+            raise ValueError(f"a cache is for inference, without attention dropout (it is {dropout}): call eval()")
+    if layer is not None:
+        return layer.attend(q, k, v, told, spec, scaling), None
+    if told.begin is None:
+        return _whole(q, k, v, told, spec, is_causal, scaling, dropout, asked), None
+    if k.shape[1] == q.shape[1] and not torch.compiler.is_compiling():
+        raise ValueError(
+            "the cache gave the new keys alone, and not through the attention function: this model changes keys "
+            "between its cache and its attention, so use a dynamic or static cache"
+        )
+    assert told.spans is not None
+    return attend_full_cache(q, k, v, told.begin, told.spans[:, 0], spec, scale=scaling), None
+
+
+def _whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    told: Told,
+    spec: DilatedSpec,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float,
+    asked: dict[str, Any],
+) -> Tensor:
+    """Attention of all tokens so far to themselves."""
+    B, N = q.shape[:2]
+    if k.shape[1] != N:
+        if told.spans is None or k.shape[1] < N:
+            raise ValueError(
+                f"{N} queries and {k.shape[1]} keys came without a mask that says where the queries lie: "
+                'cross-attention and models that make masks of their own cannot use attn_implementation="dilated"'
+            )
+        k, v = k[:, :N], v[:, :N]  # a static cache has room for later tokens
+    spans, documents = told.spans, told.documents
+    if spans is None and documents is None:
+        documents = _stated_documents(B, N, asked)
+    if documents is not None:
+        spans = documents
+        q, k, v = (x.reshape(1, B * N, *x.shape[2:]) for x in (q, k, v))
+    out = dilated_attention(
+        q,
+        k,
+        v,
+        spec.segment_lengths,
+        spec.dilation_rates,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout,
+        head_layout=spec.head_layout,
+        spans=spans,
+    )
+    return out.reshape(B, N, *out.shape[2:])
+
+
+def _stated_documents(batch: int, tokens: int, asked: dict[str, Any]) -> Tensor | None:
+    """Packed documents that came past the mask: as `cu_seq_lens_q`, or as positions of a forward that fills a cache."""
+    lengths, positions = asked.get("cu_seq_lens_q"), asked.get("position_ids")
+    if lengths is not None:
+        return _latest_lengths(lengths, lambda: document_spans(batch, tokens, cu_seqlens=lengths))
+    if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1:
+        return _latest_positions(positions, lambda: packed_by_positions(positions.expand(batch, tokens)))
+    return None
+
+
+class _Latest:
+    """What was last made from a tensor, so that the layers of a forward make it once."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
+
+    def __call__(self, tensor: Tensor, make: Callable[[], Tensor | None]) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return make()
+        version = 0 if tensor.is_inference() else tensor._version
+        kept = self._kept  # at once: threads share it
+        if kept is not None and kept[0]() is tensor and kept[1] == version:
+            return kept[2]
+        made = make()
+        self._kept = (weakref.ref(tensor), version, made)
+        return made
+
+
+_latest_lengths, _latest_positions = _Latest(), _Latest()
+
+
+def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, asked: dict[str, Any]) -> None:
+    for name, way_out in _CANNOT_HONOUR.items():
+        wanted = asked.get(name)
+        if wanted is not None and wanted is not False:
+            shown = "" if isinstance(wanted, Tensor) else f"={wanted!r}"
+            raise ValueError(f'attn_implementation="dilated" cannot honour {name}{shown}: {way_out}')
+    heads = getattr(config, "num_attention_heads", None)
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks and isinstance(heads, int) and query.shape[1] < heads:
+        raise ValueError(
+            f"this rank has {query.shape[1]} of {heads} heads, and the pattern depends on a head's number among all: "
+            "load the model without tensor parallelism (tp_plan)"
+        )

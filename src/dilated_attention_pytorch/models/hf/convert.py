@@ -1,0 +1,165 @@
+"""Switch a model of transformers to dilated attention, and let it get used to it at growing lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.models.hf.attention import NAME, register
+from dilated_attention_pytorch.models.hf.pattern import read_pattern, write_pattern
+
+ModelOrConfig = TypeVar("ModelOrConfig")
+
+
+def use_dilated_attention(
+    model: ModelOrConfig,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    head_layout: HeadLayout = "interleaved",
+    *,
+    replace_sliding_window: bool = False,
+) -> ModelOrConfig:
+    """Let a model, or the models made from a config, attend by this pattern; in place, and returned.
+
+    Weights stay as they are. Called again, it changes the pattern. A sliding window cannot be kept beside it: with
+    `replace_sliding_window`, layers that have one get the dilated pattern too; a model is to be made after that.
+    """
+    register()
+    is_model = isinstance(model, torch.nn.Module)
+    config: Any = getattr(model, "config", None) if is_model else model
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"use_dilated_attention takes a model or a config of transformers, got {type(model).__name__}")
+    _check_interface(model if is_model else None)
+    DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # before anything is changed
+    text = config.get_text_config()
+    windows = _windows(text)
+    if windows and (is_model or not replace_sliding_window):
+        raise ValueError(
+            f"{type(text).__name__} has {windows}, and layers of a sliding window cannot be dilated as well: call "
+            "use_dilated_attention(config, ..., replace_sliding_window=True) on its config and make the model from that"
+        )
+    if windows:
+        _remove_windows(text)
+    write_pattern(text, segment_lengths, dilation_rates, head_layout)
+    # Of a model with several parts, such as images and text, only the one for text.
+    parts = [part for part in getattr(config, "sub_configs", {}) if getattr(config, part, None) is text]
+    implementation = {parts[0]: NAME} if parts else NAME
+    # transformers does not save what attends, but it reads this field: a saved model comes back as it was.
+    config.attn_implementation = implementation
+    if is_model:
+        model.set_attn_implementation(implementation)  # type: ignore[attr-defined]
+    else:
+        config._attn_implementation = implementation
+    return model
+
+
+def _check_interface(model: Any) -> None:
+    if model is None:
+        return
+    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        raise ValueError(
+            f"{type(model).__name__} computes attention by itself and not through transformers' AttentionInterface, so "
+            "that nothing would be switched: use a model that does, such as Llama, Qwen, Mistral or ModernBERT"
+        )
+
+
+def _windows(config: Any) -> str:
+    """The config's sliding windows or chunks that its layers use, in words; empty if there are none."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        others = sorted({kind for kind in kinds if kind != "full_attention"})
+        return f"layer_types {', '.join(others)}" if others else ""
+    for name in ("sliding_window", "attention_chunk_size"):
+        if getattr(config, name, None) is not None and getattr(config, "use_sliding_window", True):
+            return f"{name}={getattr(config, name)}"
+    return ""
+
+
+def _remove_windows(config: Any) -> None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        config.sliding_window = None
+        return
+    foreign = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+    if foreign:
+        raise ValueError(
+            f"{type(config).__name__} has layers of {', '.join(foreign)}, which cannot be replaced: only attention "
+            "with a sliding window can"
+        )
+    config.layer_types = ["full_attention"] * len(kinds)
+    if hasattr(config, "use_sliding_window"):
+        config.use_sliding_window = False
+        config.sliding_window = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A length to train at, and the pattern there."""
+
+    length: int
+    spec: DilatedSpec
+
+
+def growing_lengths(
+    lengths: Sequence[int],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    head_layout: HeadLayout = "interleaved",
+) -> Iterator[Stage]:
+    """Stages of rising length: each has the branches that it can fill, and one cut to the whole length if need be.
+
+    >>> for stage in growing_lengths([1024, 8192], [512, 2048, 8192], [1, 4, 16]):
+    ...     print(stage.length, stage.spec.segment_lengths, stage.spec.dilation_rates)
+    1024 (512, 1024) (1, 4)
+    8192 (512, 2048, 8192) (1, 4, 16)
+    """
+    if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1:
+        raise ValueError(f"lengths must rise from at least 1, got {list(lengths)}")
+    branches = sorted(
+        DilatedSpec.of(segment_lengths, dilation_rates, head_layout).branches, key=lambda b: b.segment_length
+    )
+    for length in lengths:
+        used = []
+        for branch in branches:
+            used.append((min(branch.segment_length, length), branch.dilation_rate))
+            if branch.segment_length >= length:
+                break
+        yield Stage(length, DilatedSpec.of([w for w, _ in used], [r for _, r in used], head_layout))
+
+
+def fine_tune_at_growing_lengths(model: Any, tokens: Tensor, stages: Sequence[Stage], arguments: Any) -> list[float]:
+    """Fine-tune a causal model stage by stage with `transformers.Trainer`; the training loss of each stage.
+
+    Args:
+        model: a causal model with `attn_implementation="dilated"`; it ends with the pattern of the last stage.
+        tokens: `(N,)`, text as one row of tokens, cut anew into blocks of each stage's length.
+        stages: of `growing_lengths`.
+        arguments: `TrainingArguments` of each stage.
+    """
+    from transformers import Trainer
+
+    if tokens.dim() != 1:
+        raise ValueError(f"tokens are one row of text, (N,), got {tuple(tokens.shape)}")
+    losses = []
+    for stage in stages:
+        if tokens.shape[0] < stage.length:
+            raise ValueError(f"a stage of {stage.length} tokens needs a text as long, got {tokens.shape[0]} tokens")
+        spec = stage.spec
+        use_dilated_attention(model, spec.segment_lengths, spec.dilation_rates, spec.head_layout)
+        assert read_pattern(model.config.get_text_config()) == spec
+        _make_room(model.config.get_text_config(), stage.length)
+        blocks = tokens[: tokens.shape[0] // stage.length * stage.length].view(-1, stage.length)
+        data = [{"input_ids": block, "labels": block} for block in blocks]
+        losses.append(Trainer(model=model, args=arguments, train_dataset=data).train().training_loss)
+    return losses
+
+
+def _make_room(config: Any, length: int) -> None:
+    known = getattr(config, "max_position_embeddings", None)
+    if known is not None and known < length:
+        config.max_position_embeddings = length  # rotary positions go on; what says how is config.rope_parameters

@@ -1,0 +1,319 @@
+"""`LongNetLM` as a model of transformers: config, base model, causal language model, Auto classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.hf.cache import DilatedCache
+from dilated_attention_pytorch.models.hf.masks import Told, dilated_mask, packed_by_positions, read_mask
+from dilated_attention_pytorch.models.hf.pattern import FIELD, read_pattern, write_pattern
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+
+_DEFAULTS = ModelConfig()
+# What is stated under another name, or concerns an encoder-decoder.
+_ELSEWHERE = {"segment_lengths", "dilation_rates", "head_layout", "tie_weights", "num_decoder_layers"}
+_OWN_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _ELSEWHERE]
+
+
+class LongNetConfig(PreTrainedConfig):
+    """The sizes of a `LongNetLM`, with the names and defaults of `ModelConfig`, as a config of transformers.
+
+    >>> config = LongNetConfig(d_model=64, num_heads=4, num_layers=2, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> config.model_config().segment_lengths
+    (16, 64)
+    """
+
+    model_type = "longnet"
+    attribute_map = {  # noqa: RUF012 (as transformers has it)
+        "hidden_size": "d_model",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "dim_feedforward",
+    }
+
+    def __init__(self, **values: Any) -> None:
+        pattern = values.pop(FIELD, None) or {
+            name: values.pop(name, getattr(_DEFAULTS, name))
+            for name in ("segment_lengths", "dilation_rates", "head_layout")
+        }
+        for name, names in self.attribute_map.items():
+            if name in values:
+                values[names] = values.pop(name)
+        own = {name: values.pop(name, getattr(_DEFAULTS, name)) for name in _OWN_FIELDS if name != "dim_feedforward"}
+        own["dim_feedforward"] = values.pop("dim_feedforward", None) or 4 * own["d_model"]
+        values.setdefault("tie_word_embeddings", _DEFAULTS.tie_weights)
+        values.setdefault("use_cache", True)
+        super().__init__(**values)
+        for name, value in own.items():
+            setattr(self, name, value)
+        write_pattern(self, **pattern)
+
+    def model_config(self) -> ModelConfig:
+        """The same sizes as `LongNetLM` takes them, checked."""
+        spec = read_pattern(self)
+        return ModelConfig(
+            segment_lengths=spec.segment_lengths,
+            dilation_rates=spec.dilation_rates,
+            head_layout=spec.head_layout,
+            tie_weights=self.tie_word_embeddings,
+            **{name: getattr(self, name) for name in _OWN_FIELDS},
+        )
+
+    @classmethod
+    def of(cls, config: ModelConfig, **values: Any) -> LongNetConfig:
+        """The config of a `LongNetLM`; `values` are those that transformers adds, such as `eos_token_id`."""
+        own = {name: getattr(config, name) for name in _OWN_FIELDS}
+        pattern = {
+            "segment_lengths": list(config.segment_lengths),
+            "dilation_rates": list(config.dilation_rates),
+            "head_layout": config.head_layout,
+        }
+        return cls(**own, **{FIELD: pattern}, tie_word_embeddings=config.tie_weights, **values)
+
+
+class LongNetPreTrainedModel(PreTrainedModel):
+    config_class = LongNetConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DilatedTransformerEncoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_attention_backend = False  # its attention is dilated whatever attn_implementation says
+    _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: layers begin as MAGNETO says, and what a file lacks is an error."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; weights that do not fit are an error here, as they would be of no use."""
+        wanted = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
+        if wrong:
+            raise ValueError(f"the weights do not fit {cls.__name__}: {wrong}; use the folder of its save_pretrained")
+        return (model, info) if wanted else model
+
+
+class LongNetModel(LongNetPreTrainedModel):
+    """The hidden states of a `LongNetLM`, `(B, N, d_model)`.
+
+    >>> config = LongNetConfig(d_model=32, num_heads=4, num_layers=1, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> LongNetModel(config)(torch.randint(256, (2, 100))).last_hidden_state.shape
+    torch.Size([2, 100, 32])
+    """
+
+    def __init__(self, config: LongNetConfig) -> None:
+        super().__init__(config)
+        self.longnet = LongNetLM(config.model_config())
+        self.longnet.head = nn.Identity()  # type: ignore[assignment]
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.longnet.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.longnet.embedding = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DilatedCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **asked: Any,
+    ) -> Any:
+        """`attention_mask` states padding, `position_ids` that begin again state packed documents.
+
+        With `use_cache=True` or `past_key_values`, the cache is a bounded one, and the input its next tokens.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("a LongNet takes input_ids, not inputs_embeds, which it would scale by sqrt(d_model)")
+        for name in ("output_attentions", "output_hidden_states"):
+            if asked.get(name) or getattr(self.config, name, False):
+                raise ValueError(f"a LongNet does not return them: leave out {name}")
+        B, N = input_ids.shape
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache(B)
+        if past_key_values is None:
+            lengths = self._lengths(B, N, attention_mask, position_ids)
+            hidden = self.longnet.hidden(input_ids, **lengths)
+        else:
+            hidden = self._next(input_ids, attention_mask, past_key_values)
+        if return_dict is False:
+            return tuple(x for x in (hidden, past_key_values) if x is not None)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def new_cache(self, batch: int, rewindable: int = 0) -> DilatedCache:
+        return DilatedCache(read_pattern(self.config), self.config.num_layers, batch, rewindable)
+
+    def _lengths(
+        self, batch: int, tokens: int, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> dict[str, Any]:
+        if attention_mask is not None:
+            return {"key_padding_mask": ~attention_mask.bool()}
+        documents = None
+        if position_ids is not None and tokens > 1:
+            documents = packed_by_positions(position_ids.expand(batch, tokens))
+        if documents is None:
+            return {}
+        if batch > 1:
+            raise ValueError(f"packed documents come in one row, got {batch}: put the rows one after another")
+        return {"cu_seqlens": torch.cat([documents[:1, 0], documents[:, 1]])}
+
+    def _next(self, input_ids: Tensor, attention_mask: Tensor | None, cache: DilatedCache) -> Tensor:
+        if not isinstance(cache, DilatedCache):
+            raise ValueError(
+                f"a LongNet's cache is bounded, got {type(cache).__name__}: make it with dilated_cache(model, "
+                "batch), or pass use_cache=True"
+            )
+        B, N = input_ids.shape
+        spec = read_pattern(self.config)
+        if len(cache.layers) != len(self.longnet.layers) or cache.layers[0].spec != spec:
+            raise ValueError(
+                f"the cache is for {len(cache.layers)} layers of {cache.layers[0].spec}, the model has "
+                f"{len(self.longnet.layers)} of {spec}: make it with dilated_cache(model, batch)"
+            )
+        if cache.layers[0].batch_size != B:
+            raise ValueError(
+                f"the cache is for a batch of {cache.layers[0].batch_size}, the input is for {B}: make it with "
+                f"dilated_cache(model, batch={B})"
+            )
+        told = Told()
+        if attention_mask is not None:
+            before = cache.get_seq_length()
+            told = read_mask(
+                attention_mask
+                if attention_mask.dim() == 4
+                else dilated_mask(B, N, N, before, before, attention_mask=attention_mask.bool())
+            )
+        elif cache.get_seq_length():
+            told = read_mask(dilated_mask(B, N, N, cache.get_seq_length(), device=input_ids.device))
+        held: list[DilatedKVCache] = []
+        fresh: list[DilatedKVCache] | None = None
+        for i, layer in enumerate(cache.layers):
+            if layer.held is None:
+                fresh = fresh or self.longnet.new_cache(B, rewindable=layer.rewindable)
+                layer.held = fresh[i]
+            layer.tokens += N
+            layer.go_on(told, N)
+            held.append(layer.held)
+        return self.longnet.hidden(input_ids, cache=held)
+
+
+class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
+    """A `LongNetLM` with the loss, `generate` and files of transformers.
+
+    >>> config = LongNetConfig(d_model=32, num_heads=4, num_layers=1, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> model = LongNetForCausalLM(config)
+    >>> tokens = torch.randint(256, (2, 100))
+    >>> model(tokens, labels=tokens).logits.shape
+    torch.Size([2, 100, 256])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.longnet.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LongNetConfig) -> None:
+        super().__init__(config)
+        self.model = LongNetModel(config)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: DilatedCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **asked: Any,
+    ) -> Any:
+        """Logits `(B, N, vocab)`, or of the last `logits_to_keep` tokens; with `labels`, the loss too."""
+        told = {name: asked[name] for name in ("output_attentions", "output_hidden_states") if name in asked}
+        out = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **told
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **asked)
+        if return_dict is False:
+            return tuple(x for x in (loss, logits, out.past_key_values) if x is not None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """What `generate` asks for: its default cache would keep every token."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                "a LongNet's cache is bounded: leave out cache_implementation="
+                f"{generation_config.cache_implementation!r}"
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if model_kwargs.get("past_key_values") is not None and not isinstance(
+            model_kwargs["past_key_values"], DilatedCache
+        ):
+            if getattr(model_kwargs["past_key_values"], "_is_user_defined", False):
+                return  # refused by the model, which says what to use
+            model_kwargs["past_key_values"] = None  # made by the model for the rows that come
+
+    @classmethod
+    def from_longnet(cls, model: LongNetLM, **values: Any) -> LongNetForCausalLM:
+        """The same model for transformers, with copies of its weights; `values` go to `LongNetConfig`."""
+        made = cls(LongNetConfig.of(model.config, **values)).to(
+            device=model.embedding.weight.device, dtype=model.embedding.weight.dtype
+        )
+        tensors = {f"model.longnet.{name}": x for name, x in model.state_dict().items() if name != "head.weight"}
+        made.load_state_dict(tensors | {"lm_head.weight": model.state_dict()["head.weight"]})
+        return made.train(model.training)
+
+    def to_longnet(self) -> LongNetLM:
+        """The same model as a `LongNetLM`, with copies of its weights."""
+        weight = self.lm_head.weight
+        made = LongNetLM(self.config.model_config()).to(device=weight.device, dtype=weight.dtype)
+        tensors = self.model.longnet.state_dict()
+        made.load_state_dict({**tensors, "head.weight": weight.detach()})
+        return made.train(self.training)
+
+
+def register_auto_classes() -> None:
+    """Let `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` know the model type `longnet`."""
+    AutoConfig.register(LongNetConfig.model_type, LongNetConfig, exist_ok=True)
+    AutoModel.register(LongNetConfig, LongNetModel, exist_ok=True)
+    AutoModelForCausalLM.register(LongNetConfig, LongNetForCausalLM, exist_ok=True)

@@ -1,0 +1,188 @@
+"""What a model's mask says, in a few numbers for each document: the mask function of `attn_implementation="dilated"`.
+
+transformers makes a mask once for all layers of a forward, and hands it to the attention function as `attention_mask`.
+Ours is an int64 tensor of four dimensions, as transformers passes on such tensors untouched. Its shape says what it is:
+
+- `(B, 1, 1, 2)`: `[start, end)` of each row's tokens, the queries being all of them;
+- `(B, 1, 1, 3)`: the same and where the queries begin, as there are earlier tokens;
+- `(documents, 1, 2, 1)`: `[start, end)` of packed documents, counted through the rows one after another;
+- `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made:
+  some models make masks that no layer takes.
+
+None means: every token of every row, and no earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from dilated_attention_pytorch.core.spans import document_spans
+
+
+class Told(NamedTuple):
+    """What a mask tells: at most one of `spans` and `documents`; `begin`, a scalar, where there are earlier tokens."""
+
+    spans: Tensor | None = None  # (B, 2)
+    documents: Tensor | None = None  # (documents, 2), through all rows
+    begin: Tensor | None = None
+
+
+def read_mask(mask: Tensor | None) -> Told:
+    """What a mask of `dilated_mask` tells; anything else is refused."""
+    if mask is None:
+        return Told()
+    if mask.dim() != 4 or mask.dtype != torch.int64:
+        raise ValueError(
+            f'attn_implementation="dilated" takes masks of its own mask function, got {mask.dtype} '
+            f"{tuple(mask.shape)}: pass the model a 2D attention_mask for padding, or position_ids that begin again "
+            "for packed documents; a dense mask takes O(N^2) memory and is not supported"
+        )
+    if mask.shape[2] == 2:
+        return Told(documents=mask[:, 0, :, 0])
+    if mask.shape[3] == 3:
+        return Told(spans=mask[:, 0, 0, :2], begin=mask[0, 0, 0, 2])
+    if mask.shape[3] == 2:
+        return Told(spans=mask[:, 0, 0])
+    raise ValueError(
+        "this layer's mask is neither causal nor bidirectional over whole documents, which "
+        'attn_implementation="dilated" cannot honour '
+        "(a sliding window or chunks, tokens that see ahead within a block, cross-attention): set "
+        "sliding windows off in the config (use_dilated_attention(..., replace_sliding_window=True)), or keep the "
+        "model's own attention"
+    )
+
+
+def dilated_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    device: torch.device | str | None = None,
+    **settings: Any,  # dtype, and when other implementations may leave out a mask
+) -> Tensor | None:
+    """The mask function that `register` registers: `None` or one of the tensors above, never `N x N`."""
+    if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
+        q_offset = int(q_offset)
+    first = isinstance(q_offset, int) and q_offset == 0
+    if device is None and attention_mask is not None:
+        device = attention_mask.device
+    unsupported = torch.empty(1, 1, 1, 0, dtype=torch.int64, device=device)
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    if use_vmap or (mask_function is bidirectional_mask_function and not (first and q_length == kv_length)):
+        return unsupported
+    if not plain:
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if chunked or attention_mask is not None or not first or q_length != kv_length:
+            return unsupported  # packed documents come with neither padding nor earlier tokens
+        documents = _packed_documents(mask_function, batch_size, q_length, device)
+        return unsupported if documents is None else documents[:, None, :, None]
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
+    spans = _spans(attention_mask, batch_size, q_length, q_offset, device)
+    if first:
+        if kv_length == q_length and not torch.compiler.is_compiling() and _whole(spans, q_length):
+            return None
+        return spans[:, None, None]
+    begin = torch.as_tensor(q_offset, device=spans.device).expand(batch_size, 1)
+    if not torch.compiler.is_compiling() and bool((spans[:, 1] != q_offset + q_length).any()):
+        raise ValueError(
+            f"row {int((spans[:, 1] != q_offset + q_length).int().argmax())} of attention_mask ends before its newest "
+            "token: a cache goes on at the end of every row, so pad on the left"
+        )
+    return torch.cat([spans, begin], dim=1)[:, None, None]
+
+
+def packed_by_positions(position_ids: Tensor) -> Tensor | None:
+    """`(documents, 2)` where positions begin again within rows, counted through the rows; None where none does."""
+    joined = position_ids.diff(dim=-1) == 1
+    if torch.compiler.is_compiling():
+        return documents_of(joined, torch.zeros_like(joined), torch.ones_like(position_ids, dtype=torch.bool))
+    return None if bool(joined.all()) else _documents(joined)
+
+
+def _spans(
+    attention_mask: Tensor | None, batch: int, q_length: int, q_offset: int | Tensor, device: Any
+) -> Tensor:  # (B, 2)
+    total = q_offset + q_length
+    if attention_mask is None:
+        end = torch.as_tensor(total, dtype=torch.int64, device=device).expand(batch)
+        return torch.stack([torch.zeros_like(end), end], dim=1)
+    if isinstance(total, int):
+        if attention_mask.shape[1] < total:
+            raise ValueError(
+                f"attention_mask has {attention_mask.shape[1]} tokens, the {total - q_length} in the cache and the "
+                f"{q_length} new ones are {total}: state all of them, 1 for a token and 0 for padding"
+            )
+        attention_mask = attention_mask[:, :total]
+    spans = document_spans(*attention_mask.shape, key_padding_mask=~attention_mask.bool())
+    assert spans is not None
+    end = spans[:, 1].clamp_max(total) if isinstance(total, int) else spans[:, 1].minimum(total)
+    # A row of padding alone has yet to begin: after all tokens so far.
+    empty = spans[:, 0] == spans[:, 1]
+    later = torch.as_tensor(total, device=spans.device)
+    return torch.stack([torch.where(empty, later, spans[:, 0]), torch.where(empty, later, end)], dim=1)
+
+
+def _whole(spans: Tensor, tokens: int) -> bool:
+    return bool(((spans[:, 0] == 0) & (spans[:, 1] == tokens)).all())
+
+
+def _packed_documents(
+    mask_function: Callable[..., Tensor], batch: int, tokens: int, device: Any
+) -> Tensor | None:  # (documents, 2)
+    """The documents of a mask function that is causal within each; None if it is something else.
+
+    It is asked about neighbours and about each token's first one, O(N) in all: a document begins where a token does
+    not see the one before it.
+    """
+    row = torch.arange(batch, device=device)[:, None]
+    token = torch.arange(tokens, device=device)[None]
+    joined = _ask(mask_function, row, token[:, 1:], token[:, :-1])  # (B, N - 1)
+    ahead = _ask(mask_function, row, token[:, :-1], token[:, 1:])
+    begins = torch.cat([torch.zeros_like(row), torch.where(joined, 0, token[:, 1:])], dim=1)
+    reaches = _ask(mask_function, row, token, begins.cummax(dim=1).values)
+    if torch.compiler.is_compiling():
+        return documents_of(joined, ahead, reaches)
+    return _documents(joined) if _is_packed(ahead, reaches) else None
+
+
+def _ask(mask_function: Callable[..., Tensor], row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    seen = mask_function(row, torch.zeros_like(row), query, key)
+    return seen.expand(row.shape[0], query.shape[1])
+
+
+def _is_packed(ahead: Tensor, reaches: Tensor) -> bool:
+    return not bool(ahead.any()) and bool(reaches.all())
+
+
+def _documents(joined: Tensor) -> Tensor:
+    B, tokens = joined.shape[0], joined.shape[1] + 1
+    begins = torch.cat([joined.new_zeros(B, 1), joined], dim=1).logical_not()
+    start = begins.flatten().nonzero()[:, 0]
+    return torch.stack([start, torch.cat([start[1:], start.new_tensor([B * tokens])])], dim=1)
+
+
+# Where it is traced the number of documents must not depend on values: the rest are empty ones after the last token.
+@torch.library.custom_op("dilated_attention_pytorch::documents_of", mutates_args=())
+def documents_of(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
+    if not _is_packed(ahead, reaches):
+        read_mask(torch.empty(1, 1, 1, 0, dtype=torch.int64))
+    found = _documents(joined)
+    spans = found.new_full((reaches.numel(), 2), reaches.numel())
+    spans[: found.shape[0]] = found
+    return spans
+
+
+@documents_of.register_fake
+def _(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
+    return reaches.new_empty((reaches.numel(), 2), dtype=torch.int64)

@@ -1,0 +1,138 @@
+"""Attention of new tokens against a cache that holds every token, as caches of other libraries do.
+
+Of such a cache a new token sees what a bounded one would hold: the grid rows of its own segments. So those rows are
+picked, in the bounded cache's own order, and the rest is its mathematics and its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, is_plain
+from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
+from dilated_attention_pytorch.kernels.decode import attend_cached
+
+
+def attend_full_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begin: Tensor,
+    start: Tensor,
+    spec: DilatedSpec,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The causal rows of `m` new tokens, `(B, m, H, D)`, as a full forward gives them.
+
+    Args:
+        query: `(B, m, H, D)`, of the tokens at `[begin, begin + m)`.
+        key, value: `(B, n, Hkv, D)` of all tokens, the new ones among them; what lies after those plays no part.
+        begin: a scalar tensor, where the new tokens lie in every row.
+        start: `(B,)`, each row's first token; those before it are left padding, and so may new ones be.
+        spec: of the attention.
+
+    >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
+    >>> last, first = torch.tensor(99), torch.tensor([0])
+    >>> attend_full_cache(q[:, 99:], k, v, last, first, DilatedSpec.of([16, 64], [1, 4])).shape
+    torch.Size([1, 1, 4, 8])
+    """
+    query, key, value = autocast_inputs(query, key, value)
+    m, n = query.shape[1], key.shape[1]
+    if n < m:
+        raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
+    problem = checked_problem(
+        query, key[:, :m], value[:, :m], spec.segment_lengths, spec.dilation_rates, spec.head_layout, True, scale, 0.0,
+        0, None, None, None, backend,
+    )  # fmt: skip
+    if is_plain(query, key):
+        return _attend_full_cache(query, key, value, begin, start, problem, backend)
+    return attend_full_cache_op(
+        query, key, value, begin, start, spec.segment_lengths, spec.dilation_rates, spec.head_layout, scale, backend
+    )
+
+
+# Where it is traced: which rows are picked is arithmetic on values, and of no concern to a compiled graph.
+@torch.library.custom_op("dilated_attention_pytorch::attend_full_cache", mutates_args=())
+def attend_full_cache_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begin: Tensor,
+    start: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    head_layout: str,
+    scale: float | None,
+    backend: str,
+) -> Tensor:
+    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # type: ignore[arg-type]
+    problem = Problem(spec=spec, is_causal=True, scale=scale)
+    return _attend_full_cache(query, key, value, begin, start, problem, backend).contiguous()
+
+
+@attend_full_cache_op.register_fake
+def _(query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _attend_full_cache(
+    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, start: Tensor, problem: Problem, backend: str
+) -> Tensor:
+    new = begin + torch.arange(query.shape[1], device=query.device)
+    new_key, new_value = key.index_select(1, new), value.index_select(1, new)
+    rows = CacheRows(_within(problem.spec, key.shape[1]), problem.offsets(query.shape[2], key.shape[2]))
+    lengths = begin - start
+    held = CacheState(*_picked(rows, key, value, lengths, start), lengths, rows)
+    out, _ = attend_cached(query, new_key, new_value, held, problem, backend, NO_RESOURCES)
+    return out
+
+
+class _Places(NamedTuple):
+    """What lies at each place of a bounded cache, `(places,)` each; `within` counts from the segment's first token."""
+
+    head: Tensor
+    segment_length: Tensor
+    within: Tensor
+
+
+def _picked(rows: CacheRows, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `(B, places, D)` as a bounded cache has them after `lengths` tokens.
+
+    Places that this segment has not reached yet get some other token, which no query sees.
+    """
+    head, w, within = _places(rows, key.device)
+    position = lengths.clamp_min(0)[:, None] // w * w + within + start[:, None]  # (B, places)
+    position = position.clamp(0, key.shape[1] - 1)
+    batch_row = torch.arange(key.shape[0], device=key.device)[:, None]
+    return key[batch_row, position, head], value[batch_row, position, head]
+
+
+@lru_cache(64)
+def _places(rows: CacheRows, device: torch.device) -> _Places:
+    head, segment_length, within = [], [], []
+    for branch in rows.branches:
+        count = len(branch.offsets)
+        offset = torch.tensor(branch.offsets, device=device)[:, None]
+        place = torch.arange(branch.capacity, device=device) * branch.dilation_rate + offset  # (heads, capacity)
+        head.append((branch.heads.start + torch.arange(count, device=device)).repeat_interleave(branch.capacity))
+        segment_length.append(torch.full((place.numel(),), branch.segment_length, device=device))
+        within.append(place.flatten())
+    one = torch.ones(1, dtype=torch.int64, device=device)  # the last place is never read
+    return _Places(torch.cat([*head, one - 1]), torch.cat([*segment_length, one]), torch.cat([*within, one - 1]))
+
+
+def _within(spec: DilatedSpec, tokens: int) -> DilatedSpec:
+    """The same attention on that many tokens, with no segments beyond them, in few sizes as a cache grows."""
+    longest = 1 << (tokens - 1).bit_length()
+    return DilatedSpec.of([min(w, longest) for w in spec.segment_lengths], spec.dilation_rates, spec.head_layout)

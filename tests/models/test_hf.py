@@ -1,0 +1,452 @@
+"""Models of transformers with dilated attention equal our reference, with padding, packing and every cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+import transformers
+import transformers.masking_utils as masking
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.models.hf import dilated_cache, register, use_dilated_attention
+from dilated_attention_pytorch.models.hf.attention import dilated_attention_forward
+from dilated_attention_pytorch.models.hf.masks import dilated_mask, read_mask
+
+register()
+SEGMENTS, RATES = [8, 24], [1, 3]
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 2}),
+    "qwen": (Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 8}),
+    "modernbert": (ModernBertForMaskedLM, ModernBertConfig, {"cls_token_id": 1, "sep_token_id": 2}),
+}
+
+
+def build(family: str, dtype: torch.dtype = torch.float64, head_layout: str = "interleaved", **sizes):
+    """A tiny random model with dilated attention."""
+    torch.manual_seed(0)
+    model_class, config_class, more = FAMILIES[family]
+    config = config_class(**{**SIZES, **more, **sizes})
+    use_dilated_attention(config, SEGMENTS, RATES, head_layout, replace_sliding_window=True)
+    return model_class(config).to(dtype).eval()
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 64, shape)
+
+
+@pytest.mark.parametrize(
+    ("family", "head_layout"),
+    [("llama", "interleaved"), ("llama", "grouped"), ("qwen", "blocked"), ("modernbert", "interleaved")],
+)
+def test_forward_and_gradients_equal_the_reference_on_the_models_own_q_k_v(family, head_layout) -> None:
+    model, x = build(family, head_layout=head_layout), tokens(2, 50)
+    calls = []
+
+    def by_reference(module, query, key, value, attention_mask, scaling=None, **asked):
+        calls.append(query.shape)
+        out = dilated_attention(
+            *(t.transpose(1, 2) for t in (query, key, value)),
+            SEGMENTS,
+            RATES,
+            is_causal=module.is_causal,
+            scale=scaling,
+            head_layout=head_layout,
+            backend="reference",
+        )
+        return out, None
+
+    def run():
+        model.zero_grad()
+        logits = model(x).logits
+        logits.square().sum().backward()
+        return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    logits, gradients = run()
+    ALL_ATTENTION_FUNCTIONS["dilated"] = by_reference
+    try:
+        expected, expected_gradients = run()
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["dilated"]
+    assert len(calls) == 2
+    torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    assert len(gradients) > 10
+    for mine, theirs in zip(gradients, expected_gradients, strict=True):
+        assert (mine - theirs).norm() <= 1e-10 * theirs.norm() + 1e-12
+
+
+def test_one_segment_over_everything_is_dense_attention_and_others_are_not() -> None:
+    model, x = build("llama"), tokens(1, 50)
+    dilated = model(x).logits
+    whole = use_dilated_attention(model, [64], [1])(x).logits
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(model(x).logits, whole)
+    assert (dilated - whole).abs().max() > 1e-3
+
+
+def generate(model, x: torch.Tensor, **settings) -> torch.Tensor:
+    return model.generate(x, max_new_tokens=12, do_sample=False, **settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_generate_is_identical_with_every_cache_and_with_none(family) -> None:
+    model = build(family)
+    x = tokens(3, 19)  # to 31: beyond a segment of each branch
+    mask = torch.ones_like(x)
+    mask[1, :5] = mask[2, :18] = 0  # left padding; the last row has a single token
+    expected = generate(model, x, attention_mask=mask, use_cache=False)
+    for settings in (
+        {},
+        {"cache_implementation": "static"},
+        {"past_key_values": StaticCache(config=model.config, max_cache_len=40)},
+        {"past_key_values": dilated_cache(model, 3)},
+        {"past_key_values": dilated_cache(model, 3), "prefill_chunk_size": 9},
+        {"prefill_chunk_size": 9},
+    ):
+        assert torch.equal(generate(model, x, attention_mask=mask, **settings), expected), settings
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_cache_gives_the_rows_of_one_forward_on_a_gpu(dtype) -> None:
+    model = build("llama", dtype, hidden_size=512).cuda()  # heads of 64, which the kernels take
+    x = tokens(2, 300).cuda()
+    mask = torch.ones_like(x)
+    mask[1, :11] = 0
+    with torch.no_grad():
+        expected = model(x, attention_mask=mask, use_cache=False).logits
+        for cache in (
+            DynamicCache(config=model.config),
+            StaticCache(config=model.config, max_cache_len=320),
+            dilated_cache(model, 2),
+        ):
+            at = 0
+            for m in (130, 1, 20, 1, 1, 100, 47):
+                at += m
+                told = {"attention_mask": mask[:, :at], "past_key_values": cache}
+                got = model(x[:, at - m : at], **told).logits
+                real = mask[:, at - m : at].bool()
+                error = (got - expected[:, at - m : at])[real].norm() / expected[:, at - m : at][real].norm()
+                assert error < (1e-3 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_generate_compiles_its_steps_on_a_gpu_and_says_the_same() -> None:
+    model, x = build("llama", torch.float32, hidden_size=512).cuda(), tokens(2, 19).cuda()
+    expected = generate(model, x, use_cache=False)
+    assert torch.equal(generate(model, x, cache_implementation="static"), expected)  # transformers compiles these
+    assert torch.equal(generate(model, x, past_key_values=dilated_cache(model, 2)), expected)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "bounded"])
+def test_chunks_and_tokens_against_a_cache_give_the_rows_of_one_forward(kind) -> None:
+    model, x = build("llama"), tokens(2, 150)
+    mask = torch.ones_like(x)
+    mask[1, :11] = 0
+    cache = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=160),
+        "bounded": lambda: dilated_cache(model, 2),
+    }[kind]()
+    got, at = [], 0
+    with torch.no_grad():
+        expected = model(x, attention_mask=mask).logits
+        for m in (5, 1, 20, 1, 70, 53):
+            piece = x[:, at : at + m]
+            at += m
+            got.append(model(piece, attention_mask=mask[:, :at], past_key_values=cache).logits)
+    assert at == x.shape[1]
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(got, dim=1)[real], expected[real], rtol=1e-10, atol=1e-10)
+
+
+def test_a_bounded_cache_does_not_grow_and_serves_beams_and_assistants() -> None:
+    model, x = build("llama"), tokens(1, 20)
+    cache = dilated_cache(model, 1)
+    with torch.no_grad():
+        model(x, past_key_values=cache)
+        size = cache.nbytes
+        model(tokens(1, 100), past_key_values=cache)
+    assert cache.nbytes == size > 0
+    assert cache.get_seq_length() == 120
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, x, past_key_values=cache), generate(model, x))
+    beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(x, **beams)
+    assert torch.equal(model.generate(x, **beams, past_key_values=dilated_cache(model, 3)), expected)
+    rewindable = dilated_cache(model, 1, rewindable=16)
+    lookup = {"prompt_lookup_num_tokens": 4, "eos_token_id": 999}  # which some versions want to have, and nobody says
+    assert torch.equal(generate(model, x, past_key_values=rewindable, **lookup), generate(model, x))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_equals_its_rows_alone(family, side) -> None:
+    model = build(family)
+    lengths, N = [40, 23, 1], 40
+    x, mask = torch.zeros(3, N, dtype=torch.long), torch.zeros(3, N, dtype=torch.long)
+    place = [slice(N - n, N) if side == "left" else slice(0, n) for n in lengths]
+    for b, (n, where) in enumerate(zip(lengths, place)):
+        x[b, where], mask[b, where] = tokens(n), 1
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)  # their sines are in float32: elsewhere they would differ
+    together = model(x, attention_mask=mask, position_ids=positions).logits
+    for b, where in enumerate(place):
+        alone = model(x[b : b + 1, where]).logits
+        torch.testing.assert_close(together[b, where], alone[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_documents_equal_each_alone(rows, use_cache) -> None:
+    model = build("llama")
+    lengths = [17, 30, 1, 12]
+    x = tokens(rows, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1)
+    together = model(x, position_ids=positions, use_cache=use_cache).logits
+    alone = [model(piece).logits for piece in x.split(lengths, dim=1)]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
+
+
+def test_packed_documents_of_a_bidirectional_model_are_stated_by_their_lengths() -> None:
+    model, lengths = build("modernbert"), [17, 30, 12]
+    x = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    together = model(x, position_ids=positions, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+    alone = [model(piece).logits for piece in x.split(lengths, dim=1)]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_save_and_load_keep_the_pattern(family, tmp_path) -> None:
+    model, x = build(family, torch.float32, "blocked"), tokens(1, 50)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "dilated"
+    assert loaded.config.dilated_attention == {
+        "segment_lengths": SEGMENTS,
+        "dilation_rates": RATES,
+        "head_layout": "blocked",
+    }
+    torch.testing.assert_close(loaded(x).logits, model(x).logits)
+
+
+def test_of_a_model_for_images_and_text_the_text_is_dilated_and_comes_back_so(tmp_path) -> None:
+    torch.manual_seed(0)
+    seeing = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(
+        text_config=LlamaConfig(**SIZES, num_key_value_heads=2), vision_config=seeing, image_token_id=3
+    )
+    model = transformers.LlavaForConditionalGeneration(use_dilated_attention(config, SEGMENTS, RATES)).eval()
+    x, picture = torch.randint(4, 64, (1, 30)), torch.randn(1, 3, 16, 16)
+    x[0, 2:6] = 3
+    expected = model(x, pixel_values=picture).logits
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for config in (model.config, loaded.config):
+        assert config.text_config._attn_implementation == "dilated"
+        assert config.vision_config._attn_implementation == "sdpa"
+    torch.testing.assert_close(loaded(x, pixel_values=picture).logits, expected)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    model, x = build("llama").train(), tokens(2, 50)
+    mask = torch.ones_like(x)
+    mask[0, :7] = 0
+
+    def gradients():
+        model.zero_grad()
+        model(x, attention_mask=mask, labels=x).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable()
+    for mine, theirs in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_attention_dropout_is_drawn_in_training_only() -> None:
+    model, x = build("llama"), tokens(1, 30)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    expected = model(x).logits
+    torch.testing.assert_close(model(x).logits, expected)
+    model.train()
+    assert (model(x).logits - expected).abs().max() > 1e-3
+
+
+def test_a_compiled_model_computes_the_same() -> None:
+    model, x = build("llama", num_hidden_layers=1), tokens(2, 30)
+    mask = torch.ones_like(x)
+    mask[0, :7] = 0
+    positions = torch.cat([torch.arange(12), torch.arange(18)]).expand(2, -1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for inputs in ({"attention_mask": mask}, {"position_ids": positions}):
+        model.zero_grad()
+        expected = model(x, **inputs, use_cache=False).logits
+        expected.square().sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        got = compiled(x, **inputs, use_cache=False).logits
+        got.square().sum().backward()
+        torch.testing.assert_close(got, expected)
+        for p, theirs in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(p.grad, theirs)
+
+
+def test_a_compiled_step_against_a_static_cache_computes_the_same() -> None:
+    model, x = build("llama", num_hidden_layers=1), tokens(2, 33)
+    mask = torch.ones_like(x)
+    mask[0, :7] = 0
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = model(x, attention_mask=mask).logits
+        model(x[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+        for i in range(30, 33):
+            told = dilated_mask(2, 1, 64, i, attention_mask=mask[:, : i + 1].bool())
+            got = compiled(x[:, i : i + 1], attention_mask=told, past_key_values=cache).logits
+            torch.testing.assert_close(got, expected[:, i : i + 1])
+
+
+def refused(match: str, error: type[Exception] = ValueError):
+    return pytest.raises(error, match=match)
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    model, x = build("llama"), tokens(2, 30)
+    with refused("cannot honour output_attentions=True: .*attention_rows"):
+        model(x, output_attentions=True)
+    with refused("masks of its own mask function, got torch.bool"):
+        model(x, attention_mask=torch.ones(2, 1, 30, 30, dtype=torch.bool))
+    with refused("row 0 has a hole at 3"):
+        mask = torch.ones_like(x)
+        mask[0, 3] = 0
+        model(x, attention_mask=mask)
+    with refused("MistralConfig has sliding_window=4096"):
+        use_dilated_attention(MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2)), SEGMENTS, RATES)
+    config = MistralConfig(**SIZES, num_key_value_heads=2)
+    config.dilated_attention = {"segment_lengths": SEGMENTS, "dilation_rates": RATES}
+    mistral = MistralForCausalLM._from_config(config, attn_implementation="dilated")
+    with refused("cannot honour sliding_window=4096: .*replace_sliding_window"):
+        mistral(x)
+    config.sliding_window = 8
+    with refused("cannot honour sliding_window=8|neither causal nor bidirectional"):
+        mistral(x)
+    q = torch.randn(1, 8, 30, 8, dtype=torch.float64)
+    attention = model.model.layers[0].self_attn
+    for name, value in {"softcap": 30.0, "s_aux": torch.zeros(8), "position_bias": q, "cache": object()}.items():
+        with refused(f"cannot honour {name}"):
+            dilated_attention_forward(attention, q, q, q, None, **{name: value})
+    with refused("30 queries and 20 keys came without a mask"):
+        dilated_attention_forward(attention, q, q[:, :, :20], q[:, :, :20], None)
+
+
+def test_masks_that_are_not_of_whole_documents_are_refused_where_they_are_used() -> None:
+    def ahead(batch_row, head, query, key):
+        return (key <= query) | ((query == 4) & (key == 5))
+
+    packed = torch.tensor([[0] * 10 + [1] * 20])
+    functions = masking.causal_mask_function, masking.packed_sequence_mask_function(packed)
+    told = read_mask(dilated_mask(1, 30, 30, mask_function=masking.and_masks(*functions)))
+    assert told.documents.tolist() == [[0, 10], [10, 30]]
+    for function in (
+        ahead,
+        masking.sliding_window_causal_mask_function(8),
+        masking.sliding_window_bidirectional_mask_function(8),
+        masking.and_masks(masking.sliding_window_causal_mask_function(8), functions[1]),
+    ):
+        with refused("neither causal nor bidirectional over whole documents"):
+            read_mask(dilated_mask(1, 30, 30, mask_function=function))
+    with refused("neither causal nor bidirectional over whole documents"):
+        read_mask(dilated_mask(1, 30, 30, use_vmap=True))
+    with refused("attention_mask has 20 tokens, the 5 in the cache and the 20 new ones are 25"):
+        dilated_mask(1, 20, 25, 5, attention_mask=torch.ones(1, 20, dtype=torch.bool))
+
+
+def test_a_model_without_a_pattern_or_without_the_interface_is_refused() -> None:
+    model = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="dilated")
+    with refused("finds no config.dilated_attention in LlamaConfig"):
+        model(tokens(1, 10))
+    model.config.dilated_attention = {"segments": [8]}
+    with refused("holds segment_lengths, dilation_rates and, if not interleaved, head_layout"):
+        model(tokens(1, 10))
+    with refused("must pair up"):
+        use_dilated_attention(model, [8, 24], [1])
+    xlnet = transformers.XLNetLMHeadModel(
+        transformers.XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=16)
+    )
+    with refused("XLNetLMHeadModel computes attention by itself"):
+        use_dilated_attention(xlnet, SEGMENTS, RATES)
+    with refused("takes a model or a config of transformers, got Linear", TypeError):
+        use_dilated_attention(torch.nn.Linear(2, 2), SEGMENTS, RATES)
+
+
+def test_transformers_that_is_too_old_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.3.1")
+    with refused("needs transformers >= 5.4, this is 5.3.1: pip install", ImportError):
+        register()
+
+
+def test_a_bounded_cache_refuses_what_it_is_not_for() -> None:
+    model, x = build("llama"), tokens(2, 30)
+    with refused("cache is for a batch of 3, the keys are for 2"), torch.no_grad():
+        model(x, past_key_values=dilated_cache(model, 3))
+    with refused("has 2 layers, the model asks for layer 2"), torch.no_grad():
+        cache = dilated_cache(model, 2)
+        cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 2)
+    other = use_dilated_attention(build("llama"), [8, 16], [1, 2])
+    with refused("the cache is for DilatedSpec.*, this attention is DilatedSpec"), torch.no_grad():
+        model(x, past_key_values=dilated_cache(other, 2))
+    with refused("a cache keeps no gradients"):
+        model(x, past_key_values=dilated_cache(model, 2))
+    right = torch.ones_like(x)
+    right[0, 20:] = 0
+    with refused("pad on the left"), torch.no_grad():
+        model(x, attention_mask=right, past_key_values=dilated_cache(model, 2))
+    with torch.no_grad():
+        cache = dilated_cache(model, 2)
+        model(x, past_key_values=cache)
+        moved = torch.ones(2, 31, dtype=torch.long)
+        moved[1, :4] = 0
+        with refused("row 1 of attention_mask begins elsewhere"):
+            model(x[:, :1], attention_mask=moved, past_key_values=cache)
+    with refused("overwritten"), torch.no_grad():
+        cache = dilated_cache(model, 2)
+        model(x, past_key_values=cache)
+        cache.crop(-20)
+    with refused("keeps its batch of 2"):
+        cache.batch_repeat_interleave(2)
+    model.set_attn_implementation("sdpa")
+    with refused("this model's is 'sdpa'"):
+        dilated_cache(model, 2)
