@@ -15,7 +15,7 @@ def test_the_decode_suite_measures_steps_and_prompts(tmp_path, capsys, monkeypat
     monkeypatch.setitem(decode.PROMPTS, "cpu", 200)
     monkeypatch.setitem(decode.CHUNKS, "cpu", (96, 70))
     monkeypatch.setattr(decode, "compare", lambda *runs: compare(*runs, seconds=0.01, least=2))
-    monkeypatch.setattr(decode, "measure", lambda *run: measure(*run, seconds=0.001))
+    monkeypatch.setattr(decode, "measure", lambda *run, seconds: measure(*run, seconds=0.001))
     results = tmp_path / "results.jsonl"
     assert main(["bench", "decode", "--device", "cpu", "--tokens", "50", "20", "--out", str(results)]) == 0
     machine, *lines = map(json.loads, results.read_text().splitlines())

@@ -155,14 +155,16 @@ _remembered_rings = lru_cache(256)(_rings)
 class CacheState(NamedTuple):
     """A cache as the kernels take it: keys and values `(B, rows.total, D)`, and how many tokens each row has had.
 
-    A length is also the position of the row's next token; below 0, that token is left padding.
+    A length is also the position of the row's next token; below 0, that token is left padding. `known` are the same
+    lengths where the host has them, so that it need not wait for the device.
     """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor  # (B,)
     rows: CacheRows
+    known: tuple[int, ...] | None = None
 
     def of_row(self, b: int) -> CacheState:
         """The state of batch row `b` alone."""
-        return CacheState(self.keys[b : b + 1], self.values[b : b + 1], self.lengths[b : b + 1], self.rows)
+        return self._replace(keys=self.keys[b : b + 1], values=self.values[b : b + 1], lengths=self.lengths[b : b + 1])

@@ -47,7 +47,7 @@ def attend_cached(
     """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `state`."""
     if is_plain(query, state.keys):
         return _attend_cached(query, key, value, state, problem, backend, resources)
-    keys, values, lengths, rows = state
+    keys, values, lengths, rows, _ = state
     return attend_cached_op(
         query,
         key,
@@ -117,7 +117,7 @@ def _attend_cached(
         raise ValueError("backend 'reference' computes whole sequences, without a cache: use 'eager' or 'auto' with it")
     engine = choose_backend(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
-        at = state.lengths.tolist()
+        at = state.lengths.tolist() if state.known is None else list(state.known)
         out, lse = _attend_chunk(at, query, key, value, state, problem, backend, resources)
         _store_chunk(at, key, value, state)
         return out, lse
@@ -140,7 +140,7 @@ def _attend_cached(
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:
     """Put the grid rows of a few new tokens into their places; what a newer one overwrites is not written at all."""
     B, m = key.shape[:2]
-    keys, values, lengths, rows = state
+    keys, values, lengths, rows, _ = state
     rings = rings_on(rows, key)
     position = (lengths[:, None] + torch.arange(m, device=key.device)).unsqueeze(-1)  # (B, m, 1)
     number = rings.number(position)  # (B, m, rings)
@@ -180,7 +180,7 @@ def _store_chunk(at: list[int], key: Tensor, value: Tensor, state: CacheState) -
 def cached_partial(query: Tensor, state: CacheState, held: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` over the cached rows of tokens before `held`, `(B,)`; in float32, or float64."""
     B, m, H, _ = query.shape
-    keys, values, lengths, rows = state
+    keys, values, lengths, rows, _ = state
     q = _working(query) * scale
     out = torch.zeros_like(q)
     lse = torch.full((B, m, H), -torch.inf, dtype=q.dtype, device=q.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
-from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
 from dilated_attention_pytorch.kernels.decode import attend_cached
@@ -72,6 +72,8 @@ class DilatedKVCache:
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._longest = torch.zeros_like(self.lengths)
+        self._known: tuple[tuple[int, ...], int] | None = None
+        self._replayed = False
         self.reset(padding)
 
     @property
@@ -85,6 +87,7 @@ class DilatedKVCache:
 
     def reset(self, padding: Tensor | None = None) -> None:
         """Forget every token; `padding` is that of the next prompt."""
+        before = (0,) * self.batch
         if padding is None:
             self.lengths.zero_()
         else:
@@ -94,7 +97,9 @@ class DilatedKVCache:
                     f"got {padding.dtype} {tuple(padding.shape)}"
                 )
             self.lengths.copy_(-padding)
+            before = tuple((-padding).tolist())
         self._longest.copy_(self.lengths)
+        self._known = None if self.lengths.is_inference() else (before, self.lengths._version)
 
     def attend(
         self,
@@ -117,11 +122,24 @@ class DilatedKVCache:
             0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
         )  # fmt: skip
         self._check(query, key)
-        state = CacheState(self.keys, self.values, self.lengths, self.rows)
+        known = self._known_lengths(query)
+        state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(query, key, value, state, problem, backend, resources)
         self.lengths.add_(query.shape[1])
         torch.maximum(self._longest, self.lengths, out=self._longest)
+        if known is not None:
+            self._known = tuple(length + query.shape[1] for length in known), self.lengths._version
         return out
+
+    def _known_lengths(self, query: Tensor) -> tuple[int, ...] | None:
+        """The lengths as the host counted them, or None where something else may have changed them meanwhile."""
+        if not is_plain(query) or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # What is recorded now moves the lengths whenever it is replayed, and the host does not see it.
+            self._replayed = True
+        if self._replayed or self._known is None or self.lengths.is_inference():
+            return None
+        known, version = self._known
+        return known if self.lengths._version == version else None
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
@@ -141,6 +159,7 @@ class DilatedKVCache:
                         "reset it and run the tokens again"
                     )
         self.lengths.sub_(back)
+        self._known = None
 
     def reorder(self, rows: Tensor) -> None:
         """Let row `b` continue what row `rows[b]` has been, as beam search does; in place."""
@@ -150,6 +169,7 @@ class DilatedKVCache:
             )
         for state in (self.keys, self.values, self.lengths, self._longest):
             state.copy_(state.index_select(0, rows))
+        self._known = None
 
     def _check(self, query: Tensor, key: Tensor) -> None:
         mine = (self.batch, self.num_heads, self.num_kv_heads, self.head_dim)

@@ -49,7 +49,7 @@ def decode(
             return decode(query, key, value, state, scale, allow_tf32)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     m = query.shape[1]
-    keys, values, lengths, rows = state
+    keys, values, lengths, rows, _ = state
     plan = _plan(
         rows, query.shape, query.stride()[:3], key.stride()[:3], value.stride()[:3], query.dtype, query.device, scale,
         query.dtype == torch.float32 and allows_tf32(allow_tf32),
