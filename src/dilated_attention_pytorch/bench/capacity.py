@@ -85,24 +85,25 @@ def _steps(
     names: Sequence[str], cap: int, room: int, eight_bit: OptimizerName, *, required: bool, offload: bool
 ) -> Iterator[tuple[str, str, list[Fit]]]:
     """What to measure, `(kind, size, tries)`; the next try is for when one runs out of memory."""
-    for name in names:
-        config = text_model(name)
-        if required and name in REQUIRED:
+    for name in names if required else ():
+        if name in REQUIRED:
             every = choices(eight_bit=eight_bit)
-            fit = cheapest_fit(config, REQUIRED[name], cap, host_bytes=room, options=every)
+            fit = cheapest_fit(text_model(name), REQUIRED[name], cap, host_bytes=room, options=every)
             if fit is None:
                 raise ValueError(f"no options let {name} take {REQUIRED[name]:,} tokens in {cap / 2**30:.1f} GiB")
             yield "required", name, [fit]
-        found = list(longest_fits(config, cap, host_bytes=room, options=choices(offload=offload, eight_bit=eight_bit)))
-        if not found:
-            raise ValueError(f"no options let {name} take any sequence in {cap / 2**30:.1f} GiB: leave it out")
-        yield "longest", name, [_shorter(config, found[-1], share) for share in _TRIES]
     name, tokens = DENSE
     if required and name in names:
         fit = cheapest_fit(text_model(name), tokens, cap, options=[MemoryOptions(precision="bf16", loss_chunk=2048)])
         if fit is not None:
             yield "dilated", name, [fit]
             yield "dense", name, [fit]
+    for name in names:
+        config = text_model(name)
+        found = list(longest_fits(config, cap, host_bytes=room, options=choices(offload=offload, eight_bit=eight_bit)))
+        if not found:
+            raise ValueError(f"no options let {name} take any sequence in {cap / 2**30:.1f} GiB: leave it out")
+        yield "longest", name, [_shorter(config, found[-1], share) for share in _TRIES]
 
 
 def _shorter(config: ModelConfig, fit: Fit, share: float) -> Fit:
