@@ -1,9 +1,14 @@
 """What must be set before PyTorch's first operator (some machines advertise AMX and trap it) and the first kernel."""
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+# Inductor asks for it, and it refuses to be imported after Python's own distutils, which some packages still use.
+if find_spec("setuptools"):
+    import_module("setuptools")
 
 import hypothesis
 import pytest

@@ -82,7 +82,7 @@ def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started
         ("learning_rate = 'high'", "must be a number, got 'high'"),
         ("data = 'a.txt'", "data in FILE must be a list, got 'a.txt'"),
         ("data = [1]", "(in FILE, or a flag)"),
-        ("steps = 0", "steps must be at least 1, got 0 (in FILE, or a flag)"),
+        ("steps = -1", "steps must be at least 1, got -1 (in FILE, or a flag)"),
         ("memory = 3", "memory in FILE is a table: write [memory]"),
         ("[memory]\noffload = true", "FILE, [memory]: offload moves what checkpointing keeps"),
         ("[zero]\nstage = 2", "are of the engine deepspeed, and this one is fsdp"),

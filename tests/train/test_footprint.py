@@ -154,7 +154,7 @@ def test_the_command_says_the_longest_sequence_and_its_options(capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model 7b", "--model must be one of 125m"),
+        ("--model 7b", "a model's size is one of 125m"),
         ("--model 6b --gpu 10", "no combination of options trains 6b on any sequence in 10 GiB"),
         ("--model 125m --tokens 1e8", "no combination of options trains 125m on 100,000,000 tokens"),
         ("--model 125m --gpus 4", "--gpus cannot change a model's size"),

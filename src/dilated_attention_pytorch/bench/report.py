@@ -21,7 +21,7 @@ from dilated_attention_pytorch.bench.results import (
     ratio_cell,
     read_rows,
     read_shared,
-    read_training,
+    read_suite,
     why_not_measured,
 )
 from dilated_attention_pytorch.bench.training_tables import (
@@ -98,7 +98,8 @@ def write_report(results: Path, report: Path) -> None:
 
 def _all_sections(results: Path) -> list[Section]:
     shared = _shared_sections(read_shared(results))
-    return [*_sections(read_rows(results)), *shared, *_capacity(results), *_techniques(results)]
+    rest = (*_decode(results), *_shard(results), *_capacity(results), *_techniques(results))
+    return [*_sections(read_rows(results)), *shared, *rest]
 
 
 def _introduction() -> list[str]:
@@ -218,10 +219,61 @@ def _shared_sections(lines: list[dict[str, Any]]) -> list[Section]:
     return [section for section in (kinds, *steps.values()) if section.body]
 
 
+def _decode(results: Path) -> Iterator[Section]:
+    for machine, mine in read_suite(results, "decode").items():
+        yield Section(
+            "Decoding: a token against the bounded cache",
+            [f"{machine}. One attention layer. Dense is a query over a cache of all tokens, by PyTorch's best kernel."],
+            ["context", "microseconds", "dense, microseconds", "dense/ours", "cache, MiB"],
+            [
+                [f"{x['context']:,}", f"{x['ours']:.1f}", f"{x['dense']:.1f}", f"{x['dense'] / x['ours']:.1f}",
+                 f"{x['cache_bytes'] / 2**20:.2f}"]
+                for x in mine
+                if "ours" in x
+            ],
+        )  # fmt: skip
+        yield Section(
+            "Decoding: a prompt in chunks",
+            [f"{machine}. By turns with one forward of the whole prompt."],
+            ["tokens", "at once", "whole, ms", "in chunks, ms", "chunks/whole"],
+            [
+                [
+                    f"{x['context']:,}",
+                    f"{x['chunk']:,}",
+                    f"{x['whole']:.2f}",
+                    f"{x['chunked']:.2f}",
+                    f"{x['ratio']:.3f}",
+                ]
+                for x in mine
+                if "chunk" in x
+            ],
+        )
+
+
+def _shard(results: Path) -> Iterator[Section]:
+    for machine, mine in read_suite(results, "shard").items():
+        yield Section(
+            "One rank's shard beside its plan",
+            [f"{machine}. Forward and backward of one attention layer; the ring class in a world of one rank."],
+            ["tokens", "heads", "causal", "ms", "plan, ms", "peak GiB", "plan, GiB", "ring over plain speed"],
+            [
+                [
+                    f"{x['tokens']:,}",
+                    f"{x['heads']} of {x['head_dim']}",
+                    "yes" if x["is_causal"] else "no",
+                    f"{x['milliseconds']:.1f}",
+                    "" if x["plan_milliseconds"] is None else f"{x['plan_milliseconds']:.1f}",
+                    "" if x["peak_bytes"] is None else f"{x['peak_bytes'] / 2**30:.2f}",
+                    f"{x['plan_bytes'] / 2**30:.2f}",
+                    f"{x['ring_speed']:.3f}",
+                ]
+                for x in mine
+            ],
+        )
+
+
 def _capacity(results: Path) -> Iterator[Section]:
-    lines = read_training(results, "capacity")
-    for machine in dict.fromkeys(line["on_machine"] for line in lines):
-        mine = [line for line in lines if line["on_machine"] == machine]
+    for machine, mine in read_suite(results, "capacity").items():
         words = (
             f"{machine}. One step each: forward, backward and update, on random tokens. `model` is the memory model."
         )
@@ -241,7 +293,7 @@ def _capacity(results: Path) -> Iterator[Section]:
 
 
 def _techniques(results: Path) -> Iterator[Section]:
-    lines = read_training(results, "techniques")
+    lines = [line for found in read_suite(results, "techniques").values() for line in found]
     for subject in dict.fromkeys((line["on_machine"], line["size"], line["tokens"]) for line in lines):
         mine = [line for line in lines if (line["on_machine"], line["size"], line["tokens"]) == subject]
         machine, size, tokens = subject

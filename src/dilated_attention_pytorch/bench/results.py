@@ -29,12 +29,10 @@ class Row:
 
 def read_rows(results: Path) -> list[Row]:
     """The rows of a file of JSON lines. A case that several runs measured is from the last of them, whole."""
-    if not results.is_file():
-        raise FileNotFoundError(f"no results at {results}: measure first, as in `bench all --out {results}`")
     rows: dict[tuple[str, Case], Row] = {}
     run: dict[tuple[str, Case], Row] = {}
     machine = ""
-    for line in map(json.loads, results.read_text().splitlines()):
+    for line in _every_line(results):
         if "machine" in line:
             run, machine = {}, describe(line["machine"])
             continue
@@ -62,22 +60,37 @@ def read_shared(results: Path) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda line: titles.index((line["suite"], line["title"])))
 
 
-def read_training(results: Path, suite: str) -> list[dict[str, Any]]:
-    """The lines of the suite `capacity` or `techniques`; what was measured several times is from the last of them."""
-    names = {"capacity": ("size", "kind", "tokens"), "techniques": ("size", "tokens", "technique")}[suite]
+# What tells the lines apart of suites that are tables of their own.
+_APART = {
+    "capacity": ("size", "kind", "tokens"),
+    "techniques": ("size", "tokens", "technique"),
+    "decode": ("context", "chunk"),
+    "shard": ("tokens", "heads", "head_dim", "is_causal"),
+}
+
+
+def read_suite(results: Path, suite: str) -> dict[str, list[dict[str, Any]]]:
+    """The lines of such a suite by machine; what was measured several times is from the last of them."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in _lines_of(results, (suite,)):
-        found[(line["on_machine"], *(line[name] for name in names))] = line
-    return list(found.values())
+        found[(line["on_machine"], *(line.get(name) for name in _APART[suite]))] = line
+    machines = dict.fromkeys(line["on_machine"] for line in found.values())
+    return {name: [line for line in found.values() if line["on_machine"] == name] for name in machines}
 
 
 def _lines_of(results: Path, suites: Sequence[str]) -> Iterator[dict[str, Any]]:
     machine = ""
-    for line in map(json.loads, results.read_text().splitlines()):
+    for line in _every_line(results):
         if "machine" in line:
             machine = line["machine"].get("gpu") or f"CPU, {line['machine'].get('threads')} threads"
         elif line["suite"] in suites and "contender" not in line:
             yield line | {"on_machine": machine}
+
+
+def _every_line(results: Path) -> Iterator[dict[str, Any]]:
+    if not results.is_file():
+        raise FileNotFoundError(f"no results at {results}: measure first, as in `bench all --out {results}`")
+    yield from map(json.loads, results.read_text().splitlines())
 
 
 def _case(line: dict[str, Any]) -> Case:
