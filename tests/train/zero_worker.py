@@ -79,7 +79,7 @@ def loop_of_ones_own() -> None:
 
 def resume(folder: Path, flags: list[str]) -> None:
     """On more ranks than divide a tensor, and in another stage than the one that saved."""
-    changes = ["--zero-stage", "3", "--mlp-tile", "0"]
+    changes = ["--zero-stage", "3", "--mlp-tile", "0", "--accumulate", "2"]
     assert main(["train", "--resume", str(folder / "three"), "--engine", "deepspeed", *changes]) == 0
 
 
