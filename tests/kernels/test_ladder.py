@@ -53,6 +53,7 @@ def test_a_named_backend_runs_or_says_why_not_and_who_can(gpu_only, device, dtyp
 def test_backends_says_what_is_available_and_why_not(gpu_only) -> None:
     assert backends("cpu") == {
         "triton": "Triton runs on GPUs, not here",
+        "vendor": "PyTorch's flash kernel for CUDA runs on GPUs, the tensors are on cpu",
         "eager": "available",
         "reference": "available",
     }

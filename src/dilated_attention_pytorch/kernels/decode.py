@@ -113,8 +113,10 @@ def _attend_cached(
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     m, D = query.shape[1], query.shape[3]
-    if backend == "reference":
-        raise ValueError("backend 'reference' computes whole sequences, without a cache: use 'eager' or 'auto' with it")
+    if backend in ("reference", "vendor"):
+        raise ValueError(
+            f"backend {backend!r} computes whole sequences, without a cache: use 'eager' or 'auto' with it"
+        )
     engine = choose_backend(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
         at = state.lengths.tolist() if state.known is None else list(state.known)

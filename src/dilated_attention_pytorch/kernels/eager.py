@@ -3,6 +3,8 @@
 Forward walks the parts and merges each partial into views of one `(out, lse)`; backward walks them again with the
 merged pair and adds each part's gradients into views of dq, dk, dv. Low precision is computed and accumulated in
 float32: on a CPU that is also the faster way, since its bf16 flash backward is several times slower than its float32.
+`by_vendor` computes each part by the GPU vendor's flash kernel instead, in the precision of the inputs; what that
+cannot do is refused before (`vendor.refuse`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import Problem
-from dilated_attention_pytorch.kernels import dense, tiles
+from dilated_attention_pytorch.kernels import dense, tiles, vendor
 from dilated_attention_pytorch.kernels.parts import Part, partition_for
 
 _tf32_lock = threading.Lock()
@@ -36,13 +38,14 @@ def forward(
     seed: Tensor | None,
     layout: BlockLayout | None = None,
     resources: Resources = NO_RESOURCES,
+    by_vendor: bool = False,
 ) -> tuple[Tensor, Tensor]:
     with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
-        q, k, v = (_working(x, take) for x in (query, key, value))
+        q, k, v = (_working(x, take, as_is=by_vendor) for x in (query, key, value))
         kv_heads = k.shape[2]
         groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
-        out = _sums_of(query, q.dtype, take, problem)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=q.dtype, device=q.device)
+        out = _sums_of(query, _precision(query), take, problem)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
         flash = layout is None and seed is None and dense.flash_fits(q, scale)
         partition = partition_for(problem, spans, q.shape, kv_heads, resources.cache)
         view_q, view_out, view_lse = (partition.viewer(x, groups) for x in (q, out, lse))
@@ -52,7 +55,9 @@ def forward(
             for g in range(groups):
                 inputs = view_q(i, g), part_k, part_v, scale, problem.is_causal
                 with resources.workspaces() as take_for_part:
-                    if flash:
+                    if by_vendor:
+                        partial = vendor.forward(*inputs)
+                    elif flash:
                         partial = dense.flash_forward(*inputs)
                     else:
                         keep = _keep(part, problem, seed, kv_heads, g, groups, q.dtype)
@@ -83,14 +88,15 @@ def backward(
     seed: Tensor | None,
     layout: BlockLayout | None = None,
     resources: Resources = NO_RESOURCES,
+    by_vendor: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
-        do, q, k, v, merged = (_working(x, take) for x in (grad_out, query, key, value, out))
+        do, q, k, v, merged = (_working(x, take, as_is=by_vendor) for x in (grad_out, query, key, value, out))
         kv_heads = k.shape[2]
         groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
-        dq, dk, dv = (_sums_of(x, q.dtype, take, problem) for x in (query, key, value))
+        dq, dk, dv = (_sums_of(x, _precision(x), take, problem) for x in (query, key, value))
         lse = lse.contiguous()  # by row, so that batches of segments are views
-        flash = layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale)
+        flash = by_vendor or (layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale))
         products = None if flash else take(q.shape, dtype=q.dtype, device=q.device)
         delta = lse if flash else torch.mul(do, merged, out=products).sum(-1)
         if grad_lse is not None:
@@ -105,7 +111,8 @@ def backward(
                 inputs = view_do(i, g), view_q(i, g), part_k, part_v
                 with resources.workspaces() as take_for_part:
                     if flash:
-                        grads = dense.flash_backward(*inputs, view_out(i, g), view_lse(i, g), scale, problem.is_causal)
+                        kernel = vendor.backward if by_vendor else dense.flash_backward
+                        grads = kernel(*inputs, view_out(i, g), view_lse(i, g), scale, problem.is_causal)
                     else:
                         keep = _keep(part, problem, seed, kv_heads, g, groups, q.dtype)
                         rows = *inputs, view_delta(i, g), view_lse(i, g)
@@ -133,9 +140,13 @@ def _sums_of(x: Tensor, dtype: torch.dtype, take: Take, problem: Problem) -> Ten
     return take(x.shape, dtype=dtype, device=x.device).zero_()
 
 
-def _working(x: Tensor, take: Take) -> Tensor:
-    """In the precision of the computation, with rows that can be cut into segments by views."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+def _precision(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _working(x: Tensor, take: Take, *, as_is: bool = False) -> Tensor:
+    """In the precision of the computation, or as it is, with rows that can be cut into segments by views."""
+    dtype = x.dtype if as_is else _precision(x)
     batches_follow = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     if x.dtype == dtype and x.stride(-1) == 1 and batches_follow:
         return x

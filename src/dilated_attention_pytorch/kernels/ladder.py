@@ -8,13 +8,18 @@ from importlib.util import find_spec
 
 import torch
 
-BACKENDS = ("triton", "eager", "reference")
+from dilated_attention_pytorch.kernels import vendor
+
+BACKENDS = ("triton", "vendor", "eager", "reference")
 
 
 def choose_backend(
     backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
 ) -> str:
-    """The engine that `backend` names, or for `auto` the one to use: on a GPU Triton where it can, else eager."""
+    """The engine that `backend` names, or for `auto` the one to use: on a GPU Triton where it can, else eager.
+
+    `vendor` is by name only: our own kernels are as fast, and round less often.
+    """
     check_backend(backend)
     if backend == "auto":
         # Triton's interpreter, which runs on a CPU, is for tests that name it.
@@ -36,6 +41,10 @@ def why_not(
     backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
 ) -> str | None:
     """Why a backend cannot take tensors of this kind, or None. Engines that are right take everything."""
+    if backend == "vendor":
+        if block_size is not None:
+            return "PyTorch's flash kernel knows no tiles to leave out"
+        return vendor.why_not(device, dtype, head_dim)
     if backend != "triton":
         return None
     if dtype == torch.float64:
@@ -55,7 +64,7 @@ def backends(device: torch.device | str | None = None) -> dict[str, str]:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    reasons = {name: why_not(name, torch.device(device), torch.float32, 64) for name in BACKENDS}
+    reasons = {name: why_not(name, torch.device(device), torch.bfloat16, 64) for name in BACKENDS}
     return {name: "available" if reason is None else reason for name, reason in reasons.items()}
 
 

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cach
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
-from dilated_attention_pytorch.kernels import eager
+from dilated_attention_pytorch.kernels import eager, vendor
 from dilated_attention_pytorch.kernels.eager import by_head
 from dilated_attention_pytorch.kernels.ladder import choose_backend
 
@@ -221,7 +221,10 @@ def _forward(
 
             inputs = (query, key, value, problem, spans, seed, layout, *resources)
             return resources.retrying(lambda: engine.forward(*inputs))
-        return resources.retrying(lambda: eager.forward(query, key, value, problem, spans, seed, layout, resources))
+        if backend == "vendor":
+            vendor.refuse(problem, query.shape[3], seed)
+        rest = (problem, spans, seed, layout, resources, backend == "vendor")
+        return resources.retrying(lambda: eager.forward(query, key, value, *rest))
 
 
 def _backward(
@@ -250,11 +253,10 @@ def _backward(
 
             inputs = (grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, *resources)
             return resources.retrying(lambda: engine.backward(*inputs))
-        return resources.retrying(
-            lambda: eager.backward(
-                grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, resources
-            )
-        )
+        if backend == "vendor":
+            vendor.refuse(problem, query.shape[3], seed, grad_lse)
+        rest = (problem, spans, seed, layout, resources, backend == "vendor")
+        return resources.retrying(lambda: eager.backward(grad_out, grad_lse, query, key, value, out, lse, *rest))
 
 
 # For calls that another autograd function joins from several: without autograd of their own.

@@ -9,18 +9,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.spec import Problem
+
 
 def fits(q: Tensor, scale: float) -> bool:
     """Whether PyTorch's flash kernel for CUDA computes this."""
-    return (
-        q.is_cuda
-        and torch.version.cuda is not None
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
-        and scale > 0
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
+    return scale > 0 and why_not(q.device, q.dtype, q.shape[-1]) is None
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why PyTorch's flash kernel for CUDA cannot take tensors of this kind, or None."""
+    if device.type != "cuda":
+        return f"PyTorch's flash kernel for CUDA runs on GPUs, the tensors are on {device.type}"
+    if torch.version.cuda is None:
+        return "PyTorch's flash kernel is taken on NVIDIA GPUs, and this PyTorch is built for none"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"PyTorch's flash kernel takes bfloat16 and float16, the tensors are {dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"PyTorch's flash kernel takes a head_dim of up to 256 that is a multiple of 8, got {head_dim}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"PyTorch's flash kernel needs compute capability 8.0, this GPU has {_capability(device)}"
+    return None
+
+
+def _capability(device: torch.device) -> str:
+    return ".".join(map(str, torch.cuda.get_device_capability(device)))
+
+
+def refuse(problem: Problem, head_dim: int, seed: Tensor | None, grad_lse: Tensor | None = None) -> None:
+    """Raise where a whole call asks for what the kernel does not compute as we define it."""
+    for asked, what in (
+        (seed is not None, f"dropout_p={problem.dropout_p}: its dropout is another"),
+        (problem.softmax_scale(head_dim) <= 0, f"scale={problem.scale}: it must be above 0"),
+        (grad_lse is not None, "a gradient through the lse"),
+    ):
+        if asked:
+            raise ValueError(f"backend 'vendor' cannot take {what}; use 'auto', 'triton' or 'eager'")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
