@@ -140,10 +140,25 @@ def test_buckets_waste_little_and_grow() -> None:
 
 def test_what_nobody_takes_is_freed_after_a_while() -> None:
     pool = WorkspacePool(threshold_bytes=1024)
-    pool.give_back(pool.checkout((4096,), F32, "cpu"))
+    pool.give_back(pool.checkout((8192,), F32, "cpu"))
     for _ in range(70):
         pool.give_back(pool.checkout((512,), F32, "cpu"))
     assert pool.get_stats()["total_allocated"] == 2048
+
+
+def test_a_larger_buffer_that_lies_idle_is_lent_before_a_new_one_is_made() -> None:
+    pool = WorkspacePool(threshold_bytes=1024)
+    large = pool.checkout((4096,), F32, "cpu")
+    place = large.data_ptr()
+    pool.give_back(large)
+    small, other = pool.checkout((512,), F32, "cpu"), pool.checkout((512,), F32, "cpu")
+    assert small.data_ptr() == place != other.data_ptr()
+    stats = pool.get_stats()
+    assert (stats["live_bytes"], stats["total_allocated"]) == (16384 + 2048, 16384 + 2048)
+    pool.give_back(small)
+    pool.give_back(other)
+    assert pool.checkout((4096,), F32, "cpu").data_ptr() == place
+    assert pool.get_stats()["allocation_count"] == 2
 
 
 def test_memory_that_runs_out_is_released_and_asked_for_once_more(pool) -> None:

@@ -203,7 +203,7 @@ class WorkspacePool:
                 dropped = self._drop_for(shelf, size)
             room = block is not None or self.limit_bytes is None or self._counts.held + size <= self.limit_bytes
             if room:
-                self._counts.lend(size, block is None)
+                self._counts.lend(size if block is None else block.nbytes, block is None)
         shelf.free(dropped)
         if not room:
             return None
@@ -318,6 +318,7 @@ class _Block:
 
 
 _STALE_AFTER = 64  # checkouts
+_MOST_TOO_LARGE = 8  # times what is asked for: a block that a small workspace takes is missing for a large one
 
 
 class _Shelf:
@@ -334,7 +335,11 @@ class _Shelf:
 
     def take(self, size: int) -> _Block | None:
         self.clock += 1
-        bucket = self.idle.get(size)
+        # A larger one that lies idle costs nothing; parts of a call differ in size, and would each keep their own.
+        fitting = (
+            nbytes for nbytes, bucket in self.idle.items() if bucket and size <= nbytes <= _MOST_TOO_LARGE * size
+        )
+        bucket = self.idle.get(min(fitting, default=size))
         if not bucket:
             return None
         if not self.pinned:
