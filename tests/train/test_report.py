@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,18 @@ def test_the_page_goes_where_it_is_told_and_the_sample_cannot_break_it(run, tmp_
     text = (tmp_path / "new" / "page.html").read_text()
     assert "<script" not in text
     assert "&lt;script&gt;" in text
+
+
+def test_a_checkpoint_that_goes_while_it_is_looked_at_is_left_out(run, monkeypatch) -> None:
+    real = Path.iterdir
+
+    def gone(self):
+        if self.name == "step-00000002":
+            raise FileNotFoundError(self)
+        return real(self)
+
+    monkeypatch.setattr(Path, "iterdir", gone)
+    assert [one.step for one in list_saved(run)] == [4]
 
 
 def test_a_moving_average_of_the_loss_is_drawn_where_it_is_recorded(run) -> None:
