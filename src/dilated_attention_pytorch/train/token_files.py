@@ -284,9 +284,17 @@ class _SplitWriter:
 
 
 def _publish(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)  # first of all: to look before would let another run come between
+        return
+    except OSError:
+        if not folder.exists():
+            raise
     if open_token_files(folder) is not None:  # another run was faster
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    damaged = partial.with_name(f"{partial.name}.damaged.partial")
+    folder.rename(damaged)
+    shutil.rmtree(damaged, ignore_errors=True)
     partial.rename(folder)
 
 
