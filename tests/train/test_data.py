@@ -244,6 +244,21 @@ def test_a_run_and_its_token_files_are_no_text(tmp_path) -> None:
     assert len(contents) == 1
 
 
+def test_other_runs_and_their_token_files_are_no_text_wherever_they_are(tmp_path, monkeypatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "a.txt").write_text("some text " * 500)
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    for number, out in enumerate(["runs/one", "../here/runs/two", tmp_path / "link" / "three", "elsewhere/four"]):
+        assert run("--data", ".", "--out", out, "--steps", 2, *FLAGS) == 0
+        noted = json.loads((Path(out) / "corpus.json").read_text())
+        assert noted["training"]["bytes"] + noted["validation"]["bytes"] == 5_000, f"run {number + 1} read more"
+    # The others have begun since.
+    assert run("--resume", "runs/one", "--steps", 3) == 0
+    assert run("--resume", tmp_path / "link" / "runs" / "two", "--steps", 3) == 0
+
+
 def test_a_run_that_is_overtaken_does_not_take_token_files_away(tmp_path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_text("some text " * 500)
     text, folder = token_files.Text.of([tmp_path / "a.txt"], "a"), tmp_path / "cache" / "a"

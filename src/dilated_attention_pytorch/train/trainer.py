@@ -25,7 +25,14 @@ from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
 from dilated_attention_pytorch.train.records import BITS, check_broken, latest, record_of
-from dilated_attention_pytorch.train.run_folder import CONFIG, read_metrics, record_start, write_metrics, write_sample
+from dilated_attention_pytorch.train.run_folder import (
+    CONFIG,
+    CORPUS,
+    read_metrics,
+    record_start,
+    write_metrics,
+    write_sample,
+)
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.step import Outcome, Stepper
 from dilated_attention_pytorch.train.tokenizer import TOKENIZER, Tokenizer, run_tokenizer
@@ -210,7 +217,7 @@ def _prepare_run(
     config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes]
 ) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
-    corpus.remember(run / "corpus.json", resuming=start > 0)
+    corpus.remember(run / CORPUS, resuming=start > 0)
     write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
     for name, content in beside.items():
         write_whole(run / name, methodcaller("write_bytes", content))
