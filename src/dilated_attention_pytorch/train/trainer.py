@@ -165,8 +165,9 @@ def _train(
                 checkpointer.settle()
             if step % config.checkpoint_every == 0 or step == config.steps or stop:
                 began = time.perf_counter()
-                checkpointer.save(step)
+                # Before the checkpoint: resuming leaves out records after it, and could not make up for missing ones.
                 ranks.on_first(lambda: write_metrics(run, records))
+                checkpointer.save(step)
                 saved, stall = step, time.perf_counter() - began
             figures = {
                 **{name: value for name, value in record.items() if name not in ("step", "skipped")},
@@ -186,7 +187,10 @@ def _train(
                 if ranks.first:
                     print(f"stopped after step {step}; continue with --resume {run}", flush=True)
                 raise Stopped(int(stop))
-    checkpointer.close()
+        checkpointer.close()  # a Ctrl-C must not cut off the last save
+    if not records or "validation_bits" not in records[-1]:
+        # Nothing was left to do after a stop between validations, or after the records were moved away.
+        records.append({"step": start, "validation_bits": validate(stepper, corpus, config, start)})
     return plain, records, baselines, tokenizer
 
 
