@@ -241,7 +241,8 @@ def _add_memory(train: argparse.ArgumentParser) -> None:
     for flag, choices, text in (
         ("--checkpointing", ["none", "full", "selective"], "compute layers again in backward, or all but attention"),
         ("--optimizer", ["adamw", "adamw8bit-torchao", "adamw8bit-bitsandbytes"], "with a state of 32 or 8 bits"),
-        ("--precision", ["fp32", "bf16", "fp16"], "of products; parameters stay float32"),
+        ("--precision", ["fp32", "bf16", "fp16"], "of products"),
+        ("--parameters", ["fp32", "bf16"], "bf16, with --precision bf16: they, gradients and what layers hand on"),
         (
             "--compile-mode",
             ["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"],

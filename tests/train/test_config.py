@@ -138,6 +138,22 @@ def test_a_run_from_before_the_memory_options_resumes_with_those_that_change_not
     assert not started[1].is_same_run(TrainConfig(steps=9, memory=MemoryOptions(precision="bf16")))
 
 
+def test_runs_that_could_not_be_carried_out_alike_are_told_apart() -> None:
+    assert not TrainConfig(batch_size=6).is_same_run(TrainConfig(batch_size=8, accumulate=8))
+    half = MemoryOptions(precision="fp16")
+    assert not TrainConfig(memory=half).is_same_run(TrainConfig(engine="deepspeed"))
+
+
+def test_every_memory_option_but_the_least_bytes_has_a_flag(started) -> None:
+    flags = "--checkpointing full --offload --mlp-tile 5 --loss-chunk 9 --optimizer adamw8bit-torchao --precision bf16 "
+    flags += "--parameters bf16 --float8 --compile --compile-mode max-autotune-no-cudagraphs --compile-backend eager"
+    assert main(["train", "--out", "run", *flags.split()]) == 0
+    assert main(["train", "--out", "run", "--structured-sparsity", "--precision", "bf16"]) == 0
+    found = [started[0].memory, started[1].memory]
+    left = [name for name, default in vars(MemoryOptions()).items() if {getattr(m, name) for m in found} == {default}]
+    assert left == ["offload_least_bytes"]
+
+
 def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
     config = TrainConfig(**read_settings(file))
     (tmp_path / "config.json").write_text(config.to_json())
@@ -150,6 +166,10 @@ def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
         ({"engine": "deepspeed", "memory": MemoryOptions(precision="fp16")}, "use 'bf16', or engine fsdp or ddp"),
         ({"engine": "deepspeed", "memory": MemoryOptions(optimizer="adamw8bit-torchao")}, "PyTorch's AdamW"),
         ({"engine": "deepspeed", "memory": MemoryOptions(mlp_tile=8)}, "use stage 1 or 2, engine fsdp, or"),
+        (
+            {"engine": "deepspeed", "memory": MemoryOptions(precision="bf16", parameters="bf16")},
+            "use engine fsdp or ddp, or parameters 'fp32'",
+        ),
         ({"tensor_parallel": 2, "memory": MemoryOptions(float8=True)}, "float8 replaces linear layers whole"),
         (
             {"tensor_parallel": 2, "memory": MemoryOptions(structured_sparsity=True, precision="bf16")},

@@ -244,6 +244,45 @@ def test_a_run_and_its_token_files_are_no_text(tmp_path) -> None:
     assert len(contents) == 1
 
 
+def test_other_runs_and_their_token_files_are_no_text_wherever_they_are(tmp_path, monkeypatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "a.txt").write_text("some text " * 500)
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    for number, out in enumerate(["runs/one", "../here/runs/two", tmp_path / "link" / "three", "elsewhere/four"]):
+        assert run("--data", ".", "--out", out, "--steps", 2, *FLAGS) == 0
+        noted = json.loads((Path(out) / "corpus.json").read_text())
+        assert noted["training"]["bytes"] + noted["validation"]["bytes"] == 5_000, f"run {number + 1} read more"
+    # The others have begun since.
+    assert run("--resume", "runs/one", "--steps", 3) == 0
+    assert run("--resume", tmp_path / "link" / "runs" / "two", "--steps", 3) == 0
+
+
+def test_a_run_that_is_overtaken_does_not_take_token_files_away(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    text, folder = token_files.Text.of([tmp_path / "a.txt"], "a"), tmp_path / "cache" / "a"
+    one, other = (token_files.write_token_files(text, ByteTokenizer(), folder) for _ in range(2))
+    next(one)
+    next(other)
+    look, waiting, published = token_files.open_token_files, [other], []
+
+    def overtaken(where):
+        found = look(where)
+        if found is None and waiting:
+            list(waiting.pop())
+            published.append(folder.stat().st_ino)
+        return found
+
+    monkeypatch.setattr(token_files, "open_token_files", overtaken)
+    list(one)
+    published.append(folder.stat().st_ino)
+    for late in waiting:
+        list(late)
+    assert {folder.stat().st_ino} == set(published)
+    assert list(folder.parent.iterdir()) == [folder]
+
+
 def test_writing_goes_on_in_turns_and_other_ranks_must_see_the_result(tmp_path, monkeypatch) -> None:
     class Blind(Ranks):
         """As if a second rank did not find the folder."""
@@ -514,9 +553,10 @@ def test_ranks_share_packed_batches_and_token_files(tmp_path, documents, tokeniz
     flags = ["train", "--data", documents, "--tokenizer", tokenizer_file, "--pack", "--steps", "4", *FLAGS]
     flags = [str(flag) for flag in flags]
     assert main([*flags, "--out", str(tmp_path / "alone" / "run")]) == 0
+    assert main([*flags, "--batch-size", "4", "--out", str(tmp_path / "alone" / "four")]) == 0
     output = launch(2, "pack", tmp_path, flags)
-    for name in ("data", "sequence"):
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone" / "run"), rel=1e-5)
+    for name, like in (("data", "run"), ("sequence", "run"), ("micro", "four")):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "alone" / like), rel=1e-5)
         checkpoint = list_checkpoints(tmp_path / name)[-1]
         assert (checkpoint / "tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
     assert len(list((tmp_path / "token-cache").iterdir())) == 1

@@ -12,6 +12,7 @@ import torch
 
 from dilated_attention_pytorch.train import TrainConfig
 from dilated_attention_pytorch.train.monitor import (
+    JsonLinesMonitor,
     Monitors,
     PrometheusMonitor,
     TensorBoardMonitor,
@@ -36,6 +37,16 @@ def test_the_console_and_json_lines_take_the_same_figures(tmp_path, capsys) -> N
     assert printed[0] == "step 1  loss 2.5  tokens_per_second 1e+06  branch_bytes/w64 r1 0  branch_bytes/w512 r8 4096"
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines == [{"step": step, **FIGURES} for step in (1, 2)]
+
+
+def test_a_line_that_a_killed_run_left_half_written_spoils_no_other(tmp_path) -> None:
+    for left in ("", '{"step": 1}\n', '{"step": 1}\n{"st'):
+        (tmp_path / "log.jsonl").write_text(left)
+        monitor = JsonLinesMonitor(tmp_path / "log.jsonl")
+        monitor.log({}, step=2)
+        monitor.close()
+        lines = (tmp_path / "log.jsonl").read_text().splitlines()
+        assert lines == [*left.splitlines(), '{"step": 2}']
 
 
 def test_tensorboard_reads_what_was_logged_and_steps_that_were_lost_are_taken_back(tmp_path) -> None:

@@ -268,6 +268,16 @@ def test_a_rank_needs_a_folder_and_no_launcher(arguments, message, monkeypatch, 
     assert message in capsys.readouterr().err
 
 
+def test_an_error_that_cannot_be_pickled_reaches_other_ranks_in_words() -> None:
+    class Stubborn(Exception):
+        def __reduce__(self):
+            raise TypeError("not me")
+
+    known = OSError(28, "No space left on device")
+    assert engine._that_travels(known) is known
+    assert str(engine._that_travels(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
+
+
 def test_ranks_are_started_with_the_command_that_was_given(monkeypatch, capsys) -> None:
     caught = []
     monkeypatch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.pages.charts import curves_svg
 from dilated_attention_pytorch.train.checkpoint import list_saved
 from dilated_attention_pytorch.train.run_folder import read_run
 
@@ -82,6 +84,25 @@ def test_the_page_goes_where_it_is_told_and_the_sample_cannot_break_it(run, tmp_
     text = (tmp_path / "new" / "page.html").read_text()
     assert "<script" not in text
     assert "&lt;script&gt;" in text
+
+
+def test_a_checkpoint_that_goes_while_it_is_looked_at_is_left_out(run, monkeypatch) -> None:
+    real = Path.iterdir
+
+    def gone(self):
+        if self.name == "step-00000002":
+            raise FileNotFoundError(self)
+        return real(self)
+
+    monkeypatch.setattr(Path, "iterdir", gone)
+    assert [one.step for one in list_saved(run)] == [4]
+
+
+def test_figures_that_differ_by_rounding_alone_are_drawn() -> None:
+    same = sum([0.1] * 3) / 3
+    assert same != 0.1
+    assert "<svg" in curves_svg({"rate": [(1, 0.1), (2, same)]}, "step", "rate")
+    assert "<svg" in curves_svg({"rate": [(1, 1e-14), (2, 3e-14)]}, "step", "rate")
 
 
 def test_a_moving_average_of_the_loss_is_drawn_where_it_is_recorded(run) -> None:

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.train.step import LossScale, Outcome, Stepper
 from .test_train import FLAGS
 
 STEPS = 6
+MEASURED = ("tokens_per_second", "peak_memory_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def whole_and_in_parts(flags: list[str], folder: Path) -> list[list[dict]]:
         shutil.rmtree(later)
     assert main(["train", "--resume", str(folder / "parts")]) == 0
     return [
-        [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in records(run)]
+        [{key: value for key, value in record.items() if key not in MEASURED} for record in records(run)]
         for run in (folder / "whole", folder / "parts")
     ]
 

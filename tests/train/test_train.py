@@ -137,6 +137,45 @@ def test_sigterm_finishes_the_step_and_saves(tmp_path, text, capsys, monkeypatch
     assert losses[0] == losses[1]
 
 
+def test_a_run_that_is_killed_after_a_save_has_the_records_of_all_steps(tmp_path, text, monkeypatch) -> None:
+    real = checkpoints.Checkpointer.save
+
+    class Killed(BaseException):
+        pass
+
+    def save_and_die(self, step):
+        real(self, step)
+        raise Killed
+
+    monkeypatch.setattr(checkpoints.Checkpointer, "save", save_and_die)
+    with pytest.raises(Killed):
+        run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS)
+    monkeypatch.undo()
+    assert run("--resume", tmp_path / "run") == 0
+    assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_run_with_no_step_left_is_examined_where_it_was_not(tmp_path, text, monkeypatch) -> None:
+    monkeypatch.setattr(trainer, "_step", lambda *given, step=trainer._step: signal.raise_signal(2) or step(*given))
+    again = ("--data", text, "--out", tmp_path / "run", "--auto-resume", *FLAGS)
+    assert run(*again, "--steps", 6) == 130  # after one step, without a validation
+    monkeypatch.undo()
+    assert run(*again, "--steps", 1) == 0
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert run(*again, "--steps", 1) == 0
+
+
+def test_a_ctrl_c_while_the_last_save_ends_does_not_cut_it_off(tmp_path, text, monkeypatch) -> None:
+    real = checkpoints.Checkpointer.close
+
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        real(self)
+
+    monkeypatch.setattr(checkpoints.Checkpointer, "close", interrupted)
+    assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 0
+
+
 def test_auto_resume_wants_the_same_run(tmp_path, text, capsys) -> None:
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 0
     again = ("--data", text, "--out", tmp_path / "run", "--auto-resume", *FLAGS)

@@ -27,6 +27,8 @@ def share(folder: Path, flags: list[str]) -> None:
     halves = ["--sequence-parallel", "2", "--engine", "deepspeed", "--zero-stage", "3"]
     assert main([*flags, "--out", str(folder / "sequence"), *halves, *exact]) == 0
     broken_on_one_rank(folder, [*flags, "--engine", "deepspeed"])
+    packed = ["--engine", "deepspeed", "--pack", "--accumulate", "3"]
+    assert main([*flags, "--out", str(folder / "packed"), *packed]) == 0
     assert main([*flags, "--out", str(folder / "bf16"), "--engine", "deepspeed", "--precision", "bf16"]) == 0
     # Twice: the second time there is nothing left to do but to say so.
     for _ in range(2):
@@ -50,7 +52,7 @@ def broken_on_one_rank(folder: Path, flags: list[str]) -> None:
         return real(self, *batch) * (float("nan") if dist.get_rank() == 1 and len(calls) == 3 else 1.0)
 
     Stepper.loss = broken
-    assert main([*flags, "--out", str(folder / "broken")]) == 0
+    assert main([*flags, "--out", str(folder / "broken"), "--checkpoint-every", "10"]) == 0
     Stepper.loss = real
 
 
@@ -81,6 +83,7 @@ def resume(folder: Path, flags: list[str]) -> None:
     """On more ranks than divide a tensor, and in another stage than the one that saved."""
     changes = ["--zero-stage", "3", "--mlp-tile", "0", "--accumulate", "2"]
     assert main(["train", "--resume", str(folder / "three"), "--engine", "deepspeed", *changes]) == 0
+    assert main(["train", "--resume", str(folder / "mended")]) == 0
 
 
 if __name__ == "__main__":

@@ -153,13 +153,13 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
     >>> _ticks(3.0, 3.0)
     [2.0, 2.5, 3.0, 3.5, 4.0]
     """
-    if low == high:
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # one number, but for rounding
         low, high = low - (abs(low) / 3 or 1.0), high + (abs(high) / 3 or 1.0)
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = power * min((1, 2, 5, 10), key=lambda factor: abs(math.log(factor * power / rough)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def _legend(series: Sequence[str], left: float) -> list[str]:

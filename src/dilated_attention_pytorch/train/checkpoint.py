@@ -62,9 +62,12 @@ def list_saved(run: Path) -> list[Saved]:
             state = "damaged"
         elif folder.name.startswith("."):
             state = "unfinished"
-        inside = [path for path in folder.rglob("*") if path.is_file()]
-        names = tuple(sorted(path.name for path in folder.iterdir()))
-        found.append(Saved(folder, int(number[1]), state, sum(path.stat().st_size for path in inside), names))
+        try:
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            names = tuple(sorted(path.name for path in folder.iterdir()))
+        except FileNotFoundError:  # the run is going on, and has dropped or renamed it
+            continue
+        found.append(Saved(folder, int(number[1]), state, size, names))
     return sorted(found, key=lambda one: (one.step, one.path.name))
 
 

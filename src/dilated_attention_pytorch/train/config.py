@@ -232,6 +232,11 @@ class TrainConfig:
                     "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine "
                     "deepspeed does by itself: use 'bf16', or engine fsdp or ddp"
                 )
+            if memory.parameters != "fp32":
+                raise ValueError(
+                    f"the engine deepspeed shards float32 parameters, and parameters={memory.parameters!r} are not: "
+                    "use engine fsdp or ddp, or parameters 'fp32'"
+                )
             if memory.mlp_tile and self.zero is not None and self.zero.stage == 3:
                 raise ValueError(
                     "mlp_tile takes gradients of weights that ZeRO stage 3 has taken away by then: use stage 1 or 2, "
@@ -247,9 +252,17 @@ class TrainConfig:
 
     def is_same_run(self, other: TrainConfig) -> bool:
         """Whether both describe one run, perhaps carried out in another way."""
-        carried_out = {name: getattr(other, name) for name in MAY_CHANGE}
-        memory = {name: getattr(other.memory, name) for name in MEMORY_MAY_CHANGE}
-        return dataclasses.replace(self, **carried_out, memory=dataclasses.replace(self.memory, **memory)) == other
+        return self._what_makes_it() == other._what_makes_it()
+
+    def _what_makes_it(self) -> dict[str, Any]:
+        """The settings that may not change."""
+        settings = dataclasses.asdict(self)
+        memory = settings.pop("memory")
+        for name in MAY_CHANGE:
+            del settings[name]
+        for name in MEMORY_MAY_CHANGE:
+            del memory[name]
+        return {**settings, "memory": memory}
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

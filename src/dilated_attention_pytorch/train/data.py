@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +20,14 @@ from torch import Tensor
 
 from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.engine import Ranks
-from dilated_attention_pytorch.train.token_files import Split, Text, open_token_files, write_token_files
+from dilated_attention_pytorch.train.run_folder import holds_run
+from dilated_attention_pytorch.train.token_files import (
+    Split,
+    Text,
+    holds_token_files,
+    open_token_files,
+    write_token_files,
+)
 from dilated_attention_pytorch.train.tokenizer import ByteTokenizer, Tokenizer
 
 Order = Literal["random", "epochs"]
@@ -136,7 +145,7 @@ def open_corpus(
     """The corpus of some files and folders, checked to be long enough for sequences of `length`.
 
     Its token files are in `cache`; where they are not, the first rank writes them and the others wait. `progress` is
-    tqdm, or something like it. What is in `cache` and in the folders `apart` is no text.
+    tqdm, or something like it. What is in `cache`, in the folders `apart` and in those of other runs is no text.
     """
     ranks = Ranks(device=torch.device("cpu")) if ranks is None else ranks
     writing = _Writing(paths, ByteTokenizer() if tokenizer is None else tokenizer, cache, progress, apart)
@@ -191,7 +200,7 @@ class _Writing:
         apart: Sequence[Path],
     ) -> None:
         self._paths, self._tokenizer, self._progress = paths, tokenizer, progress
-        self._cache, self._apart = cache.absolute(), tuple(folder.absolute() for folder in (cache, *apart))
+        self._cache, self._apart = cache.absolute(), tuple(folder.resolve() for folder in (cache, *apart))
         self._written: _Written | None = None
         self._steps: Iterator[int] = iter(())
         self._bar: Any = None
@@ -240,23 +249,30 @@ def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path]
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            below = (file for file in _below(path.absolute(), "*") if not any(map(file.is_relative_to, apart)))
-            found += [file for file in below if _is_text(file)]
+            found += [file for file in _below(path.resolve(), "*", apart) if _is_text(file)]
         elif path.is_file():
             found.append(path)
         else:
             raise FileNotFoundError(f"no file or folder {name}: --data takes text files and folders of them")
     if not found:
-        raise FileNotFoundError(f"no text files in {', '.join(paths)}: there are none, or hidden and binary ones only")
+        raise FileNotFoundError(
+            f"no text files in {', '.join(paths)}: there are none but hidden, binary and a run's own"
+        )
     return found, ", ".join(paths)
 
 
-def _below(folder: Path, pattern: str) -> list[Path]:
-    return sorted(
-        file
-        for file in folder.rglob(pattern)
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
+def _below(top: Path, pattern: str, apart: Sequence[Path] = ()) -> list[Path]:
+    """The files below a folder, by name: not hidden ones, nor what is in the folders `apart` or was made by runs."""
+    found: list[Path] = []
+    for name, folders, files in os.walk(top):
+        folder = Path(name)
+        made = folder != top and (holds_run(folder) or holds_token_files(folder))
+        if made or any(map(folder.is_relative_to, apart)):
+            folders.clear()
+            continue
+        folders[:] = [inside for inside in folders if not inside.startswith(".")]
+        found += [folder / file for file in files if not file.startswith(".") and fnmatchcase(file, pattern)]
+    return sorted(file for file in found if file.is_file())
 
 
 def _is_text(file: Path) -> bool:

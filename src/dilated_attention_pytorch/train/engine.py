@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import math
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -185,7 +186,7 @@ class Ranks:
             try:
                 told[0] = act()
             except Exception as error:
-                told[1] = error
+                told[1] = _that_travels(error)
         dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
         if told[1] is not None:
             raise told[1]
@@ -200,6 +201,15 @@ class Ranks:
                     raise ValueError(
                         f"all ranks must have the same {name}: rank 0 has {found[0][name]} and rank {rank} has {other}"
                     )
+
+
+def _that_travels(error: Exception) -> Exception:
+    """The error, or what it says if it cannot be pickled: the other ranks would wait for it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class of another library does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _divide(gradients: Mapping[int, list[Tensor]], scale: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
 import uuid
@@ -87,6 +88,10 @@ class JsonLinesMonitor:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as stream:
+            stream.seek(max(stream.seek(0, os.SEEK_END) - 1, 0))
+            if stream.read() not in (b"", b"\n"):  # a killed run left half a line
+                stream.write(b"\n")
         self._stream = path.open("a")
 
     def log(self, values: Values, step: int) -> None:

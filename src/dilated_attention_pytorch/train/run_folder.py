@@ -23,7 +23,13 @@ from dilated_attention_pytorch.measuring import machine
 from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.checkpoint import Saved, list_saved
 
-CONFIG, METRICS, LOG, STARTS = "config.json", "metrics.jsonl", "log.jsonl", "environment.jsonl"
+CONFIG, CORPUS = "config.json", "corpus.json"
+METRICS, LOG, STARTS = "metrics.jsonl", "log.jsonl", "environment.jsonl"
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is that of a run that has begun."""
+    return (folder / CONFIG).is_file() and (folder / CORPUS).is_file()
 
 
 def record_start(run: Path, step: int, device: str, **known: Any) -> None:

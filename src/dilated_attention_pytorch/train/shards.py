@@ -67,9 +67,9 @@ def load_shards(
 ) -> int:
     """Restore what any number of ranks wrote, into `rest` too; returns the step that was finished."""
     if isinstance(model, ZeroModel):
-        finished = torch.tensor(0)
-        _read({"step": finished}, shards, None)
-        model.restore(int(finished), lambda name, shape: _read_parameter(name, shape, shards))
+        finished, updates = torch.tensor(0), torch.tensor(0.0)
+        _read({"step": finished, "optimizer": {"state": {model.groups[0][0]: {"step": updates}}}}, shards, None)
+        model.restore(int(updates), lambda name, shape: _read_parameter(name, shape, shards))
         return int(finished)
     state = {**_state(model, optimizer), **rest, "step": torch.tensor(0)}
     _read(state, shards, group)
@@ -97,7 +97,8 @@ def load_whole(
             weights = load_tensors(folder, LongNetLM(plain.config))
         state = by_name["state"]
         model.restore(
-            saved["step"], lambda name, _: Values(weights[name], state[name]["exp_avg"], state[name]["exp_avg_sq"])
+            int(state[groups[0][0]]["step"]),
+            lambda name, _: Values(weights[name], state[name]["exp_avg"], state[name]["exp_avg_sq"]),
         )
         return
     # Tied weights are stored once, so that a name may be missing.

@@ -123,6 +123,11 @@ def open_token_files(folder: Path) -> TokenFiles | None:
         return None
 
 
+def holds_token_files(folder: Path) -> bool:
+    """Whether a folder is one of token files, be they whole or not."""
+    return (folder / _SUMMARY).is_file() and (folder / _PAIRS).is_file()
+
+
 def write_token_files(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
     """Fill `folder`, whole or not at all, step by step: yields the bytes of text that each step took."""
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
@@ -284,9 +289,17 @@ class _SplitWriter:
 
 
 def _publish(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)  # first of all: to look before would let another run come between
+        return
+    except OSError:
+        if not folder.exists():
+            raise
     if open_token_files(folder) is not None:  # another run was faster
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    damaged = partial.with_name(f"{partial.name}.damaged.partial")
+    folder.rename(damaged)
+    shutil.rmtree(damaged, ignore_errors=True)
     partial.rename(folder)
 
 

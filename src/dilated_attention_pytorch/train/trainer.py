@@ -25,7 +25,14 @@ from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
 from dilated_attention_pytorch.train.records import BITS, check_broken, latest, record_of
-from dilated_attention_pytorch.train.run_folder import CONFIG, read_metrics, record_start, write_metrics, write_sample
+from dilated_attention_pytorch.train.run_folder import (
+    CONFIG,
+    CORPUS,
+    read_metrics,
+    record_start,
+    write_metrics,
+    write_sample,
+)
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.step import Outcome, Stepper
 from dilated_attention_pytorch.train.tokenizer import TOKENIZER, Tokenizer, run_tokenizer
@@ -158,8 +165,9 @@ def _train(
                 checkpointer.settle()
             if step % config.checkpoint_every == 0 or step == config.steps or stop:
                 began = time.perf_counter()
-                checkpointer.save(step)
+                # Before the checkpoint: resuming leaves out records after it, and could not make up for missing ones.
                 ranks.on_first(lambda: write_metrics(run, records))
+                checkpointer.save(step)
                 saved, stall = step, time.perf_counter() - began
             figures = {
                 **{name: value for name, value in record.items() if name not in ("step", "skipped")},
@@ -179,7 +187,10 @@ def _train(
                 if ranks.first:
                     print(f"stopped after step {step}; continue with --resume {run}", flush=True)
                 raise Stopped(int(stop))
-    checkpointer.close()
+        checkpointer.close()  # a Ctrl-C must not cut off the last save
+    if not records or "validation_bits" not in records[-1]:
+        # Nothing was left to do after a stop between validations, or after the records were moved away.
+        records.append({"step": start, "validation_bits": validate(stepper, corpus, config, start)})
     return plain, records, baselines, tokenizer
 
 
@@ -210,7 +221,7 @@ def _prepare_run(
     config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes]
 ) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
-    corpus.remember(run / "corpus.json", resuming=start > 0)
+    corpus.remember(run / CORPUS, resuming=start > 0)
     write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
     for name, content in beside.items():
         write_whole(run / name, methodcaller("write_bytes", content))

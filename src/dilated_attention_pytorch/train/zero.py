@@ -124,9 +124,12 @@ class ZeroModel(nn.Module):
         ]
         return {"model": weights, "optimizer": {"state": moments, "param_groups": settings}}
 
-    def restore(self, step: int, read: Callable[[str, torch.Size], Values]) -> None:
-        """Continue after `step` with what `read(name, shape)` gives for each parameter."""
-        self._make_moments(step)
+    def restore(self, updates: int, read: Callable[[str, torch.Size], Values]) -> None:
+        """Continue with what `read(name, shape)` gives for each parameter.
+
+        AdamW has taken so many `updates`: fewer than there were steps, if some were skipped.
+        """
+        self._make_moments(updates)
         error: Exception | None = None
         for name, parameter in self._engine.module.named_parameters():
             values = None
@@ -138,14 +141,14 @@ class ZeroModel(nn.Module):
         if error is not None:
             raise error
 
-    def _make_moments(self, step: int) -> None:
-        """Let DeepSpeed lay out AdamW's state, by a step that moves nothing, and set its count of steps."""
+    def _make_moments(self, updates: int) -> None:
+        """Let DeepSpeed lay out AdamW's state, by a step that moves nothing, and set its count of updates."""
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0  # the trainer sets it at every step
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
         self.update(self(tokens).float().sum() * 0.0 for _ in range(self._accumulate))
         for state in self._optimizer.state.values():
-            state["step"].fill_(step)
+            state["step"].fill_(updates)
         self._link_moments()
 
     def _link_moments(self) -> None:
