@@ -246,6 +246,17 @@ def test_optimizing_a_medium_model_gives_the_documented_optimizer() -> None:
     assert (options_of(model).mlp_tile, options_of(model).precision) == (0, "bf16")
 
 
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_stages_set_the_learning_rate_of_an_8_bit_optimizer(library) -> None:
+    pytest.importorskip(library, reason=f"needs the extra {library}")
+    model, optimizer = optimize_medium_model(small_model(), optimizer=f"adamw8bit-{library}")
+    stage = {"max_seq_len": 64, "segment_lengths": SIZES["segment_lengths"], "dilation_rates": SIZES["dilation_rates"],
+             "epochs": 2, "batch_size": 2, "learning_rate": 1e-2}  # fmt: skip
+    losses = train_hierarchically(model, [sequences(40, 40)], [stage], optimizer=optimizer)
+    assert all(map(math.isfinite, losses[0]))
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3)
+
+
 def test_optimizing_a_large_model_without_deepspeed() -> None:
     model, optimizer = optimize_large_model(small_model(), use_deepspeed=False)
     assert isinstance(optimizer, torch.optim.AdamW)

@@ -215,7 +215,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW as the options say; `settings` are its own: `lr`, `betas`, `weight_decay` and so on.
 
-    An 8-bit one keeps tensors of fewer than 4,096 elements in float32, as both libraries do.
+    An 8-bit one leaves the state of tensors of fewer than 4,096 elements as it is, as both libraries do. Change its
+    rate by `set_learning_rate`.
 
     >>> make_optimizer([nn.Parameter(torch.zeros(3))], MemoryOptions(), lr=1e-3).defaults["lr"]
     0.001
@@ -234,6 +235,15 @@ def make_optimizer(
             )
         return _needed("bitsandbytes", "bitsandbytes.optim", options.optimizer).AdamW8bit(given, **settings)
     return torch.optim.AdamW(given, **settings)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Let the next steps have this rate, in all groups, whichever way the optimizer keeps it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, whose compiled step would take a number for a constant
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def make_scaler(options: MemoryOptions, device: torch.device | str) -> torch.amp.GradScaler:

@@ -29,7 +29,14 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
 from dilated_attention_pytorch.train.engine import Ranks, under_torchrun
-from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
+from dilated_attention_pytorch.train.memory import (
+    MemoryOptions,
+    loss,
+    make_optimizer,
+    make_scaler,
+    prepare,
+    set_learning_rate,
+)
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.zero import _deepspeed
@@ -261,8 +268,7 @@ def train_stage(
     while len(losses) < stage.steps:
         order = order or torch.randperm(len(sequences), generator=generator).tolist()
         chosen, order = order[: stage.batch_size], order[stage.batch_size :]
-        for group in optimizer.param_groups:
-            group["lr"] = stage.learning_rate_at(len(losses) + 1, warmup_steps)
+        set_learning_rate(optimizer, stage.learning_rate_at(len(losses) + 1, warmup_steps))
         losses.append(step([collate([sequences[i] for i in chosen])]))
     return losses
 
