@@ -400,6 +400,10 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu_with_the_reason() -> None:
         prepare(small_model(), MemoryOptions(float8=True))
     with pytest.raises(ValueError, match=r"2:4 sparse products need a GPU of compute capability 8.0.*on cpu"):
         prepare(small_model(), MemoryOptions(structured_sparsity=True, precision="bf16"))
+    model = small_model()
+    with pytest.raises(ValueError, match="float8 products need a GPU"):
+        prepare(model, MemoryOptions(float8=True, precision="bf16", parameters="bf16"))
+    assert next(model.parameters()).dtype == torch.float64  # as it was
 
 
 def test_float8_takes_the_layers_and_leaves_the_head_and_the_names(monkeypatch) -> None:

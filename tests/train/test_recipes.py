@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -244,6 +246,18 @@ def test_optimizing_a_medium_model_gives_the_documented_optimizer() -> None:
     assert math.isfinite(found[0])
     model, _ = optimize_medium_model(small_model(), mlp_tile=0, precision="bf16")
     assert (options_of(model).mlp_tile, options_of(model).precision) == (0, "bf16")
+
+
+def test_a_missing_8_bit_optimizer_is_told_before_the_model_is_changed(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    model = small_model()
+    for optimize in (optimize_medium_model, partial(optimize_large_model, use_deepspeed=False)):
+        with pytest.raises(ModuleNotFoundError, match="needs torchao"):
+            optimize(model, optimizer="adamw8bit-torchao")
+        assert not model.gradient_checkpointing
+        assert options_of(model) is None
+    assert optimize_medium_model(model)[0] is model
 
 
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])

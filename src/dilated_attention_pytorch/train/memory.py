@@ -151,12 +151,12 @@ def prepare(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | L
             f"prepare takes a LongNetLM or a LongNet, before anything is wrapped around it, got {type(model).__name__}"
         )
     device = next(model.parameters()).device
-    if options.parameters == "bf16":
-        model.bfloat16()
     if options.float8:
         _use_float8(model, device)
     if options.structured_sparsity:
         _use_structured_sparsity(model, device)
+    if options.parameters == "bf16":
+        model.bfloat16()
     if options.mlp_tile and not tile_feed_forwards(model, options.mlp_tile):
         raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model once")
     if (run := options.recomputation) is not None:

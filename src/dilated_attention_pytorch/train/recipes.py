@@ -70,8 +70,7 @@ def optimize_medium_model(
 
     With `use_cpu_offload`, what is kept for backward lies in host memory. `changes` are fields of `MemoryOptions`.
     """
-    _optimized(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
-    return model, _make_adamw(model)
+    return _with_adamw(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
 
 
 def optimize_large_model(
@@ -91,8 +90,7 @@ def optimize_large_model(
     bits, and steps are the caller's.
     """
     if not use_deepspeed:
-        _optimized(model, "large", hardware, changes)
-        return model, _make_adamw(model)
+        return _with_adamw(model, "large", hardware, changes)
     if changes.setdefault("optimizer", "adamw") != "adamw":
         raise ValueError(
             f"DeepSpeed shards the state of PyTorch's AdamW, got optimizer={changes['optimizer']!r}: leave it out, or "
@@ -304,6 +302,14 @@ def _optimized(
     model: LongNetLM | LongNet, kind: Kind, hardware: str, changes: Mapping[str, Any]
 ) -> LongNetLM | LongNet:
     return _prepare(model, _chosen(kind, model, hardware, changes), hardware)
+
+
+def _with_adamw(
+    model: LongNetLM | LongNet, kind: Kind, hardware: str, changes: Mapping[str, Any]
+) -> tuple[LongNetLM | LongNet, torch.optim.Optimizer]:
+    options = _chosen(kind, model, hardware, changes)
+    optimizer = _make_adamw(model, options)  # a package that it lacks is told before the model is changed
+    return _prepare(model, options, hardware), optimizer
 
 
 def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: Mapping[str, Any]) -> MemoryOptions:
