@@ -256,7 +256,7 @@ def _one_gpu(index: int) -> Iterator[Finding]:
         GPU,
         f"{name} computes in bfloat16",
         'torch.autocast("cuda", dtype=torch.bfloat16), without a gradient scaler'
-        + ("; float8 linear layers through torchao" if capability >= (8, 9) else ""),
+        + ("; float8 linear layers in compiled layers, through torchao" if capability >= (9, 0) else ""),
     )
     if "H200" not in torch.cuda.get_device_name(index) and "DILATED_ATTENTION_TILES" not in os.environ:
         yield Finding(
