@@ -49,9 +49,10 @@ class MemoryOptions:
         parameters: `bf16` keeps them, their gradients and what layers hand on in bfloat16, which takes
             `precision="bf16"`. torchao's optimizer then rounds an update up or down by chance, so that small ones count
             on average; the others round to nearest, and an update below 1/512 of a weight is lost.
-        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer.
+        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer. Without `compile` they
+            take longer than in bfloat16, since every factor is scaled by kernels of its own.
         structured_sparsity: two of four neighbouring weights of the feed-forward networks count, the larger ones; they
-            are chosen anew in every step.
+            are chosen anew in every step. Compiled layers leave these products out.
         compile, compile_mode, compile_backend: `torch.compile` of each layer.
 
     >>> MemoryOptions(checkpointing="selective", loss_chunk=4096).precision
@@ -273,12 +274,11 @@ def _use_structured_sparsity(model: LongNetLM | LongNet, device: torch.device) -
     _need_capability(device, (8, 0), "2:4 sparse products", "leave structured_sparsity out there")
     if not torch.backends.cusparselt.is_available():
         raise ValueError("2:4 sparse products run in cuSPARSELt, which this PyTorch was built without")
-    sparsify = _needed("torchao", "torchao.sparsity.training.autograd", "structured_sparsity")
     found = 0
     for layer in _layers(model):
         for name, part in list(layer.feed_forward.named_children()):
             if isinstance(part, nn.Linear) and part.in_features % 128 == part.out_features % 128 == 0:
-                setattr(layer.feed_forward, name, _SemiSparseLinear(part, sparsify.semi_structured_sparsify))
+                setattr(layer.feed_forward, name, _SemiSparseLinear(part))
                 found += 1
     if not found:
         raise ValueError(
@@ -289,17 +289,37 @@ def _use_structured_sparsity(model: LongNetLM | LongNet, device: torch.device) -
 class _SemiSparseLinear(nn.Linear):
     """A linear layer of which two in four neighbouring weights count; the gradient reaches all of them."""
 
-    def __init__(self, dense: nn.Linear, sparsify: Any) -> None:
+    def __init__(self, dense: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = dense.in_features, dense.out_features
         self.weight, self.bias = dense.weight, dense.bias
-        self._sparsify = sparsify
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the pruning has no fake kernel to be traced with
     def forward(self, x: Tensor) -> Tensor:
         # Autocast would convert the weight only after it was pruned, in a form that cannot be converted.
         x, weight = autocast_inputs(x, self.weight)
         bias = None if self.bias is None else self.bias.to(weight.dtype)
-        return F.linear(x.to(weight.dtype), self._sparsify(weight, backend="cusparselt"), bias)
+        out = F.linear(x.to(weight.dtype).contiguous(), _Pruned.apply(weight), bias)
+        if out.requires_grad:
+            out.register_hook(Tensor.contiguous)  # cuSPARSELt reads rows or columns, and no other strides
+        return out
+
+
+class _Pruned(torch.autograd.Function):
+    """A weight as cuSPARSELt takes it: in tiles of 4 x 4, the largest that leave at most two in a row and a column.
+
+    PyTorch's own packing, for torchao's hands out flat what newer products want as rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        pruned = torch.sparse.SparseSemiStructuredTensorCUSPARSELT.prune_dense_static_sort(weight.detach())
+        pruned.fuse_transpose_cusparselt = True  # results lie by rows, as those of a dense layer
+        return pruned
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _can_be_float8(part: nn.Module, name: str) -> bool:

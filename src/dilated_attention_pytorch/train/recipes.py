@@ -131,7 +131,7 @@ def enable_structured_sparsity(model: LongNetLM | LongNet, sparsity_ratio: float
     """Let two of four neighbouring weights of the feed-forward networks count, in place; returns the model.
 
     They are the larger ones, chosen anew in every step, so that half of the products' work falls away on a GPU of
-    compute capability 8.0 or newer; needs torchao. The hardware knows no other `sparsity_ratio` than a half.
+    compute capability 8.0 or newer, in cuSPARSELt. The hardware knows no other `sparsity_ratio` than a half.
     """
     if sparsity_ratio != 0.5:
         raise ValueError(
