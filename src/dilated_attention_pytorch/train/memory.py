@@ -263,7 +263,8 @@ def _layers(model: LongNetLM | LongNet) -> list[Any]:
 def _use_float8(model: nn.Module, device: torch.device) -> None:
     _need_capability(device, (9, 0), "float8 products", "use precision='bf16' there")
     float8 = _needed("torchao", "torchao.float8", "float8")
-    # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length.
+    # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length. Where they are,
+    # this copies the factors for nothing, unless the layer is compiled.
     config = float8.Float8LinearConfig(pad_inner_dim=True)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=_can_be_float8)
     if not any(isinstance(part, float8.float8_linear.Float8Linear) for part in model.modules()):
