@@ -58,6 +58,16 @@ def test_live_tensors_are_listed_once_with_their_role() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
+def test_the_parts_of_an_8_bit_state_are_an_optimizers() -> None:
+    optim = pytest.importorskip("torchao.optim", reason="needs the extra torchao")
+    layer = nn.Linear(256, 384, bias=False)
+    optimizer = optim.AdamW8bit(layer.parameters())
+    layer(torch.ones(2, 256)).sum().backward()
+    optimizer.step()
+    codes = [x for x in with_shape(384, 256) if x.dtype == "uint8"]
+    assert [x.role for x in codes] == ["optimizer state"] * 2
+
+
 def test_a_tensor_that_is_gone_is_not_listed() -> None:
     x = torch.ones(101, 103)
     assert len(with_shape(101, 103)) == 1

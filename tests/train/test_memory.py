@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -400,6 +399,10 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu_with_the_reason() -> None:
         prepare(small_model(), MemoryOptions(float8=True))
     with pytest.raises(ValueError, match=r"2:4 sparse products need a GPU of compute capability 8.0.*on cpu"):
         prepare(small_model(), MemoryOptions(structured_sparsity=True, precision="bf16"))
+    model = small_model()
+    with pytest.raises(ValueError, match="float8 products need a GPU"):
+        prepare(model, MemoryOptions(float8=True, precision="bf16", parameters="bf16"))
+    assert next(model.parameters()).dtype == torch.float64  # as it was
 
 
 def test_float8_takes_the_layers_and_leaves_the_head_and_the_names(monkeypatch) -> None:
@@ -418,17 +421,60 @@ def test_float8_takes_the_layers_and_leaves_the_head_and_the_names(monkeypatch) 
         prepare(small_model(d_model=24, dim_feedforward=40, num_heads=3), MemoryOptions(float8=True))
 
 
-def test_structured_sparsity_prunes_two_of_four_weights_of_the_feed_forward_networks(monkeypatch) -> None:
-    def prune(weight: torch.Tensor, backend: str) -> torch.Tensor:
-        """What the GPU's pruning does, on any device: the larger two of four count, the gradient reaches all."""
-        fours = weight.detach().unflatten(1, (-1, 4))
-        counts = torch.zeros_like(fours).scatter_(-1, fours.abs().topk(2).indices, 1.0).flatten(1)
-        return weight + (weight * counts - weight).detach()
+def imitate_cusparselt(monkeypatch) -> None:
+    """PyTorch's own sparse tensors on a CPU: only the two kernels under them are others, as strict about what they get.
 
+    A packed weight is the whole pruned one, flat, as the real pruning hands it out.
+    """
+
+    def tile(weight, algorithm="", use_cutlass=True):
+        assert not use_cutlass
+        fours = weight.unflatten(1, (-1, 4))
+        pruned = torch.zeros_like(fours).scatter_(-1, fours.abs().topk(2).indices, 1.0).flatten(1) * weight
+        return pruned.flatten(), None, pruned.t().flatten(), None, torch.zeros(2, 2)
+
+    def product(packed, dense, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, **_):
+        assert packed.dim() == 2, "compressed_A.dim() == 2 INTERNAL ASSERT FAILED"
+        assert packed.dtype == dense.dtype in (torch.bfloat16, torch.float16)
+        assert dense.is_contiguous() or dense.t().is_contiguous(), "read as rows or as columns, whatever it is"
+        out = packed @ dense + (0.0 if bias is None else bias[:, None])
+        return out.t().contiguous() if transpose_result else out
+
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", tile)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", product)
     monkeypatch.setattr(memory, "_need_capability", lambda *_: None)
-    monkeypatch.setattr(memory, "_needed", lambda *_: SimpleNamespace(semi_structured_sparsify=prune))
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
-    options = MemoryOptions(structured_sparsity=True, precision="bf16", **ALL)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(16, 128), (2, 8, 128), (2, 5, 128)])
+def test_a_sparse_layer_is_a_dense_one_of_its_pruned_weight(monkeypatch, shape, precision) -> None:
+    imitate_cusparselt(monkeypatch)
+    torch.manual_seed(0)
+    dense = nn.Linear(128, 256)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    fours = dense.weight.detach().to(dtype).unflatten(1, (-1, 4))
+    counts = torch.zeros_like(fours).scatter_(-1, fours.abs().topk(2).indices, 1.0).flatten(1)
+    sparse, x = memory._SemiSparseLinear(copy.deepcopy(dense)), torch.randn(shape)
+    results = []
+    for layer in (sparse, dense):
+        if layer is dense:
+            dense.weight.data *= counts
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype):
+            out = layer(given)
+        out.sum().backward()  # whose gradient has no strides of its own
+        assert out.dtype == dtype
+        results.append([out, given.grad, layer.weight.grad, layer.bias.grad])
+    for found, expected in zip(*results):
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("changes", [{}, ALL, ALONE["compiled"], {**ALL, **ALONE["compiled"]}], ids=str)
+def test_structured_sparsity_prunes_two_of_four_weights_of_the_feed_forward_networks(monkeypatch, changes) -> None:
+    imitate_cusparselt(monkeypatch)
+    options = MemoryOptions(structured_sparsity=True, precision="bf16", **changes)
     model = small_model(d_model=128).float()
     names = model.state_dict().keys()
     value, gradients = train_once(options, model)

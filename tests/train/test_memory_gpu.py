@@ -89,15 +89,15 @@ def test_float8_layers_train_close_to_bfloat16() -> None:
 
 
 def test_2_4_sparse_layers_use_half_of_their_weights() -> None:
-    pytest.importorskip("torchao", reason="needs the extra torchao")
     if not torch.backends.cusparselt.is_available():
         pytest.skip("needs cuSPARSELt")
-    options = MemoryOptions(precision="bf16", structured_sparsity=True, checkpointing="full")
-    found = step(options, 2048)
-    assert found[0].isfinite()
-    assert all(bool(gradient.isfinite().all()) for gradient in found[1].values())
+    for changes in ({}, {"mlp_tile": 300}, {"compile": True}, {"checkpointing": "full"}):
+        options = MemoryOptions(precision="bf16", structured_sparsity=True, **changes)
+        found = step(options, 2048)
+        assert found[0].isfinite()
+        assert all(bool(gradient.isfinite().all()) for gradient in found[1].values())
     sparse = prepare(model_of(1), options).layers[0].feed_forward.linear1
     with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
         rows = sparse(torch.eye(256, device="cuda")) - sparse.bias  # (in, out): the weights that count
     assert isinstance(sparse, nn.Linear)
-    assert 0.49 < (rows == 0).float().mean() < 0.51
+    assert 0.49 < (rows == 0).float().mean() < 0.53  # a tile of 4 x 4 may come to fewer than 8

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -246,6 +248,29 @@ def test_optimizing_a_medium_model_gives_the_documented_optimizer() -> None:
     assert (options_of(model).mlp_tile, options_of(model).precision) == (0, "bf16")
 
 
+def test_a_missing_8_bit_optimizer_is_told_before_the_model_is_changed(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    model = small_model()
+    for optimize in (optimize_medium_model, partial(optimize_large_model, use_deepspeed=False)):
+        with pytest.raises(ModuleNotFoundError, match="needs torchao"):
+            optimize(model, optimizer="adamw8bit-torchao")
+        assert not model.gradient_checkpointing
+        assert options_of(model) is None
+    assert optimize_medium_model(model)[0] is model
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_stages_set_the_learning_rate_of_an_8_bit_optimizer(library) -> None:
+    pytest.importorskip(library, reason=f"needs the extra {library}")
+    model, optimizer = optimize_medium_model(small_model(), optimizer=f"adamw8bit-{library}")
+    stage = {"max_seq_len": 64, "segment_lengths": SIZES["segment_lengths"], "dilation_rates": SIZES["dilation_rates"],
+             "epochs": 2, "batch_size": 2, "learning_rate": 1e-2}  # fmt: skip
+    losses = train_hierarchically(model, [sequences(40, 40)], [stage], optimizer=optimizer)
+    assert all(map(math.isfinite, losses[0]))
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3)
+
+
 def test_optimizing_a_large_model_without_deepspeed() -> None:
     model, optimizer = optimize_large_model(small_model(), use_deepspeed=False)
     assert isinstance(optimizer, torch.optim.AdamW)
@@ -316,7 +341,8 @@ def test_float8_and_sparsity_are_refused_where_they_cannot_run() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("enable", [enable_fp8_training, enable_structured_sparsity])
 def test_float8_and_sparsity_train_on_a_gpu(enable) -> None:
-    pytest.importorskip("torchao")
+    if enable is enable_fp8_training:
+        pytest.importorskip("torchao")
     torch.manual_seed(0)
     sizes = SIZES | {"d_model": 256, "segment_lengths": (64, 256), "dilation_rates": (1, 4)}
     model = enable(optimize_small_model(LongNetLM(**sizes).cuda(), compile=False))

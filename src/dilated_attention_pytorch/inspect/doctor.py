@@ -19,6 +19,7 @@ import torch
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
+from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.functional import backends, dilated_attention
 from dilated_attention_pytorch.inspect.report import LEVELS, Finding, Report, size
 from dilated_attention_pytorch.inspect.slowness import slow_settings
@@ -244,7 +245,7 @@ def _one_gpu(index: int) -> Iterator[Finding]:
             "float16 autocast with torch.amp.GradScaler; attention runs on the eager backend",
         )
         return
-    if not torch.backends.cuda.matmul.allow_tf32:
+    if not tf32_is_on():
         yield Finding(
             "option",
             GPU,
@@ -256,7 +257,7 @@ def _one_gpu(index: int) -> Iterator[Finding]:
         GPU,
         f"{name} computes in bfloat16",
         'torch.autocast("cuda", dtype=torch.bfloat16), without a gradient scaler'
-        + ("; float8 linear layers through torchao" if capability >= (8, 9) else ""),
+        + ("; float8 linear layers in compiled layers, through torchao" if capability >= (9, 0) else ""),
     )
     if "H200" not in torch.cuda.get_device_name(index) and "DILATED_ATTENTION_TILES" not in os.environ:
         yield Finding(

@@ -127,7 +127,8 @@ def live_tensors() -> list[LiveTensor]:
             tensors.append(one)
         else:
             states = [value for state in one.state.values() for value in state.values()]
-            roles |= {id(value): "optimizer state" for value in states if isinstance(value, Tensor)}
+            held = [part for value in states if isinstance(value, Tensor) for part in _parts(value)]
+            roles |= {id(part): "optimizer state" for part in held}
     for x in tensors:
         if isinstance(x, nn.Parameter):
             roles.setdefault(id(x), "parameter")
@@ -147,6 +148,12 @@ def live_tensors() -> list[LiveTensor]:
         for count, x in found.values()
     ]
     return sorted(listed, key=lambda one: -one.bytes)
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """The tensor, and those that it is made of: torchao's 8-bit state is codes, scales and a table."""
+    inner = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else []
+    return [x, *(part for name in inner for part in _parts(getattr(x, name)))]
 
 
 def local_part(x: Tensor) -> Tensor:

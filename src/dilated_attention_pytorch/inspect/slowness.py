@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
+from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.inspect.memory import (
     MemoryReading,
@@ -102,7 +103,7 @@ def _slow_precision(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
         x for x in live_tensors() if x.role == "parameter" and x.dtype == "float32" and x.device.startswith("cuda")
     ]
     x = torch.randn(2048, 2048, device="cuda")
-    allowed = torch.backends.cuda.matmul.allow_tf32
+    allowed = tf32_is_on()
     times = {}
     try:
         for name, allow, operand in (("float32", False, x), ("TF32", True, x), ("bfloat16", allowed, x.bfloat16())):

@@ -49,9 +49,10 @@ class MemoryOptions:
         parameters: `bf16` keeps them, their gradients and what layers hand on in bfloat16, which takes
             `precision="bf16"`. torchao's optimizer then rounds an update up or down by chance, so that small ones count
             on average; the others round to nearest, and an update below 1/512 of a weight is lost.
-        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer.
+        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer. Without `compile` they
+            take longer than in bfloat16, since every factor is scaled by kernels of its own.
         structured_sparsity: two of four neighbouring weights of the feed-forward networks count, the larger ones; they
-            are chosen anew in every step.
+            are chosen anew in every step. Compiled layers leave these products out.
         compile, compile_mode, compile_backend: `torch.compile` of each layer.
 
     >>> MemoryOptions(checkpointing="selective", loss_chunk=4096).precision
@@ -151,12 +152,12 @@ def prepare(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | L
             f"prepare takes a LongNetLM or a LongNet, before anything is wrapped around it, got {type(model).__name__}"
         )
     device = next(model.parameters()).device
-    if options.parameters == "bf16":
-        model.bfloat16()
     if options.float8:
         _use_float8(model, device)
     if options.structured_sparsity:
         _use_structured_sparsity(model, device)
+    if options.parameters == "bf16":
+        model.bfloat16()
     if options.mlp_tile and not tile_feed_forwards(model, options.mlp_tile):
         raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model once")
     if (run := options.recomputation) is not None:
@@ -215,7 +216,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW as the options say; `settings` are its own: `lr`, `betas`, `weight_decay` and so on.
 
-    An 8-bit one keeps tensors of fewer than 4,096 elements in float32, as both libraries do.
+    An 8-bit one leaves the state of tensors of fewer than 4,096 elements as it is, as both libraries do. Change its
+    rate by `set_learning_rate`.
 
     >>> make_optimizer([nn.Parameter(torch.zeros(3))], MemoryOptions(), lr=1e-3).defaults["lr"]
     0.001
@@ -236,6 +238,15 @@ def make_optimizer(
     return torch.optim.AdamW(given, **settings)
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Let the next steps have this rate, in all groups, whichever way the optimizer keeps it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, whose compiled step would take a number for a constant
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
 def make_scaler(options: MemoryOptions, device: torch.device | str) -> torch.amp.GradScaler:
     """The loss scale that float16's small range needs; for other precisions one that does nothing.
 
@@ -252,7 +263,8 @@ def _layers(model: LongNetLM | LongNet) -> list[Any]:
 def _use_float8(model: nn.Module, device: torch.device) -> None:
     _need_capability(device, (9, 0), "float8 products", "use precision='bf16' there")
     float8 = _needed("torchao", "torchao.float8", "float8")
-    # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length.
+    # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length. Where they are,
+    # this copies the factors for nothing, unless the layer is compiled.
     config = float8.Float8LinearConfig(pad_inner_dim=True)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=_can_be_float8)
     if not any(isinstance(part, float8.float8_linear.Float8Linear) for part in model.modules()):
@@ -263,12 +275,11 @@ def _use_structured_sparsity(model: LongNetLM | LongNet, device: torch.device) -
     _need_capability(device, (8, 0), "2:4 sparse products", "leave structured_sparsity out there")
     if not torch.backends.cusparselt.is_available():
         raise ValueError("2:4 sparse products run in cuSPARSELt, which this PyTorch was built without")
-    sparsify = _needed("torchao", "torchao.sparsity.training.autograd", "structured_sparsity")
     found = 0
     for layer in _layers(model):
         for name, part in list(layer.feed_forward.named_children()):
             if isinstance(part, nn.Linear) and part.in_features % 128 == part.out_features % 128 == 0:
-                setattr(layer.feed_forward, name, _SemiSparseLinear(part, sparsify.semi_structured_sparsify))
+                setattr(layer.feed_forward, name, _SemiSparseLinear(part))
                 found += 1
     if not found:
         raise ValueError(
@@ -279,17 +290,37 @@ def _use_structured_sparsity(model: LongNetLM | LongNet, device: torch.device) -
 class _SemiSparseLinear(nn.Linear):
     """A linear layer of which two in four neighbouring weights count; the gradient reaches all of them."""
 
-    def __init__(self, dense: nn.Linear, sparsify: Any) -> None:
+    def __init__(self, dense: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = dense.in_features, dense.out_features
         self.weight, self.bias = dense.weight, dense.bias
-        self._sparsify = sparsify
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the pruning has no fake kernel to be traced with
     def forward(self, x: Tensor) -> Tensor:
         # Autocast would convert the weight only after it was pruned, in a form that cannot be converted.
         x, weight = autocast_inputs(x, self.weight)
         bias = None if self.bias is None else self.bias.to(weight.dtype)
-        return F.linear(x.to(weight.dtype), self._sparsify(weight, backend="cusparselt"), bias)
+        out = F.linear(x.to(weight.dtype).contiguous(), _Pruned.apply(weight), bias)
+        if out.requires_grad:
+            out.register_hook(Tensor.contiguous)  # cuSPARSELt reads rows or columns, and no other strides
+        return out
+
+
+class _Pruned(torch.autograd.Function):
+    """A weight as cuSPARSELt takes it: in tiles of 4 x 4, the largest that leave at most two in a row and a column.
+
+    PyTorch's own packing, for torchao's hands out flat what newer products want as rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        pruned = torch.sparse.SparseSemiStructuredTensorCUSPARSELT.prune_dense_static_sort(weight.detach())
+        pruned.fuse_transpose_cusparselt = True  # results lie by rows, as those of a dense layer
+        return pruned
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _can_be_float8(part: nn.Module, name: str) -> bool:

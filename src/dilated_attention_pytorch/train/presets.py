@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, Precision
@@ -226,14 +227,15 @@ def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def float32_products(tf32: bool) -> Iterator[None]:
     """Let float32 products on GPUs round to TF32, for as long as the block runs; False leaves PyTorch's setting."""
+    if not tf32 or tf32_is_on():
+        yield
+        return
     before = torch.get_float32_matmul_precision()
-    if tf32:
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        if tf32:
-            torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before)
 
 
 def _size(name: str) -> _Size:

@@ -29,7 +29,14 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
 from dilated_attention_pytorch.train.engine import Ranks, under_torchrun
-from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
+from dilated_attention_pytorch.train.memory import (
+    MemoryOptions,
+    loss,
+    make_optimizer,
+    make_scaler,
+    prepare,
+    set_learning_rate,
+)
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.zero import _deepspeed
@@ -63,8 +70,7 @@ def optimize_medium_model(
 
     With `use_cpu_offload`, what is kept for backward lies in host memory. `changes` are fields of `MemoryOptions`.
     """
-    _optimized(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
-    return model, _make_adamw(model)
+    return _with_adamw(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
 
 
 def optimize_large_model(
@@ -84,8 +90,7 @@ def optimize_large_model(
     bits, and steps are the caller's.
     """
     if not use_deepspeed:
-        _optimized(model, "large", hardware, changes)
-        return model, _make_adamw(model)
+        return _with_adamw(model, "large", hardware, changes)
     if changes.setdefault("optimizer", "adamw") != "adamw":
         raise ValueError(
             f"DeepSpeed shards the state of PyTorch's AdamW, got optimizer={changes['optimizer']!r}: leave it out, or "
@@ -117,7 +122,7 @@ def enable_fp8_training(model: LongNetLM | LongNet) -> LongNetLM | LongNet:
     """Let the products of a model's linear layers run in float8, and others in bfloat16, in place; returns the model.
 
     Parameters stay in float32, and each product scales its factors. Needs a GPU of compute capability 9.0 (H100) or
-    newer, and torchao.
+    newer, and torchao. It is faster than bfloat16 only where layers are compiled and wide.
     """
     return _enable(model, {"float8": True})
 
@@ -126,7 +131,7 @@ def enable_structured_sparsity(model: LongNetLM | LongNet, sparsity_ratio: float
     """Let two of four neighbouring weights of the feed-forward networks count, in place; returns the model.
 
     They are the larger ones, chosen anew in every step, so that half of the products' work falls away on a GPU of
-    compute capability 8.0 or newer; needs torchao. The hardware knows no other `sparsity_ratio` than a half.
+    compute capability 8.0 or newer, in cuSPARSELt. The hardware knows no other `sparsity_ratio` than a half.
     """
     if sparsity_ratio != 0.5:
         raise ValueError(
@@ -261,8 +266,7 @@ def train_stage(
     while len(losses) < stage.steps:
         order = order or torch.randperm(len(sequences), generator=generator).tolist()
         chosen, order = order[: stage.batch_size], order[stage.batch_size :]
-        for group in optimizer.param_groups:
-            group["lr"] = stage.learning_rate_at(len(losses) + 1, warmup_steps)
+        set_learning_rate(optimizer, stage.learning_rate_at(len(losses) + 1, warmup_steps))
         losses.append(step([collate([sequences[i] for i in chosen])]))
     return losses
 
@@ -298,6 +302,14 @@ def _optimized(
     model: LongNetLM | LongNet, kind: Kind, hardware: str, changes: Mapping[str, Any]
 ) -> LongNetLM | LongNet:
     return _prepare(model, _chosen(kind, model, hardware, changes), hardware)
+
+
+def _with_adamw(
+    model: LongNetLM | LongNet, kind: Kind, hardware: str, changes: Mapping[str, Any]
+) -> tuple[LongNetLM | LongNet, torch.optim.Optimizer]:
+    options = _chosen(kind, model, hardware, changes)
+    optimizer = _make_adamw(model, options)  # a package that it lacks is told before the model is changed
+    return _prepare(model, options, hardware), optimizer
 
 
 def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: Mapping[str, Any]) -> MemoryOptions:

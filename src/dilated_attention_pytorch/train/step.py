@@ -13,7 +13,7 @@ from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.data import NO_TARGET, Batch
 from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import loss as memory_loss
-from dilated_attention_pytorch.train.memory import make_scaler
+from dilated_attention_pytorch.train.memory import make_scaler, set_learning_rate
 from dilated_attention_pytorch.train.zero import ZeroModel
 
 
@@ -73,11 +73,7 @@ class Stepper:
 
     def step(self, batch: Batch, learning_rate: float) -> Outcome:
         """Move the weights along the gradient of a batch that all ranks drew alike."""
-        for group in self._optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):  # torchao's compiled step would take a number for a constant
-                group["lr"].fill_(learning_rate)
-            else:
-                group["lr"] = learning_rate
+        set_learning_rate(self._optimizer, learning_rate)
         # The last micro-batch is told, for ranks exchange gradients with it.
         parts = list(self._parts(batch))
         losses: list[Tensor] = []

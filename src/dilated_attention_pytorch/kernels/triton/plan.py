@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.pattern import grid_rows, rounds_little
 from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 
@@ -222,4 +223,4 @@ def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
 
 def allows_tf32(allow: bool | None) -> bool:
     """Whether float32 products may use TF32: as the call says, or PyTorch's setting."""
-    return torch.backends.cuda.matmul.allow_tf32 if allow is None else allow
+    return tf32_is_on() if allow is None else allow
