@@ -21,7 +21,7 @@ import time
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
@@ -29,7 +29,12 @@ import torch
 from torch import nn
 
 from dilated_attention_pytorch import patch_gigapath
-from dilated_attention_pytorch.bench.peers import flash_attention_of_pytorch, importing_from, load_torchscale
+from dilated_attention_pytorch.bench.peers import (
+    build_torchscale,
+    flash_attention_of_pytorch,
+    importing_from,
+    load_torchscale,
+)
 
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 # Rates that do not divide their segments: torchscale moves rows, as it does for GigaPath past 185,363 tiles.
@@ -64,17 +69,8 @@ def main() -> int:
 
 def check_attention(attention_class, tokens, pattern, title, is_causal=False) -> float:
     """One attention, its norm and its projections: outputs, and gradients of the input and of every parameter."""
-    settings = SimpleNamespace(
-        flash_attention=True,
-        segment_length=pattern[0],
-        dilated_ratio=pattern[1],
-        multiway=False,
-        xpos_rel_pos=False,
-        seq_parallel=False,
-        layernorm_eps=1e-5,
-    )
     torch.manual_seed(0)
-    model = nn.ModuleDict({"attention": attention_class(settings, 768, 16, self_attention=True, subln=True)})
+    model = nn.ModuleDict({"attention": build_torchscale(attention_class, 16, 48, *pattern, subln=True)})
     x = torch.randn(1, tokens, 768, requires_grad=True)
     do = torch.randn(1, tokens, 768)
     inputs = [x, *model.parameters()]
