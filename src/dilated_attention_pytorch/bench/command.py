@@ -7,6 +7,26 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+_AGAINST_BASELINES = ("attention", "short", "scaling", "blocksparse", "all", "gigapath")
+_BY_LENGTH = (*_AGAINST_BASELINES, "cache", "pool", "shard", "decode", "techniques")
+# The suites that honour a flag; others refuse it.
+_HONOURED = {
+    "out": (*_BY_LENGTH, "capacity", "tune", "page", "report"),
+    "only": (*_AGAINST_BASELINES, "techniques"),
+    "torchscale": _AGAINST_BASELINES,
+    "cases": _AGAINST_BASELINES,
+    "tokens": (*_BY_LENGTH, "memory"),
+    "heads": ("shard",),
+    "head_dim": ("shard",),
+    "sizes": ("capacity",),
+    "cap": ("capacity",),
+    "uncapped": ("capacity",),
+    "offload": ("capacity",),
+    "device": (*_BY_LENGTH, "capacity"),
+    "page": ("all", "page"),
+    "html": ("all", "report"),
+}
+
 
 def add_bench(commands: Any) -> None:
     bench = commands.add_parser(
@@ -49,18 +69,24 @@ def add_bench(commands: Any) -> None:
     bench.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run, as the table names them")
     bench.add_argument("--torchscale", type=Path, metavar="PATH", help="a checkout of microsoft/torchscale to measure")
     bench.add_argument(
-        "--cases", nargs="+", default=[], metavar="WORD", help="cases with all these words, as in D=64 causal forward"
+        "--cases", nargs="+", metavar="WORD", help="cases with all these words, as in D=64 causal forward"
     )
-    bench.add_argument("--tokens", nargs="+", type=int, default=[], metavar="N", help="cases of these lengths")
+    bench.add_argument("--tokens", nargs="+", type=int, metavar="N", help="cases of these lengths")
     for flag in ("--heads", "--head-dim"):
         bench.add_argument(flag, type=whole_number, metavar="K", help="of shard")
-    bench.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="of capacity: 125m, 350m, ...")
-    bench.add_argument("--cap", type=float, default=80.0, metavar="GIB", help="of capacity: the GPU's memory (80)")
-    bench.add_argument("--uncapped", action="store_true", help="of capacity: the longest in all of the GPU, alone")
-    bench.add_argument("--offload", action="store_true", help="of capacity: let the longest use host memory")
+    bench.add_argument("--sizes", nargs="+", metavar="SIZE", help="of capacity: 125m, 350m, ...")
+    bench.add_argument("--cap", type=float, metavar="GIB", help="of capacity: the GPU's memory (80)")
+    for flag, text in (
+        ("--uncapped", "of capacity: the longest in all of the GPU, alone"),
+        ("--offload", "of capacity: let the longest use host memory"),
+    ):
+        bench.add_argument(flag, action="store_true", default=None, help=text)
     bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
-    bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
-    bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
+    for flag, text in (
+        ("--page", "where the page is written (docs/performance.md)"),
+        ("--html", "where the report is written (docs/performance.html)"),
+    ):
+        bench.add_argument(flag, type=Path, metavar="FILE", help=text)
 
 
 def add_recall(commands: Any) -> None:
@@ -111,6 +137,10 @@ def _bench(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.bench.suites import ENCODER_SUITES, SUITES, choose_cases
 
     suite, out = arguments.suite, arguments.out
+    for name, honoured in _HONOURED.items():
+        if getattr(arguments, name) is not None and suite not in honoured:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} belongs to {', '.join(honoured)}, not to {suite}: leave it out")
     if suite == "memory":
         print_memory(arguments.tokens or [131_072, 262_144])
         return
@@ -122,11 +152,10 @@ def _bench(arguments: argparse.Namespace) -> None:
     if suite == "capacity":
         from dilated_attention_pytorch.bench.capacity import run_capacity
 
-        how = {"cap_gib": arguments.cap, "uncapped": arguments.uncapped, "offload": arguments.offload}
-        run_capacity(_device(arguments.device), arguments.sizes, **how, out=out)
+        how = {"uncapped": bool(arguments.uncapped), "offload": bool(arguments.offload)}
+        cap = 80.0 if arguments.cap is None else arguments.cap
+        run_capacity(_device(arguments.device), arguments.sizes or (), cap_gib=cap, **how, out=out)
         return
-    if arguments.sizes or arguments.uncapped or arguments.offload:
-        raise ValueError(f"--sizes, --uncapped and --offload belong to capacity, not to {suite}: leave them out")
     if suite == "techniques":
         from dilated_attention_pytorch.bench.techniques import run_techniques
 
@@ -134,7 +163,7 @@ def _bench(arguments: argparse.Namespace) -> None:
             run_techniques(_device(arguments.device), tokens, arguments.only, out)
         return
     if suite in ("cache", "pool"):
-        run_shared(suite, _device(arguments.device), arguments.tokens, out)
+        run_shared(suite, _device(arguments.device), arguments.tokens or (), out)
         return
     if suite == "shard":
         from dilated_attention_pytorch.bench.shard import run_shard
@@ -143,25 +172,24 @@ def _bench(arguments: argparse.Namespace) -> None:
         for tokens in arguments.tokens or [None]:
             run_shard(_device(arguments.device), tokens, *shape, out)
         return
-    if arguments.heads is not None or arguments.head_dim is not None:
-        raise ValueError(f"--heads and --head-dim belong to shard; choose cases of {suite} with --cases")
     if suite == "decode":
         from dilated_attention_pytorch.bench.decode import run_decode
 
-        run_decode(_device(arguments.device), arguments.tokens, out)
+        run_decode(_device(arguments.device), arguments.tokens or (), out)
         return
     if out is None and suite in ("all", "page", "report"):
         raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")
+    page, html = arguments.page or Path("docs/performance.md"), arguments.html or Path("docs/performance.html")
     if suite in ("all", "page"):
-        handwritten(arguments.page)  # refuse before minutes of measuring
+        handwritten(page)  # refuse before minutes of measuring
     if suite not in ("page", "report"):
         device = _device(arguments.device)
         suites = list(SUITES) if suite == "all" else [suite]
-        cases = choose_cases(suites, device, words=arguments.cases, tokens=arguments.tokens)
+        cases = choose_cases(suites, device, words=arguments.cases or (), tokens=arguments.tokens or ())
         choose = choose_encoders if suite in ENCODER_SUITES else choose_contenders
         rows = run_suites(cases, choose(arguments.only, arguments.torchscale), device, out)
         print(*peak_memory(rows), sep="\n", end="")
-    for render, path, named in ((write_page, arguments.page, "page"), (write_report, arguments.html, "report")):
+    for render, path, named in ((write_page, page, "page"), (write_report, html, "report")):
         if suite in ("all", named):
             render(out, path)
             print(path)
