@@ -51,6 +51,7 @@ def torchscale_attention(q, k, v, segment_lengths, dilation_rates, is_causal=Fal
                     scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
                 out[:, rows, h] = scores.softmax(-1) @ vs[:, rows, h]
                 lse[:, rows, h] = scores.logsumexp(-1)
+            lse = lse.masked_fill(lse == 0, -torch.inf)  # what it takes for rows that are not on the grid
             out_rows.append(out)
             lse_rows.append(lse)
         # Segments follow each other at their padded lengths, and what is past N is cut off.
@@ -167,37 +168,31 @@ def draw(B, N, H, D, dtype=torch.float64):
 
 CASES = [
     (SMALL, 61, 16), (SMALL, 96, 16), (SMALL, 300, 8), (SMALL, 5, 4), (SMALL, 1, 2), (UNEVEN, 100, 4),
-    (UNEVEN, 45, 6), (UNEVEN, 46, 3), (([4, 6], [1, 8]), 13, 5), (([6, 12], [2, 4]), 29, 4),
+    (UNEVEN, 45, 6), (UNEVEN, 46, 3), (([4, 6], [1, 8]), 13, 5), (([6, 12], [2, 4]), 29, 4), (([5, 3], [1, 4]), 14, 4),
+    (([50, 6], [1, 8]), 33, 8),
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:no branch of")
+@pytest.mark.parametrize("exact", [True, "forward", False])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("pattern", "N", "H"), CASES)
-def test_exact_attention_gives_torchscales_outputs_and_gradients(pattern, N, H, is_causal) -> None:
+def test_each_semantics_gives_its_outputs_and_gradients(pattern, N, H, is_causal, exact) -> None:
+    """Segments longer than the sequence, several of them, and rates that do not divide them, are among the cases."""
     inputs = draw(2, N, H, 4)
     do = torch.randn(2, N, H, 4, dtype=torch.float64)
-    expected = torchscale_attention(*inputs, *pattern, is_causal)
-    out = PaddedAttention(*pattern)(*inputs, is_causal=is_causal)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    found, wanted = (torch.autograd.grad(x, inputs, do) for x in (out, expected))
-    for a, b in zip(found, wanted):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.filterwarnings("ignore:no branch of")
-@pytest.mark.parametrize(("pattern", "N", "H"), CASES)
-def test_exact_outputs_can_have_their_true_gradients(pattern, N, H) -> None:
-    inputs = draw(1, N, H, 4)
-    do = torch.randn(1, N, H, 4, dtype=torch.float64)
-    expected = torchscale_attention(*inputs, *pattern, detached=False)
-    out = PaddedAttention(*pattern, detached_merge=False)(*inputs)
+    if exact:
+        expected = torchscale_attention(*inputs, *pattern, is_causal, detached=exact is True)
+    else:
+        expected = by_definition(*inputs, pattern, is_causal)
+    attention = patch_gigapath(Encoder(pattern, d=4 * H, heads=H, layers=1), exact).layers[0].self_attn.attention
+    out = attention(*inputs, is_causal=is_causal)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     found, wanted = (torch.autograd.grad(x, inputs, do) for x in (out, expected))
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     with torch.no_grad():
-        torch.testing.assert_close(PaddedAttention(*pattern)(*inputs), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(attention(*inputs, is_causal=is_causal), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("N", [501, 1501])
@@ -213,8 +208,9 @@ def test_gigapaths_own_segments_and_rates_are_met_in_float32(N) -> None:
         assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
-def by_definition(q, k, v, pattern):
-    return reference_forward(q, k, v, Problem(spec=DilatedSpec.of(*pattern, "blocked")), None, None)[0]
+def by_definition(q, k, v, pattern, is_causal=False):
+    problem = Problem(spec=DilatedSpec.of(*pattern, "blocked"), is_causal=is_causal)
+    return reference_forward(q, k, v, problem, None, None)[0]
 
 
 def test_zeros_matter_at_a_ragged_length_and_not_where_segments_end_with_the_sequence() -> None:

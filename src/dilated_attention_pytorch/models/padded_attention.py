@@ -149,7 +149,8 @@ class PaddedAttention(DilatedAttention):
             return F.pad(x, (0, 0, 0, 0, 0, filled.segment_length - w)).flatten(1, 2)
 
         out, lse = self._call(lay_out(query), lay_out(key), lay_out(value), (filled,), is_causal)
-        return out[:, :tokens], lse[:, :tokens]
+        # A row of zeros that sees one key has lse 0, which torchscale takes for a row that is not on the grid.
+        return out[:, :tokens], lse[:, :tokens].masked_fill(lse[:, :tokens] == 0, -torch.inf)
 
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, branches: Branches, is_causal: bool
