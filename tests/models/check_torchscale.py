@@ -52,7 +52,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.torchscale is None and arguments.gigapath is None:
         parser.error("name a checkout: --torchscale PATH, --gigapath PATH or both")
-    print(f"{'':<58}{'relative':>12}{'largest':>12}  limit {LIMIT:g}")
+    print(f"{'':<66}{'relative':>12}{'largest':>12}  limit {LIMIT:g}")
     worst = 0.0
     if arguments.torchscale is not None:
         attention_class = load_torchscale(arguments.torchscale)
@@ -152,7 +152,7 @@ def largest(found, expected) -> float:
 
 
 def show(title, error, most) -> None:
-    print(f"{title:<58}{error:>12.2e}{most:>12.2e}", file=sys.__stdout__, flush=True)
+    print(f"{title:<66}{error:>12.2e}{most:>12.2e}", file=sys.__stdout__, flush=True)
 
 
 if __name__ == "__main__":
