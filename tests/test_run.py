@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -59,3 +62,24 @@ def test_ctrl_c_waits_for_the_command_to_save(script) -> None:
             return 130
 
     assert script.wait(Saving()) == 130
+
+
+SAVES = "import signal, sys; signal.signal(15, lambda *_: sys.exit(143)); print('ready', flush=True); signal.pause()"
+ENDS = "import signal; print('ready', flush=True); signal.pause()"
+WAITS = """
+import runpy, subprocess, sys
+wait = runpy.run_path(sys.argv[1])["wait"]
+sys.exit(wait(subprocess.Popen([sys.executable, "-c", sys.argv[2]])))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize("command", [SAVES, ENDS])
+def test_sigterm_reaches_the_command_and_its_status_comes_back(command) -> None:
+    script = subprocess.Popen([sys.executable, "-c", WAITS, ROOT / "run", command], stdout=subprocess.PIPE)
+    assert script.stdout.readline() == b"ready\n"
+    time.sleep(0.2)  # until it waits
+    script.terminate()
+    assert script.wait(timeout=60) == 128 + signal.SIGTERM
+    assert script.stdout.read() == b""  # the command has ended too
+    script.stdout.close()

@@ -8,9 +8,11 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
+
+from dilated_attention_pytorch.bench.command import add_bench, add_recall, whole_number
+from dilated_attention_pytorch.inspect.command import add_doctor, add_show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,97 +145,12 @@ def _parser() -> argparse.ArgumentParser:
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
-    bench = commands.add_parser(
-        "bench",
-        help="measure against the strongest baselines",
-        description="Measure a suite and print a table, or render results.",
-    )
-    bench.set_defaults(command=_bench)
-    bench.add_argument(
-        "suite",
-        choices=[
-            "attention",
-            "short",
-            "scaling",
-            "blocksparse",
-            "all",
-            "memory",
-            "cache",
-            "pool",
-            "shard",
-            "decode",
-            "gigapath",
-            "capacity",
-            "techniques",
-            "tune",
-            "page",
-            "report",
-        ],
-        help="attention, short, scaling, blocksparse: time and memory against baselines; all: these, then page and "
-        "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
-        "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
-        "decode: time a token over context length, and prompts in chunks; "
-        "gigapath: Prov-GigaPath's slide encoder, ours and torchscale's; "
-        "capacity: training steps of each model size at the length it must reach, and at the longest that fits; "
-        "techniques: each memory technique alone; "
-        "tune: the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES; page, report: Markdown, or HTML with "
-        "charts, from results",
-    )
-    bench.add_argument("--out", type=Path, metavar="FILE", help="JSON lines: suites append, page and report read them")
-    bench.add_argument("--only", nargs="+", metavar="NAME", help="contenders to run, as the table names them")
-    bench.add_argument("--torchscale", type=Path, metavar="PATH", help="a checkout of microsoft/torchscale to measure")
-    bench.add_argument(
-        "--cases", nargs="+", default=[], metavar="WORD", help="cases with all these words, as in D=64 causal forward"
-    )
-    bench.add_argument("--tokens", nargs="+", type=int, default=[], metavar="N", help="cases of these lengths")
-    for flag in ("--heads", "--head-dim"):
-        bench.add_argument(flag, type=_whole, metavar="K", help="of shard")
-    bench.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="of capacity: 125m, 350m, ...")
-    bench.add_argument("--cap", type=float, default=80.0, metavar="GIB", help="of capacity: the GPU's memory (80)")
-    bench.add_argument("--uncapped", action="store_true", help="of capacity: the longest in all of the GPU, alone")
-    bench.add_argument("--offload", action="store_true", help="of capacity: let the longest use host memory")
-    bench.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
-    bench.add_argument("--page", type=Path, default=Path("docs/performance.md"), help="where the page is written")
-    bench.add_argument("--html", type=Path, default=Path("docs/performance.html"), help="where the report is written")
-
+    add_bench(commands)
     _add_report(commands)
-    _add_recall(commands)
+    add_recall(commands)
     _add_plan(commands)
-    show = commands.add_parser(
-        "show",
-        help="draw who sees whom, with coverage and FLOPs",
-        description="Draw the pattern of one head, and count over all heads what is seen and what it costs.",
-    )
-    show.set_defaults(command=_show)
-    show.add_argument(
-        "--segments", nargs="+", type=int, required=True, metavar="W", help="segment lengths, one a branch"
-    )
-    show.add_argument("--rates", nargs="+", type=int, required=True, metavar="R", help="dilation rates, one a branch")
-    show.add_argument("--tokens", type=int, metavar="N", help="sequence length (default: the longest segment)")
-    show.add_argument("--heads", type=int, default=4, help="heads in all (default: 4)")
-    show.add_argument("--head", type=int, default=0, help="the head to draw (default: 0)")
-    show.add_argument("--head-dim", type=int, default=64, help="for the FLOPs (default: 64)")
-    show.add_argument("--layout", default="interleaved", help="interleaved, blocked or grouped")
-    show.add_argument("--causal", action="store_true", help="rows see only what is before them")
-    show.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
-    for flag, kind, text in (
-        ("--ratio", float, "the fraction of tiles that is kept (default: 0.1)"),
-        ("--block", int, "rows of a tile (default: 64)"),
-        ("--window", int, "grid rows around a row that are kept first"),
-        ("--global-tokens", int, "first grid rows of a segment that all rows keep first"),
-        ("--seed", int, "of the pattern random (default: 0)"),
-    ):
-        show.add_argument(flag, type=kind, help=text)
-    show.add_argument("--width", type=int, default=64, help="characters a line of the drawing (default: 64)")
-    show.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what this machine has, what is broken on it and what to switch on",
-        description="Hardware, versions, backends, known pitfalls and missing extras; status 1 if something is broken.",
-    )
-    doctor.set_defaults(command=_doctor)
-    doctor.add_argument("--json", action="store_true", help="as JSON")
+    add_show(commands)
+    add_doctor(commands)
     return parser
 
 
@@ -272,29 +189,6 @@ def _add_report(commands: Any) -> None:
     report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
 
 
-def _add_recall(commands: Any) -> None:
-    recall = commands.add_parser(
-        "recall",
-        help="teach a small LongNet, and a sliding window of no less cost, to recall what lies far back",
-        description="Plant facts far back in long sequences and ask for them at the end: a small LongNet and the same "
-        "model with a sliding window of no less cost take the same lessons, and are examined at the lengths asked for.",
-    )
-    recall.set_defaults(command=_recall)
-    recall.add_argument(
-        "--tokens", nargs="+", type=_whole, metavar="N", help="powers of two (default: 32768 131072; on a CPU 1024)"
-    )
-    recall.add_argument("--minutes", type=float, default=4.0, help="at most, for both models together (default: 4)")
-    recall.add_argument("--seed", type=int, default=0, help="of weights and sequences (default: 0)")
-    for flag, kind, text in (
-        ("--d-model", int, "width of the models (128; on a CPU 64)"),
-        ("--learning-rate", float, "of the models (3e-3; on a CPU 5e-3)"),
-        ("--tokens-a-step", _whole, "that a batch has at most (524288; on a CPU 4096)"),
-    ):
-        recall.add_argument(flag, type=kind, help=text)
-    recall.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
-    recall.add_argument("--out", type=Path, metavar="FOLDER", help="for recall.jsonl and recall.html with the curves")
-
-
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
@@ -306,16 +200,16 @@ def _add_plan(commands: Any) -> None:
         argument_default=argparse.SUPPRESS,
     )
     plan.set_defaults(command=_plan)
-    plan.add_argument("--tokens", type=_whole, metavar="N", help="of the whole sequence, as in 1e9")
+    plan.add_argument("--tokens", type=whole_number, metavar="N", help="of the whole sequence, as in 1e9")
     plan.add_argument("--model", metavar="SIZE", help="125m, 350m, 760m, 1.3b, 2.7b or 6b")
     plan.add_argument("--gpu", type=float, metavar="GIB", help="with --model: the GPU's memory (default: 80)")
     plan.add_argument(
         "--host", type=float, metavar="GIB", help="with --model: host memory to offload to (default: any)"
     )
-    plan.add_argument("--vocabulary", type=_whole, metavar="V", help="with --model: its tokens (default: 50304)")
-    plan.add_argument("--gpus", type=_whole, metavar="P", help="that share the sequence")
-    plan.add_argument("--segments", nargs="+", type=_whole, metavar="W", help="one a branch (2048 4096 8192)")
-    plan.add_argument("--rates", nargs="+", type=_whole, metavar="R", help="one a branch (1 2 4)")
+    plan.add_argument("--vocabulary", type=whole_number, metavar="V", help="with --model: its tokens (default: 50304)")
+    plan.add_argument("--gpus", type=whole_number, metavar="P", help="that share the sequence")
+    plan.add_argument("--segments", nargs="+", type=whole_number, metavar="W", help="one a branch (2048 4096 8192)")
+    plan.add_argument("--rates", nargs="+", type=whole_number, metavar="R", help="one a branch (1 2 4)")
     for flag, text in (
         ("--heads", "query heads (default: 12)"),
         ("--kv-heads", "key/value heads (default: as many)"),
@@ -323,29 +217,20 @@ def _add_plan(commands: Any) -> None:
         ("--batch", "sequences (default: 1)"),
         ("--layers", "attention layers (default: 1)"),
     ):
-        plan.add_argument(flag, type=_whole, metavar="K", help=text)
+        plan.add_argument(flag, type=whole_number, metavar="K", help=text)
     plan.add_argument("--layout", help="of heads: interleaved, blocked or grouped")
     plan.add_argument("--dtype", help="bfloat16 (default), float16, float32 or float64")
     plan.add_argument("--causal", action="store_true", help="rows see only what is before them")
     plan.add_argument("--scheme", help="auto, gather, ring or all_to_all")
     plan.add_argument("--token-layout", help="contiguous or zigzag shards")
-    plan.add_argument("--memory-budget", type=_whole, metavar="BYTES", help="that auto lets gathered rows take (2 GiB)")
+    plan.add_argument(
+        "--memory-budget", type=whole_number, metavar="BYTES", help="that auto lets gathered rows take (2 GiB)"
+    )
     plan.add_argument(
         "--tflops", type=float, help="of attention a GPU computes a second (default: 400, bf16 on an H200)"
     )
     plan.add_argument("--link-gbps", type=float, help="gigabits a second a GPU sends while it receives (default: 400)")
     plan.add_argument("--json", action="store_true", default=False, help="print JSON, with every rank")
-
-
-def _whole(stated: str) -> int:
-    """A whole number, also as 1e9."""
-    try:
-        number = Decimal(stated.replace(",", ""))
-    except ArithmeticError:
-        number = Decimal("nan")
-    if not number.is_finite() or number != int(number):
-        raise argparse.ArgumentTypeError(f"must be a whole number, such as 65536 or 1e9, got {stated!r}")
-    return int(number)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -410,15 +295,6 @@ def _report(arguments: argparse.Namespace) -> None:
     print(write_run_report(arguments.run, arguments.out))
 
 
-def _recall(arguments: argparse.Namespace) -> None:
-    from dilated_attention_pytorch.bench.recall import run_recall
-
-    device = _bench_device(arguments.device)
-    tokens = arguments.tokens or ([32_768, 131_072] if device == "cuda" else [1024])
-    names = ("minutes", "seed", "out", "d_model", "learning_rate", "tokens_a_step")
-    run_recall(device, tokens, **{name: getattr(arguments, name) for name in names})
-
-
 def _generate(arguments: argparse.Namespace) -> None:
     import torch
 
@@ -454,127 +330,6 @@ def _generate(arguments: argparse.Namespace) -> None:
         rate = "" if count < 2 else f", then {(count - 1) / (ended - first):.1f} tokens/s"
         figures = f"{tokens.shape[1]} tokens of prompt and the first new one in {first - began:.3f} s{rate}"
         print(f"{count} tokens: {figures}", file=sys.stderr)
-
-
-def _bench(arguments: argparse.Namespace) -> None:
-    from dilated_attention_pytorch.bench.contenders import choose_contenders
-    from dilated_attention_pytorch.bench.encoders import choose_encoders, peak_memory
-    from dilated_attention_pytorch.bench.memory import print_memory
-    from dilated_attention_pytorch.bench.report import handwritten, write_page, write_report
-    from dilated_attention_pytorch.bench.runner import run_suites
-    from dilated_attention_pytorch.bench.shared import run_shared
-    from dilated_attention_pytorch.bench.suites import ENCODER_SUITES, SUITES, choose_cases
-
-    suite, out = arguments.suite, arguments.out
-    if suite == "memory":
-        print_memory(arguments.tokens or [131_072, 262_144])
-        return
-    if suite == "tune":
-        from dilated_attention_pytorch.bench.tune import tune
-
-        tune(out or Path("tiles.jsonl"))
-        return
-    if suite == "capacity":
-        from dilated_attention_pytorch.bench.capacity import run_capacity
-
-        how = {"cap_gib": arguments.cap, "uncapped": arguments.uncapped, "offload": arguments.offload}
-        run_capacity(_bench_device(arguments.device), arguments.sizes, **how, out=out)
-        return
-    if arguments.sizes or arguments.uncapped or arguments.offload:
-        raise ValueError(f"--sizes, --uncapped and --offload belong to capacity, not to {suite}: leave them out")
-    if suite == "techniques":
-        from dilated_attention_pytorch.bench.techniques import run_techniques
-
-        for tokens in arguments.tokens or [None]:
-            run_techniques(_bench_device(arguments.device), tokens, arguments.only, out)
-        return
-    if suite in ("cache", "pool"):
-        run_shared(suite, _bench_device(arguments.device), arguments.tokens, out)
-        return
-    if suite == "shard":
-        from dilated_attention_pytorch.bench.shard import run_shard
-
-        shape = (arguments.heads, arguments.head_dim)
-        for tokens in arguments.tokens or [None]:
-            run_shard(_bench_device(arguments.device), tokens, *shape, out)
-        return
-    if arguments.heads is not None or arguments.head_dim is not None:
-        raise ValueError(f"--heads and --head-dim belong to shard; choose cases of {suite} with --cases")
-    if suite == "decode":
-        from dilated_attention_pytorch.bench.decode import run_decode
-
-        run_decode(_bench_device(arguments.device), arguments.tokens, out)
-        return
-    if out is None and suite in ("all", "page", "report"):
-        raise ValueError(f"{suite} needs --out FILE, the results as JSON lines")
-    if suite in ("all", "page"):
-        handwritten(arguments.page)  # refuse before minutes of measuring
-    if suite not in ("page", "report"):
-        device = _bench_device(arguments.device)
-        suites = list(SUITES) if suite == "all" else [suite]
-        cases = choose_cases(suites, device, words=arguments.cases, tokens=arguments.tokens)
-        choose = choose_encoders if suite in ENCODER_SUITES else choose_contenders
-        rows = run_suites(cases, choose(arguments.only, arguments.torchscale), device, out)
-        print(*peak_memory(rows), sep="\n", end="")
-    for render, path, named in ((write_page, arguments.page, "page"), (write_report, arguments.html, "report")):
-        if suite in ("all", named):
-            render(out, path)
-            print(path)
-
-
-# What a flag of `show` is called in a pattern's configuration.
-_PATTERN_FLAGS = {
-    "ratio": "sparsity_ratio",
-    "block": "block_size",
-    "window": "local_window_size",
-    "global_tokens": "global_tokens",
-    "seed": "seed",
-}
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-    from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.inspect.pictures import write_density
-    from dilated_attention_pytorch.inspect.show import View, density, summary, text
-
-    given = {name: value for flag, name in _PATTERN_FLAGS.items() if (value := getattr(arguments, flag)) is not None}
-    if given and arguments.pattern is None:
-        raise ValueError(f"{', '.join(given)} belong to a block pattern: name it with --pattern")
-    if arguments.width < 1:
-        raise ValueError(f"--width must be at least 1, got {arguments.width}")
-    sparse = None
-    if arguments.pattern is not None:
-        sparse = SparsePatternConfig(arguments.pattern, **{"block_size": 64, **given})
-    view = View(
-        DilatedSpec.of(arguments.segments, arguments.rates, arguments.layout),
-        max(arguments.segments) if arguments.tokens is None else arguments.tokens,
-        arguments.heads,
-        arguments.head,
-        arguments.head_dim,
-        arguments.causal,
-        sparse,
-    )
-    print(*text(view, arguments.width), sep="\n")
-    if arguments.out is not None:
-        write_density(arguments.out, density(view, 128, 128).tolist(), view.title, summary(view))
-        print(arguments.out)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from dilated_attention_pytorch.inspect.doctor import doctor
-
-    report = doctor()
-    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
-    return 1 if report.is_broken else 0
-
-
-def _bench_device(stated: str | None) -> str:
-    import torch
-
-    if stated == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
-    return stated or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def entry() -> NoReturn:

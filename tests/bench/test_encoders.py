@@ -37,12 +37,8 @@ class DilatedAttention(nn.Module):
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    for name, text in FILES.items():
-        path = tmp_path / "torchscale" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
+def checkout(write_checkout):
+    return write_checkout(FILES)
 
 
 def test_the_gigapath_suite_measures_encoders_beside_torchscales(checkout, tmp_path, capsys, monkeypatch) -> None:

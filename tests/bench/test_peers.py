@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from dilated_attention_pytorch.bench.contenders import choose_contenders
 from dilated_attention_pytorch.bench.harness import Case
-from dilated_attention_pytorch.bench.peers import load_torchscale, without_projections
+from dilated_attention_pytorch.bench.peers import build_torchscale, load_torchscale, without_projections
 
 # What the adapter relies on in a checkout: the modules' names, the constructor, the call of the flash kernel. Its
 # projections are NaN, so that a figure which includes them is seen.
@@ -22,9 +22,9 @@ from torch import nn
 from .flash_attention import flash_attn_func
 
 class MultiheadAttention(nn.Module):
-    def __init__(self, args, embed_dim, num_heads, self_attention=False):
+    def __init__(self, args, embed_dim, num_heads, self_attention=False, subln=False):
         super().__init__()
-        assert self_attention and not args.multiway and not args.xpos_rel_pos
+        assert self_attention and not subln and not args.multiway and not args.xpos_rel_pos
         self.args, self.num_heads, self.dropout = args, num_heads, 0.0
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
             setattr(self, name, nn.Linear(embed_dim, embed_dim))
@@ -52,17 +52,13 @@ class DilatedAttention(MultiheadAttention):
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    for name, text in FILES.items():
-        path = tmp_path / "torchscale" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path
+def checkout(write_checkout):
+    return write_checkout(FILES)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_adapter_attends_without_projections_on_pytorchs_kernel(checkout, is_causal) -> None:
-    attention = without_projections(load_torchscale(checkout), 2, 8, (16,), (1,))
+    attention = without_projections(build_torchscale(load_torchscale(checkout), 2, 8, (16,), (1,)))
     q, k, v = torch.randn(3, 1, 16, 16, requires_grad=True).unbind(0)
     out, _ = attention(q, k, v, is_causal=is_causal)
     expected = F.scaled_dot_product_attention(

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -159,6 +161,25 @@ def test_cache_and_pool_stand_in_one_table_for_all_machines(results, tmp_path) -
         "| a step | CPU, 2 threads | 7.000 | 1.000 | 0.400 | 1.000 | 2.0 | 1.0 | 0.500 |",
     ]
     assert "| no peak | CPU, 2 threads | 2.000 | 1.000 | 0.500 | 1.000 |  |  |  |" in page
+
+
+def test_a_table_without_rows_has_no_heading(results, tmp_path) -> None:
+    step = {"suite": "decode", "context": 64, "ours": 2.0, "dense": 8.0, "cache_bytes": 1 << 20}
+    with results.open("a") as stream:
+        stream.write(json.dumps(step) + "\n")
+    for write_to, path in ((write_page, tmp_path / "page.md"), (write_report, tmp_path / "report.html")):
+        write_to(results, path)
+        assert "Decoding: a token against the bounded cache" in path.read_text()
+        assert "Decoding: a prompt in chunks" not in path.read_text()
+
+
+def test_the_page_of_the_documentation_is_what_its_results_give(tmp_path) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = tmp_path / "performance.md"
+    shutil.copy(docs / "performance.md", page)
+    write_page(docs / "performance.jsonl", page)
+    stale = "docs/performance.md is stale: ./run bench page --out docs/performance.jsonl"
+    assert page.read_text() == (docs / "performance.md").read_text(), stale
 
 
 def test_published_figures_say_that_they_were_not_measured(results, tmp_path) -> None:

@@ -38,7 +38,7 @@ def test_a_shard_is_measured_beside_its_plan(tmp_path, capsys) -> None:
 
 def test_heads_of_other_suites_are_refused(capsys) -> None:
     assert main(["bench", "short", "--device", "cpu", "--heads", "2"]) == 1
-    assert "--heads and --head-dim belong to shard" in capsys.readouterr().err
+    assert "--heads belongs to shard, not to short: leave it out" in capsys.readouterr().err
 
 
 def test_a_world_that_is_there_already_is_refused() -> None:

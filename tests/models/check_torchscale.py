@@ -21,7 +21,7 @@ import time
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
@@ -29,7 +29,12 @@ import torch
 from torch import nn
 
 from dilated_attention_pytorch import patch_gigapath
-from dilated_attention_pytorch.bench.peers import flash_attention_of_pytorch, importing_from, load_torchscale
+from dilated_attention_pytorch.bench.peers import (
+    build_torchscale,
+    flash_attention_of_pytorch,
+    importing_from,
+    load_torchscale,
+)
 
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 # Rates that do not divide their segments: torchscale moves rows, as it does for GigaPath past 185,363 tiles.
@@ -47,7 +52,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.torchscale is None and arguments.gigapath is None:
         parser.error("name a checkout: --torchscale PATH, --gigapath PATH or both")
-    print(f"{'':<58}{'relative':>12}{'largest':>12}  limit {LIMIT:g}")
+    print(f"{'':<66}{'relative':>12}{'largest':>12}  limit {LIMIT:g}")
     worst = 0.0
     if arguments.torchscale is not None:
         attention_class = load_torchscale(arguments.torchscale)
@@ -64,17 +69,8 @@ def main() -> int:
 
 def check_attention(attention_class, tokens, pattern, title, is_causal=False) -> float:
     """One attention, its norm and its projections: outputs, and gradients of the input and of every parameter."""
-    settings = SimpleNamespace(
-        flash_attention=True,
-        segment_length=pattern[0],
-        dilated_ratio=pattern[1],
-        multiway=False,
-        xpos_rel_pos=False,
-        seq_parallel=False,
-        layernorm_eps=1e-5,
-    )
     torch.manual_seed(0)
-    model = nn.ModuleDict({"attention": attention_class(settings, 768, 16, self_attention=True, subln=True)})
+    model = nn.ModuleDict({"attention": build_torchscale(attention_class, 16, 48, *pattern, subln=True)})
     x = torch.randn(1, tokens, 768, requires_grad=True)
     do = torch.randn(1, tokens, 768)
     inputs = [x, *model.parameters()]
@@ -156,7 +152,7 @@ def largest(found, expected) -> float:
 
 
 def show(title, error, most) -> None:
-    print(f"{title:<58}{error:>12.2e}{most:>12.2e}", file=sys.__stdout__, flush=True)
+    print(f"{title:<66}{error:>12.2e}{most:>12.2e}", file=sys.__stdout__, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from torch import nn
 from dilated_attention_pytorch import LongNet, LongNetLM, cls_attention, patch_gigapath
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
-from dilated_attention_pytorch.models.padded_attention import PaddedAttention
+from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
 from dilated_attention_pytorch.models.position_table import SlidePositions
 from dilated_attention_pytorch.models.slide_attention import on_slide
-from dilated_attention_pytorch.models.torchscale import TorchscaleAttention, load_torchscale_weights
+from dilated_attention_pytorch.models.torchscale import MaskSpans, TorchscaleAttention, load_torchscale_weights
 
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 # The same shape of pattern at a 128th of the length: several segments in several branches, and 1448 % 8 = 0.
@@ -51,6 +51,7 @@ def torchscale_attention(q, k, v, segment_lengths, dilation_rates, is_causal=Fal
                     scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
                 out[:, rows, h] = scores.softmax(-1) @ vs[:, rows, h]
                 lse[:, rows, h] = scores.logsumexp(-1)
+            lse = lse.masked_fill(lse == 0, -torch.inf)  # what it takes for rows that are not on the grid
             out_rows.append(out)
             lse_rows.append(lse)
         # Segments follow each other at their padded lengths, and what is past N is cut off.
@@ -167,37 +168,31 @@ def draw(B, N, H, D, dtype=torch.float64):
 
 CASES = [
     (SMALL, 61, 16), (SMALL, 96, 16), (SMALL, 300, 8), (SMALL, 5, 4), (SMALL, 1, 2), (UNEVEN, 100, 4),
-    (UNEVEN, 45, 6), (UNEVEN, 46, 3), (([4, 6], [1, 8]), 13, 5), (([6, 12], [2, 4]), 29, 4),
+    (UNEVEN, 45, 6), (UNEVEN, 46, 3), (([4, 6], [1, 8]), 13, 5), (([6, 12], [2, 4]), 29, 4), (([5, 3], [1, 4]), 14, 4),
+    (([50, 6], [1, 8]), 33, 8),
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:no branch of")
+@pytest.mark.parametrize("exact", [True, "forward", False])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("pattern", "N", "H"), CASES)
-def test_exact_attention_gives_torchscales_outputs_and_gradients(pattern, N, H, is_causal) -> None:
+def test_each_semantics_gives_its_outputs_and_gradients(pattern, N, H, is_causal, exact) -> None:
+    """Segments longer than the sequence, several of them, and rates that do not divide them, are among the cases."""
     inputs = draw(2, N, H, 4)
     do = torch.randn(2, N, H, 4, dtype=torch.float64)
-    expected = torchscale_attention(*inputs, *pattern, is_causal)
-    out = PaddedAttention(*pattern)(*inputs, is_causal=is_causal)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    found, wanted = (torch.autograd.grad(x, inputs, do) for x in (out, expected))
-    for a, b in zip(found, wanted):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.filterwarnings("ignore:no branch of")
-@pytest.mark.parametrize(("pattern", "N", "H"), CASES)
-def test_exact_outputs_can_have_their_true_gradients(pattern, N, H) -> None:
-    inputs = draw(1, N, H, 4)
-    do = torch.randn(1, N, H, 4, dtype=torch.float64)
-    expected = torchscale_attention(*inputs, *pattern, detached=False)
-    out = PaddedAttention(*pattern, detached_merge=False)(*inputs)
+    if exact:
+        expected = torchscale_attention(*inputs, *pattern, is_causal, detached=exact is True)
+    else:
+        expected = by_definition(*inputs, pattern, is_causal)
+    attention = patch_gigapath(Encoder(pattern, d=4 * H, heads=H, layers=1), exact).layers[0].self_attn.attention
+    out = attention(*inputs, is_causal=is_causal)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     found, wanted = (torch.autograd.grad(x, inputs, do) for x in (out, expected))
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     with torch.no_grad():
-        torch.testing.assert_close(PaddedAttention(*pattern)(*inputs), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(attention(*inputs, is_causal=is_causal), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("N", [501, 1501])
@@ -213,8 +208,9 @@ def test_gigapaths_own_segments_and_rates_are_met_in_float32(N) -> None:
         assert (found.double() - wanted).norm() <= 2e-6 * wanted.norm()
 
 
-def by_definition(q, k, v, pattern):
-    return reference_forward(q, k, v, Problem(spec=DilatedSpec.of(*pattern, "blocked")), None, None)[0]
+def by_definition(q, k, v, pattern, is_causal=False):
+    problem = Problem(spec=DilatedSpec.of(*pattern, "blocked"), is_causal=is_causal)
+    return reference_forward(q, k, v, problem, None, None)[0]
 
 
 def test_zeros_matter_at_a_ragged_length_and_not_where_segments_end_with_the_sequence() -> None:
@@ -257,6 +253,37 @@ def test_by_default_a_patched_model_computes_the_definition_and_honours_padding(
     attention = model.layers[0].self_attn
     q, k, v = attention.project(x, x, x)
     torch.testing.assert_close(attention.attention(q, k, v), by_definition(q, k, v, SMALL))
+
+
+class Interrupted(torch.Tensor):
+    """A tensor that another thread's call comes between when it is asked for this, once."""
+
+    asked, meanwhile = "", None
+
+    def _answer(self, asked, answer):
+        if asked == self.asked:
+            self.asked = ""
+            self.meanwhile()
+        return answer
+
+    def is_inference(self):
+        return self._answer("is_inference", False)
+
+    @property
+    def device(self):
+        return self._answer("device", torch.device("cpu"))
+
+
+def test_what_layers_share_is_right_when_threads_take_turns() -> None:
+    spans, zeros = MaskSpans(), ZeroKeys()
+    mask, other = (torch.arange(32)[None] >= length for length in (9, 11))
+    mask = mask.as_subclass(Interrupted)
+    mask.asked, mask.meanwhile = "is_inference", lambda: spans(other, 1, 32)
+    assert spans(mask, 1, 32).tolist() == MaskSpans()(mask, 1, 32).tolist() != spans(other, 1, 32).tolist()
+    branches = DilatedSpec.of([8, 8], [1, 2]).branches
+    like = torch.empty(1).as_subclass(Interrupted)
+    like.asked, like.meanwhile = "device", lambda: zeros.logs(branches, 11, 2, torch.empty(1))
+    assert zeros.logs(branches, 9, 2, like).shape == (9, 2)
 
 
 def test_patching_again_changes_the_semantics() -> None:

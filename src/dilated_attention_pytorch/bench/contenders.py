@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.bench.harness import Case
-from dilated_attention_pytorch.bench.peers import load_torchscale, without_projections
+from dilated_attention_pytorch.bench.peers import build_torchscale, load_torchscale, without_projections
 from dilated_attention_pytorch.core.block_layout import layout_for
 from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.functional import dilated_attention
@@ -23,6 +23,7 @@ ELEMENTS_A_CALL = 1 << 30
 
 OURS, FLOOR, SAME_TOKENS, TORCHSCALE = "ours", "dense, same FLOPs", "dense, same tokens", "torchscale"
 FLEX, EVERY_TILE = "FlexAttention", "ours, every tile"
+NO_CHECKOUT = "give --torchscale PATH, a checkout of microsoft/torchscale, to measure it"
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,12 @@ def flex_attention(case: Case) -> Ready | str:
     With a block pattern on one undilated segment, the very tiles that ours keeps.
     """
     if case.pattern is not None:
-        return _flex_attention_over_tiles(case)
+        if case.device != "cuda" or case.dilation_rates != (1,) or case.segment_lengths[0] < case.tokens:
+            return "measured on a GPU; has a block mask for one undilated segment"
+        return _masked_by(tile_mask(case), case)
     if case.device != "cuda" or case.tokens != 1 << 15 or case.head_dim != 64 or case.is_causal:
         return "compiles for long: measured on a GPU at 32,768 tokens, D=64, not causal"
     from torch.nn.attention.flex_attention import create_block_mask
-    from torch.nn.attention.flex_attention import flex_attention as flex
 
     spec = case.spec
     offsets = torch.tensor([[-1 if o is None else o for o in row] for row in spec.offsets(case.heads)], device="cuda")
@@ -136,20 +138,14 @@ def flex_attention(case: Case) -> Ready | str:
         for index, branch in enumerate(spec.branches):
             w, r, o = branch.segment_length, branch.dilation_rate, offsets[index][h]
             found = found | ((i // w == j // w) & (i % w % r == o) & (j % w % r == o))
-        return found & (j <= i) if case.is_causal else found
+        return found
 
-    mask = create_block_mask(sees, None, case.heads, case.tokens, case.tokens, device="cuda")
-    q, k, v, do = (x.transpose(1, 2) for x in case.tensors())
-    compiled = torch.compile(flex)
-    return Ready(_step(lambda: compiled(q, k, v, block_mask=mask), (q, k, v), do, case.backward), case.flops)
+    return _masked_by(create_block_mask(sees, None, case.heads, case.tokens, case.tokens, device="cuda"), case)
 
 
-def _flex_attention_over_tiles(case: Case) -> Ready | str:
-    if case.device != "cuda" or case.dilation_rates != (1,) or case.segment_lengths[0] < case.tokens:
-        return "measured on a GPU; has a block mask for one undilated segment"
+def _masked_by(mask: Any, case: Case) -> Ready:
     from torch.nn.attention.flex_attention import flex_attention as flex
 
-    mask = tile_mask(case)
     q, k, v, do = (x.transpose(1, 2) for x in case.tensors())
     compiled = torch.compile(flex)
     return Ready(_step(lambda: compiled(q, k, v, block_mask=mask), (q, k, v), do, case.backward), case.flops)
@@ -193,7 +189,7 @@ def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def torchscale_from(checkout: Path | None) -> Setup:
     if checkout is None:
-        return lambda case: "give --torchscale PATH, a checkout of microsoft/torchscale, to measure it"
+        return lambda case: NO_CHECKOUT
     attention_class = load_torchscale(checkout)
 
     def setup(case: Case) -> Ready | str:
@@ -205,9 +201,8 @@ def torchscale_from(checkout: Path | None) -> Setup:
             return "computes something else where a rate does not divide its segment length"
         if case.head_dim != 64 or case.tokens > 1 << 20:
             return "measured at D=64, up to 1,048,576 tokens"
-        attention = without_projections(
-            attention_class, case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
-        )
+        shape = case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
+        attention = without_projections(build_torchscale(attention_class, *shape))
         q, k, v, do = case.tensors(1, case.tokens, case.heads * case.head_dim)
 
         def attend() -> Tensor:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.bench.contenders import OURS, TORCHSCALE, Ready, Setup, named_contenders
+from dilated_attention_pytorch.bench.contenders import NO_CHECKOUT, OURS, TORCHSCALE, Ready, Setup, named_contenders
 from dilated_attention_pytorch.bench.harness import Case
-from dilated_attention_pytorch.bench.peers import load_torchscale
+from dilated_attention_pytorch.bench.peers import build_torchscale, load_torchscale
 from dilated_attention_pytorch.bench.results import Row
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
@@ -102,7 +101,7 @@ def _pad(detached_merge: bool) -> Callable[[Case], Change]:
 
 def _torchscale_from(checkout: Path | None) -> Setup:
     if checkout is None:
-        return lambda case: "give --torchscale PATH, a checkout of microsoft/torchscale, to measure it"
+        return lambda case: NO_CHECKOUT
     attention_class = load_torchscale(checkout)
 
     def change_for(case: Case) -> Change:
@@ -116,17 +115,8 @@ class _Torchscale(nn.Module):
 
     def __init__(self, attention_class: Any, case: Case) -> None:
         super().__init__()
-        settings = SimpleNamespace(
-            flash_attention=True,
-            segment_length=list(case.segment_lengths),
-            dilated_ratio=list(case.dilation_rates),
-            multiway=False,
-            xpos_rel_pos=False,
-            seq_parallel=False,
-            layernorm_eps=1e-5,
-        )
-        width = case.heads * case.head_dim
-        self.attention = attention_class(settings, width, case.heads, self_attention=True, subln=True)
+        shape = case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
+        self.attention = build_torchscale(attention_class, *shape, subln=True)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **unused: None) -> Any:
         assert all(value is None for value in unused.values()), unused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -38,10 +38,16 @@ def load_torchscale(checkout: Path) -> Any:
             raise ModuleNotFoundError(f"torchscale needs {name}: pip install {name}", name=name) from error
 
 
-def without_projections(
-    attention_class: Any, heads: int, head_dim: int, segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...]
+def build_torchscale(
+    attention_class: Any,
+    heads: int,
+    head_dim: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    subln: bool = False,
 ) -> nn.Module:
-    """An attention whose forward gathers, attends, scatters and merges, and does nothing else: `(B, N, H * D)`."""
+    """torchscale's attention with its projections, on one rank; `subln` puts a norm before the last of them."""
     settings = SimpleNamespace(
         flash_attention=True,
         segment_length=list(segment_lengths),
@@ -49,8 +55,14 @@ def without_projections(
         multiway=False,
         xpos_rel_pos=False,
         seq_parallel=False,
+        layernorm_eps=1e-5,
     )
-    attention: nn.Module = attention_class(settings, heads * head_dim, heads, self_attention=True)
+    attention: nn.Module = attention_class(settings, heads * head_dim, heads, self_attention=True, subln=subln)
+    return attention
+
+
+def without_projections(attention: nn.Module) -> nn.Module:
+    """An attention whose forward gathers, attends, scatters and merges, and does nothing else: `(B, N, H * D)`."""
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(attention, name, nn.Identity())
     return attention

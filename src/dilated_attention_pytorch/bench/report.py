@@ -38,7 +38,8 @@ from dilated_attention_pytorch.pages.page import bullets, figures, marked, table
 BY_HAND = "<!-- written by hand below -->"
 
 _REPRODUCE = """\
-./run bench all --out results.jsonl --torchscale PATH   # every suite, then this page and the HTML report
+./run bench all --out results.jsonl --torchscale PATH   # attention, short, scaling, blocksparse; page, HTML
+./run bench decode --out results.jsonl  # a suite of its own; so are gigapath, cache, pool, shard, capacity, techniques
 ./run bench attention --cases D=64 causal --tokens 131072   # a part of a suite
 ./run bench page --out results.jsonl    # this page again
 ./run bench report --out results.jsonl  # the HTML report again"""
@@ -99,7 +100,7 @@ def write_report(results: Path, report: Path) -> None:
 def _all_sections(results: Path) -> list[Section]:
     shared = _shared_sections(read_shared(results))
     rest = (*_decode(results), *_shard(results), *_capacity(results), *_techniques(results))
-    return [*_sections(read_rows(results)), *shared, *rest]
+    return [section for section in (*_sections(read_rows(results)), *shared, *rest) if section.body or section.charts]
 
 
 def _introduction() -> list[str]:
@@ -120,8 +121,7 @@ def _sections(rows: list[Row]) -> list[Section]:
     for suite, device in dict.fromkeys((row.suite, row.case.device) for row in rows):
         chosen = [row for row in rows if (row.suite, row.case.device) == (suite, device)]
         sections += [_suite(suite, chosen), _peak_memory(suite, chosen)]
-    sections += [_published(rows), Section("Time over tokens", charts=_time_charts(rows))]
-    return [section for section in sections if section.body or section.charts]
+    return [*sections, _published(rows), Section("Time over tokens", charts=_time_charts(rows))]
 
 
 def _targets(rows: list[Row]) -> Section:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -326,7 +327,7 @@ def _frame(x: float, y: float, width: float, height: float) -> str:
 
 
 def _text(x: float, y: float, text: str, colour: str = _INK) -> str:
-    return f'<text x="{x:g}" y="{y:g}" fill="{colour}">{text}</text>'
+    return f'<text x="{x:g}" y="{y:g}" fill="{colour}">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ class ZeroKeys:
     """How many keys of zeros each row sees, as logarithms; remembered for one length, for all layers of a model."""
 
     def __init__(self) -> None:
-        self._tokens = 0
-        self._found: dict[tuple[Any, ...], Tensor | None] = {}
+        # One tuple, replaced whole: nn.DataParallel's threads share this.
+        self._known: tuple[int, dict[tuple[Any, ...], Tensor | None]] = (0, {})
 
     def __reduce__(self) -> tuple[type[ZeroKeys], tuple[()]]:
         return ZeroKeys, ()  # a copy counts anew
@@ -39,14 +39,15 @@ class ZeroKeys:
         """`(tokens, heads)`, -inf where there are none; None where no row sees any."""
         if torch.compiler.is_compiling():
             return log_zero_keys(branches, tokens, heads, like)
-        if tokens != self._tokens:
-            self._found.clear()
-            self._tokens = tokens
+        known, found = self._known
+        if tokens != known:
+            found = {}
+            self._known = tokens, found
         key = (branches, heads, like.device, like.dtype)
-        if key not in self._found:
+        if key not in found:
             with torch.inference_mode(False):  # what inference made, training could not save for backward
-                self._found[key] = log_zero_keys(branches, tokens, heads, like)
-        return self._found[key]
+                found[key] = log_zero_keys(branches, tokens, heads, like)
+        return found[key]
 
 
 def log_zero_keys(branches: Branches, tokens: int, heads: int, like: Tensor) -> Tensor | None:
@@ -148,7 +149,8 @@ class PaddedAttention(DilatedAttention):
             return F.pad(x, (0, 0, 0, 0, 0, filled.segment_length - w)).flatten(1, 2)
 
         out, lse = self._call(lay_out(query), lay_out(key), lay_out(value), (filled,), is_causal)
-        return out[:, :tokens], lse[:, :tokens]
+        # A row of zeros that sees one key has lse 0, which torchscale takes for a row that is not on the grid.
+        return out[:, :tokens], lse[:, :tokens].masked_fill(lse[:, :tokens] == 0, -torch.inf)
 
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, branches: Branches, is_causal: bool

@@ -80,9 +80,8 @@ class MaskSpans:
     """
 
     def __init__(self) -> None:
-        self._mask: weakref.ref[Tensor] | None = None
-        self._version = 0
-        self._spans: Tensor | None = None
+        # One tuple, replaced whole: nn.DataParallel's threads share this, each with a mask of its own.
+        self._known: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
 
     def __reduce__(self) -> tuple[type[MaskSpans], tuple[()]]:
         return MaskSpans, ()
@@ -92,13 +91,14 @@ class MaskSpans:
             return None
         if torch.compiler.is_compiling():
             return document_spans(batch, tokens, key_padding_mask=mask.bool())
-        known = self._mask is not None and self._mask() is mask
-        if not known or mask.is_inference() or self._version != mask._version:
-            stated = document_spans(batch, tokens, key_padding_mask=mask.bool())
-            self._spans = stated if bool(mask.any()) else None
-            self._mask = weakref.ref(mask)
-            self._version = 0 if mask.is_inference() else mask._version
-        return self._spans
+        known = self._known
+        if known is not None and known[0]() is mask and not mask.is_inference() and known[1] == mask._version:
+            return known[2]
+        stated = document_spans(batch, tokens, key_padding_mask=mask.bool())
+        spans = stated if bool(mask.any()) else None
+        if not mask.is_inference():  # whose changes nobody counts
+            self._known = weakref.ref(mask), mask._version, spans
+        return spans
 
 
 class TorchscaleAttention(nn.Module):

@@ -1,0 +1,48 @@
+"""The commands that the README and the pages show exist, with the flags they show."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch.cli import _parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_THE_SCRIPT = {"test", "docs", "help"}  # which ./run has beside the command line's
+SHOWN = re.compile(r"(?:\./run|dilated-attention) ([a-z]+)(.*)")
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    [chosen] = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return chosen.choices
+
+
+def blocks(page: Path) -> str:
+    """What stands in blocks of shell commands, or of no language."""
+    fenced = re.findall(r"^```([a-z]*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return "\n".join(text for language, text in fenced if language in ("", "bash"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_blocks_are_taken_as_they_stand(page) -> None:
+    for command, rest in SHOWN.findall(blocks(page)):
+        if command not in OF_THE_SCRIPT:
+            _parser().parse_args([command, *shlex.split(rest, comments=True)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_within_text_have_the_flags_that_it_names(page) -> None:
+    for command, rest in re.findall(r"`(?:\./run|dilated-attention) ([a-z]+)([^`]*)`", page.read_text()):
+        assert command in commands().keys() | OF_THE_SCRIPT, command
+        for flag in re.findall(r"--[a-z0-9-]+", rest) if command in commands() else ():
+            assert flag in commands()[command]._option_string_actions, f"{command} {flag}"
+
+
+def test_the_pages_show_every_command() -> None:
+    shown = {command for page in PAGES for command, _ in SHOWN.findall(page.read_text())}
+    assert commands().keys() | OF_THE_SCRIPT <= shown
