@@ -294,6 +294,9 @@ def test_what_does_not_fit_the_cache_is_refused_before_it_is_touched() -> None:
         cache.attend(q.to("meta"), k.to("meta"), v.to("meta"))
     with pytest.raises(ValueError, match=r"within torch\.no_grad"):
         cache.attend(q.requires_grad_(), k, v)
+    with pytest.raises(ValueError, match=r"within torch\.no_grad"):
+        cache.attend(q.detach(), k, v.clone().requires_grad_())
+    assert not cache.values.requires_grad
     with pytest.raises(ValueError, match="without a cache: use 'eager'"):
         cache.attend(q.detach(), k, v, backend="reference")
     with pytest.raises(ValueError, match="numbers of left-padded tokens"):

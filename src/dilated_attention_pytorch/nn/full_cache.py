@@ -49,7 +49,7 @@ def attend_full_cache(
     m, n = query.shape[1], key.shape[1]
     if n < m:
         raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
     problem = checked_problem(
         query, key[:, :m], value[:, :m], spec.segment_lengths, spec.dilation_rates, spec.head_layout, True, scale, 0.0,

@@ -121,7 +121,7 @@ class DilatedKVCache:
             query, key, value, self.spec.segment_lengths, self.spec.dilation_rates, self.spec.head_layout, True, scale,
             0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
         )  # fmt: skip
-        self._check(query, key)
+        self._check(query, key, value)
         known = self._known_lengths(query)
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(query, key, value, state, problem, backend, resources)
@@ -171,7 +171,7 @@ class DilatedKVCache:
             state.copy_(state.index_select(0, rows))
         self._known = None
 
-    def _check(self, query: Tensor, key: Tensor) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         mine = (self.batch, self.num_heads, self.num_kv_heads, self.head_dim)
         theirs = (query.shape[0], query.shape[2], key.shape[2], query.shape[3])
         if theirs != mine:
@@ -184,7 +184,7 @@ class DilatedKVCache:
                 f"the cache holds {self.keys.dtype} on {self.keys.device}, the tensors are {query.dtype} on "
                 f"{query.device}: make the cache with their dtype and device"
             )
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
 
     def __repr__(self) -> str:
