@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -266,6 +268,51 @@ def test_a_reset_cache_begins_anew() -> None:
     first = feed(cache, tensors, [7])
     cache.reset()
     torch.testing.assert_close(feed(cache, tensors, [1]), first, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
+def test_what_the_host_counted_is_not_believed_of_a_copy(copied) -> None:
+    """A copied tensor counts its changes anew, and may come to the number that the first one had."""
+    stream = Stream(segment_lengths=(40,), dilation_rates=(3,), tokens=150, batch=1)
+    tensors, expected = stream.tensors(), stream.expected(*stream.tensors())
+    for changes in range(4):
+        cache = stream.cache()
+        cache.attend(*(x[:, :75] for x in tensors))
+        other = copied(cache)
+        other.lengths.sub_(5)
+        for _ in range(changes):
+            other.lengths.add_(0)
+        found = other.attend(*(x[:, 70:] for x in tensors))
+        torch.testing.assert_close(found, expected[:, 70:], rtol=1e-10, atol=1e-10)
+
+
+def test_what_the_host_counted_is_not_believed_of_other_lengths() -> None:
+    stream = Stream(segment_lengths=(40,), dilation_rates=(3,), tokens=150, batch=1)
+    tensors, expected = stream.tensors(), stream.expected(*stream.tensors())
+    for changes in range(4):
+        cache = stream.cache()
+        cache.attend(*(x[:, :75] for x in tensors))
+        cache.lengths = torch.tensor([70])
+        for _ in range(changes):
+            cache.lengths.add_(0)
+        found = cache.attend(*(x[:, 70:] for x in tensors))
+        torch.testing.assert_close(found, expected[:, 70:], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("recorded", ["attend", "reset", "reorder"])
+def test_what_the_host_counted_is_not_believed_after_a_recording(monkeypatch, recorded) -> None:
+    stream = Stream(batch=1)
+    cache, tensors = stream.cache(), stream.tensors()
+    with monkeypatch.context() as patch:
+        patch.setattr("dilated_attention_pytorch.nn.kv_cache.is_plain", lambda *tensors: False)
+        {
+            "attend": lambda: cache.attend(*(x[:, :3] for x in tensors)),
+            "reset": cache.reset,
+            "reorder": lambda: cache.reorder(torch.tensor([0])),
+        }[recorded]()
+    cache.reset()
+    cache.attend(*(x[:, :3] for x in tensors))
+    assert cache._known_lengths() is None
 
 
 def test_a_step_compiles_whole_and_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
 from dilated_attention_pytorch.kernels.decode import attend_cached
+
+
+class _Known(NamedTuple):
+    """Lengths that the host has counted, and of which tensor they are true as long as it has had no other change."""
+
+    lengths: tuple[int, ...]
+    tensor: Tensor
+    version: int
 
 
 class DilatedKVCache:
@@ -72,7 +81,7 @@ class DilatedKVCache:
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._longest = torch.zeros_like(self.lengths)
-        self._known: tuple[tuple[int, ...], int] | None = None
+        self._known: _Known | None = None
         self._replayed = False
         self.reset(padding)
 
@@ -99,7 +108,8 @@ class DilatedKVCache:
             self.lengths.copy_(-padding)
             before = tuple((-padding).tolist())
         self._longest.copy_(self.lengths)
-        self._known = None if self.lengths.is_inference() else (before, self.lengths._version)
+        self._note_recording(self.lengths)
+        self._count(before)
 
     def attend(
         self,
@@ -122,24 +132,35 @@ class DilatedKVCache:
             0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
         )  # fmt: skip
         self._check(query, key, value)
-        known = self._known_lengths(query)
+        self._note_recording(query)
+        known = self._known_lengths()
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(query, key, value, state, problem, backend, resources)
         self.lengths.add_(query.shape[1])
         torch.maximum(self._longest, self.lengths, out=self._longest)
         if known is not None:
-            self._known = tuple(length + query.shape[1] for length in known), self.lengths._version
+            self._count(tuple(length + query.shape[1] for length in known))
         return out
 
-    def _known_lengths(self, query: Tensor) -> tuple[int, ...] | None:
-        """The lengths as the host counted them, or None where something else may have changed them meanwhile."""
-        if not is_plain(query) or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # What is recorded now moves the lengths whenever it is replayed, and the host does not see it.
+    def _note_recording(self, x: Tensor) -> None:
+        """What is recorded now moves the lengths whenever it is replayed, and the host does not see it."""
+        if not is_plain(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._replayed = True
-        if self._replayed or self._known is None or self.lengths.is_inference():
+
+    def _count(self, lengths: tuple[int, ...]) -> None:
+        tensor = self.lengths
+        self._known = None if tensor.is_inference() else _Known(lengths, tensor, tensor._version)
+
+    def _known_lengths(self) -> tuple[int, ...] | None:
+        """The lengths as the host counted them, or None where something else may have changed them meanwhile."""
+        if self._replayed or self._known is None:
             return None
-        known, version = self._known
-        return known if self.lengths._version == version else None
+        lengths, tensor, version = self._known
+        return lengths if tensor is self.lengths and tensor._version == version else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The tensors of a copy count their changes anew: what was counted for this one says nothing of them.
+        return {**self.__dict__, "_known": None}
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
@@ -169,6 +190,7 @@ class DilatedKVCache:
             )
         for state in (self.keys, self.values, self.lengths, self._longest):
             state.copy_(state.index_select(0, rows))
+        self._note_recording(self.lengths)
         self._known = None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
