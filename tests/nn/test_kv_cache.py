@@ -163,6 +163,18 @@ def test_the_kernel_equals_one_forward_in_the_interpreter(stream, chunks, rewind
     check(stream, chunks, dtype, tolerance, backend="triton", rewindable=rewindable)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_a_shard_whose_heads_are_on_no_branch_gives_zeros(backend, tokens) -> None:
+    """Of segments of one token the second of two heads, at every other token, has none."""
+    cache = DilatedKVCache([1], [2], batch=1, num_heads=1, head_dim=16, head_offset=1, total_heads=2)
+    q, k, v = torch.randn(3, 1, tokens, 1, 16).unbind(0)
+    for _ in range(2):
+        assert not cache.attend(q, k, v, backend=backend).any()
+    assert not cache.keys.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_decoding_keeps_the_error_budget(dtype) -> None:
     stream = Stream(segment_lengths=(16, 32), dilation_rates=(1, 4), tokens=100, batch=4, head_dim=16)

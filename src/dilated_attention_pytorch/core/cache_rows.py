@@ -146,7 +146,7 @@ def _rings(rows: CacheRows, device: torch.device) -> Rings:
         for branch in rows.branches
         for h, offset in enumerate(branch.offsets)
     ]  # fmt: skip
-    return Rings(*torch.tensor(table, device=device).reshape(-1, len(Rings._fields)).unbind(1))
+    return Rings(*torch.tensor(table, dtype=torch.int64, device=device).reshape(-1, len(Rings._fields)).unbind(1))
 
 
 _remembered_rings = lru_cache(256)(_rings)
