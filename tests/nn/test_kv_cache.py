@@ -188,6 +188,35 @@ def test_decoding_keeps_the_error_budget(dtype) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "columns"])
+def test_a_chunk_meets_the_cache_through_the_vendors_kernel(monkeypatch, layout, packed) -> None:
+    """What it is given, and what becomes of its results; PyTorch's kernel for CPUs takes its place."""
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.vendor.fits", lambda q, scale: True)
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AGAIN", 0)
+    calls = []
+
+    def flash(q, k, v, dropout_p, is_causal, return_debug_mask, *, scale):
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        assert {x.stride(-1) for x in (q, k, v)} == {1}, "the kernel refuses others"
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        calls.append(q.shape)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.float(), k.float(), v.float(), dropout_p, is_causal, scale=scale
+        )
+        return out.to(q.dtype), lse, None, None, 0, 0, None, None, None
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash)
+    stream = Stream((64, 96), (1, 4), tokens=300, heads=8, kv_heads=4, head_dim=16, head_layout=layout)
+    tensors = stream.tensors(torch.bfloat16)
+    if packed:  # numbers of a row apart in memory
+        tensors = tuple(x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors)
+    expected = stream.expected(*(x.double() for x in tensors)).double()
+    found = feed(stream.cache(torch.bfloat16), tensors, [97, 70]).double()
+    assert calls
+    assert (found - expected).norm() / expected.norm() <= 6e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_cache_holds_the_grid_rows_of_a_segment_and_never_grows(layout) -> None:
     stream = Stream(head_layout=layout)
     cache, tensors = stream.cache(), stream.tensors()
