@@ -207,6 +207,15 @@ def test_a_bounded_cache_does_not_grow_and_serves_beams_and_assistants() -> None
     assert torch.equal(generate(model, x, past_key_values=rewindable, **lookup), generate(model, x))
 
 
+def test_a_bounded_cache_keeps_keys_in_autocasts_dtype() -> None:
+    """Qwen's norms of queries and keys give float32 there, its values are in bfloat16."""
+    model, x = build("qwen", torch.float32), tokens(1, 20)
+    cache = dilated_cache(model, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(generate(model, x, past_key_values=cache), generate(model, x))
+    assert cache.layers[0].held.keys.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_batch_equals_its_rows_alone(family, side) -> None:
