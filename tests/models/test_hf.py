@@ -244,6 +244,17 @@ def test_packed_documents_equal_each_alone(rows, use_cache) -> None:
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
 
 
+def test_positions_that_change_in_place_are_read_anew_in_inference_mode() -> None:
+    model, x = build("llama"), tokens(1, 30)
+    packed = torch.cat([torch.arange(10), torch.arange(20)])[None]
+    with torch.inference_mode():
+        positions = torch.arange(30)[None]
+        model(x, position_ids=positions, use_cache=True)
+        positions.copy_(packed)
+        found = model(x, position_ids=positions, use_cache=True).logits
+        torch.testing.assert_close(found, model(x, position_ids=packed).logits)
+
+
 def test_packed_documents_of_a_bidirectional_model_are_stated_by_their_lengths() -> None:
     model, lengths = build("modernbert"), [17, 30, 12]
     x = tokens(1, sum(lengths))

@@ -143,9 +143,9 @@ class _Latest:
         self._kept: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
 
     def __call__(self, tensor: Tensor, make: Callable[[], Tensor | None]) -> Tensor | None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or tensor.is_inference():  # which does not count its changes
             return make()
-        version = 0 if tensor.is_inference() else tensor._version
+        version = tensor._version
         kept = self._kept  # at once: threads share it
         if kept is not None and kept[0]() is tensor and kept[1] == version:
             return kept[2]
