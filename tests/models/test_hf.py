@@ -244,6 +244,17 @@ def test_packed_documents_equal_each_alone(rows, use_cache) -> None:
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
 
 
+@torch.no_grad()
+def test_packed_documents_that_fill_a_static_cache_equal_each_alone() -> None:
+    model = build("llama")
+    lengths = [17, 30, 12]
+    x, positions = tokens(2, sum(lengths)), torch.cat([torch.arange(n) for n in lengths])[None]
+    cache = StaticCache(model.config, max_cache_len=100)
+    together = model(x, position_ids=positions, past_key_values=cache).logits
+    alone = [model(piece).logits for piece in x.split(lengths, dim=1)]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
+
+
 def test_positions_that_change_in_place_are_read_anew_in_inference_mode() -> None:
     model, x = build("llama"), tokens(1, 30)
     packed = torch.cat([torch.arange(10), torch.arange(20)])[None]
@@ -450,6 +461,12 @@ def test_a_bounded_cache_refuses_what_it_is_not_for() -> None:
         model(x, past_key_values=dilated_cache(other, 2))
     with refused("a cache keeps no gradients"):
         model(x, past_key_values=dilated_cache(model, 2))
+    packed = torch.cat([torch.arange(10), torch.arange(20)])[None]
+    with refused("one document in each row"), torch.no_grad():
+        model(x, position_ids=packed, past_key_values=dilated_cache(model, 2))
+    with refused("one document in each row"), torch.no_grad():
+        ends = torch.tensor([0, 10, 30], dtype=torch.int32)
+        model(x[:1], cu_seq_lens_q=ends, cu_seq_lens_k=ends, past_key_values=dilated_cache(model, 1))
     right = torch.ones_like(x)
     right[0, 20:] = 0
     with refused("pad on the left"), torch.no_grad():
