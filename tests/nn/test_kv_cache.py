@@ -389,6 +389,10 @@ def test_what_does_not_fit_the_cache_is_refused_before_it_is_touched() -> None:
         cache.attend(q.detach(), k, v, backend="reference")
     with pytest.raises(ValueError, match="numbers of left-padded tokens"):
         cache.reset(torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"numbers of left-padded tokens.* got torch\.bool"):
+        cache.reset(torch.tensor([True, False]))
+    with pytest.raises(ValueError, match=r"rewind takes one number of tokens or \(2,\), got \(3,\)"):
+        cache.rewind(torch.tensor([0, 0, 0]))
     with pytest.raises(ValueError, match="rows to continue from"):
         cache.reorder(torch.tensor([0]))
     with pytest.raises(ValueError, match="must divide num_heads"):

@@ -100,7 +100,8 @@ class DilatedKVCache:
         if padding is None:
             self.lengths.zero_()
         else:
-            if padding.shape != (self.batch,) or padding.is_floating_point() or bool((padding < 0).any()):
+            counts = padding.shape == (self.batch,) and not padding.is_floating_point() and padding.dtype != torch.bool
+            if not counts or bool((padding < 0).any()):
                 raise ValueError(
                     f"padding must be the numbers of left-padded tokens, ({self.batch},), each at least 0; "
                     f"got {padding.dtype} {tuple(padding.shape)}"
@@ -164,9 +165,12 @@ class DilatedKVCache:
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
-        back = torch.as_tensor(tokens, device=self.lengths.device).expand(self.batch)
+        back = torch.as_tensor(tokens, device=self.lengths.device)
         if back.is_floating_point() or back.dtype == torch.bool:
             raise TypeError(f"rewind takes whole numbers of tokens, got {back.dtype}")
+        if back.shape not in ((), (self.batch,)):
+            raise ValueError(f"rewind takes one number of tokens or ({self.batch},), got {tuple(back.shape)}")
+        back = back.expand(self.batch)
         found = zip(back.tolist(), self.lengths.tolist(), self._longest.tolist())
         for b, (count, length, longest) in enumerate(found):
             if not 0 <= count <= max(length, 0):
