@@ -207,6 +207,15 @@ def test_a_bounded_cache_does_not_grow_and_serves_beams_and_assistants() -> None
     assert torch.equal(generate(model, x, past_key_values=rewindable, **lookup), generate(model, x))
 
 
+def test_a_bounded_cache_keeps_keys_in_autocasts_dtype() -> None:
+    """Qwen's norms of queries and keys give float32 there, its values are in bfloat16."""
+    model, x = build("qwen", torch.float32), tokens(1, 20)
+    cache = dilated_cache(model, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(generate(model, x, past_key_values=cache), generate(model, x))
+    assert cache.layers[0].held.keys.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_batch_equals_its_rows_alone(family, side) -> None:
@@ -233,6 +242,28 @@ def test_packed_documents_equal_each_alone(rows, use_cache) -> None:
     together = model(x, position_ids=positions, use_cache=use_cache).logits
     alone = [model(piece).logits for piece in x.split(lengths, dim=1)]
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_packed_documents_that_fill_a_static_cache_equal_each_alone() -> None:
+    model = build("llama")
+    lengths = [17, 30, 12]
+    x, positions = tokens(2, sum(lengths)), torch.cat([torch.arange(n) for n in lengths])[None]
+    cache = StaticCache(model.config, max_cache_len=100)
+    together = model(x, position_ids=positions, past_key_values=cache).logits
+    alone = [model(piece).logits for piece in x.split(lengths, dim=1)]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
+
+
+def test_positions_that_change_in_place_are_read_anew_in_inference_mode() -> None:
+    model, x = build("llama"), tokens(1, 30)
+    packed = torch.cat([torch.arange(10), torch.arange(20)])[None]
+    with torch.inference_mode():
+        positions = torch.arange(30)[None]
+        model(x, position_ids=positions, use_cache=True)
+        positions.copy_(packed)
+        found = model(x, position_ids=positions, use_cache=True).logits
+        torch.testing.assert_close(found, model(x, position_ids=packed).logits)
 
 
 def test_packed_documents_of_a_bidirectional_model_are_stated_by_their_lengths() -> None:
@@ -430,6 +461,12 @@ def test_a_bounded_cache_refuses_what_it_is_not_for() -> None:
         model(x, past_key_values=dilated_cache(other, 2))
     with refused("a cache keeps no gradients"):
         model(x, past_key_values=dilated_cache(model, 2))
+    packed = torch.cat([torch.arange(10), torch.arange(20)])[None]
+    with refused("one document in each row"), torch.no_grad():
+        model(x, position_ids=packed, past_key_values=dilated_cache(model, 2))
+    with refused("one document in each row"), torch.no_grad():
+        ends = torch.tensor([0, 10, 30], dtype=torch.int32)
+        model(x[:1], cu_seq_lens_q=ends, cu_seq_lens_k=ends, past_key_values=dilated_cache(model, 1))
     right = torch.ones_like(x)
     right[0, 20:] = 0
     with refused("pad on the left"), torch.no_grad():

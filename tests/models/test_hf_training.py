@@ -102,6 +102,8 @@ def test_longnet_converts_both_ways_and_computes_the_same(tie_weights) -> None:
     positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
     expected = original(x[:1], cu_seqlens=torch.tensor([0, 20, 50]))
     torch.testing.assert_close(model(x[:1], position_ids=positions).logits, expected)
+    ends = torch.tensor([0, 20, 50], dtype=torch.int32)
+    torch.testing.assert_close(model(x[:1], cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits, expected)
 
 
 def test_longnet_saves_and_loads_through_the_auto_classes(tmp_path) -> None:
@@ -152,6 +154,11 @@ def test_longnet_refuses_what_it_cannot_honour() -> None:
     other = LongNetForCausalLM(LongNetConfig(**{**SIZES, "segment_lengths": [8, 16]}))
     with pytest.raises(ValueError, match="cache is for 2 layers of DilatedSpec"):
         model(x, past_key_values=dilated_cache(other, 2))
+    packed = torch.cat([torch.arange(9), torch.arange(10)])[None]
+    with pytest.raises(ValueError, match="one document in each row"):
+        model(x[:1], position_ids=packed, use_cache=True)
+    with pytest.raises(ValueError, match="one document in each row"):
+        model(x[:1], cu_seq_lens_q=torch.tensor([0, 9, 19]), use_cache=True)
     with pytest.raises(ValueError, match="takes input_ids, not inputs_embeds"):
         model(inputs_embeds=torch.randn(1, 5, 32))
     with pytest.raises(ValueError, match="leave out output_attentions"):

@@ -23,7 +23,7 @@ def test_new_tokens_get_the_rows_of_a_full_forward(segments, rates, head_layout)
     for begin, m in ((0, 1), (39, 1), (40, 1), (129, 1), (20, 30), (40, 90)):
         for n in (begin + m, N):  # a cache that grows, and one with room that it has not used
             keys, values = k[:, :n].clone(), v[:, :n].clone()
-            keys[:, begin + m :] = torch.nan
+            keys[:, begin + m :] = values[:, begin + m :] = torch.nan
             out = attend_full_cache(q[:, begin : begin + m], keys, values, torch.tensor(begin), start, spec, scale=0.3)
             real = ~padding[:, begin : begin + m]
             torch.testing.assert_close(out[real], expected[:, begin : begin + m][real], rtol=1e-10, atol=1e-10)

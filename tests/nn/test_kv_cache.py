@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -161,6 +163,18 @@ def test_the_kernel_equals_one_forward_in_the_interpreter(stream, chunks, rewind
     check(stream, chunks, dtype, tolerance, backend="triton", rewindable=rewindable)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_a_shard_whose_heads_are_on_no_branch_gives_zeros(backend, tokens) -> None:
+    """Of segments of one token the second of two heads, at every other token, has none."""
+    cache = DilatedKVCache([1], [2], batch=1, num_heads=1, head_dim=16, head_offset=1, total_heads=2)
+    q, k, v = torch.randn(3, 1, tokens, 1, 16).unbind(0)
+    for _ in range(2):
+        assert not cache.attend(q, k, v, backend=backend).any()
+    assert not cache.keys.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_decoding_keeps_the_error_budget(dtype) -> None:
     stream = Stream(segment_lengths=(16, 32), dilation_rates=(1, 4), tokens=100, batch=4, head_dim=16)
@@ -171,6 +185,35 @@ def test_decoding_keeps_the_error_budget(dtype) -> None:
     for chunks in ([1], [33, 5], [70]):
         found = feed(stream.cache(dtype), tensors, chunks).double()
         assert (found - expected).norm() / expected.norm() <= budget
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "columns"])
+def test_a_chunk_meets_the_cache_through_the_vendors_kernel(monkeypatch, layout, packed) -> None:
+    """What it is given, and what becomes of its results; PyTorch's kernel for CPUs takes its place."""
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.vendor.fits", lambda q, scale: True)
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AGAIN", 0)
+    calls = []
+
+    def flash(q, k, v, dropout_p, is_causal, return_debug_mask, *, scale):
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        assert {x.stride(-1) for x in (q, k, v)} == {1}, "the kernel refuses others"
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        calls.append(q.shape)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q.float(), k.float(), v.float(), dropout_p, is_causal, scale=scale
+        )
+        return out.to(q.dtype), lse, None, None, 0, 0, None, None, None
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash)
+    stream = Stream((64, 96), (1, 4), tokens=300, heads=8, kv_heads=4, head_dim=16, head_layout=layout)
+    tensors = stream.tensors(torch.bfloat16)
+    if packed:  # numbers of a row apart in memory
+        tensors = tuple(x.transpose(1, 3).contiguous().transpose(1, 3) for x in tensors)
+    expected = stream.expected(*(x.double() for x in tensors)).double()
+    found = feed(stream.cache(torch.bfloat16), tensors, [97, 70]).double()
+    assert calls
+    assert (found - expected).norm() / expected.norm() <= 6e-3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -268,6 +311,51 @@ def test_a_reset_cache_begins_anew() -> None:
     torch.testing.assert_close(feed(cache, tensors, [1]), first, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
+def test_what_the_host_counted_is_not_believed_of_a_copy(copied) -> None:
+    """A copied tensor counts its changes anew, and may come to the number that the first one had."""
+    stream = Stream(segment_lengths=(40,), dilation_rates=(3,), tokens=150, batch=1)
+    tensors, expected = stream.tensors(), stream.expected(*stream.tensors())
+    for changes in range(4):
+        cache = stream.cache()
+        cache.attend(*(x[:, :75] for x in tensors))
+        other = copied(cache)
+        other.lengths.sub_(5)
+        for _ in range(changes):
+            other.lengths.add_(0)
+        found = other.attend(*(x[:, 70:] for x in tensors))
+        torch.testing.assert_close(found, expected[:, 70:], rtol=1e-10, atol=1e-10)
+
+
+def test_what_the_host_counted_is_not_believed_of_other_lengths() -> None:
+    stream = Stream(segment_lengths=(40,), dilation_rates=(3,), tokens=150, batch=1)
+    tensors, expected = stream.tensors(), stream.expected(*stream.tensors())
+    for changes in range(4):
+        cache = stream.cache()
+        cache.attend(*(x[:, :75] for x in tensors))
+        cache.lengths = torch.tensor([70])
+        for _ in range(changes):
+            cache.lengths.add_(0)
+        found = cache.attend(*(x[:, 70:] for x in tensors))
+        torch.testing.assert_close(found, expected[:, 70:], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("recorded", ["attend", "reset", "reorder"])
+def test_what_the_host_counted_is_not_believed_after_a_recording(monkeypatch, recorded) -> None:
+    stream = Stream(batch=1)
+    cache, tensors = stream.cache(), stream.tensors()
+    with monkeypatch.context() as patch:
+        patch.setattr("dilated_attention_pytorch.nn.kv_cache.is_plain", lambda *tensors: False)
+        {
+            "attend": lambda: cache.attend(*(x[:, :3] for x in tensors)),
+            "reset": cache.reset,
+            "reorder": lambda: cache.reorder(torch.tensor([0])),
+        }[recorded]()
+    cache.reset()
+    cache.attend(*(x[:, :3] for x in tensors))
+    assert cache._known_lengths() is None
+
+
 def test_a_step_compiles_whole_and_once() -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -294,10 +382,17 @@ def test_what_does_not_fit_the_cache_is_refused_before_it_is_touched() -> None:
         cache.attend(q.to("meta"), k.to("meta"), v.to("meta"))
     with pytest.raises(ValueError, match=r"within torch\.no_grad"):
         cache.attend(q.requires_grad_(), k, v)
+    with pytest.raises(ValueError, match=r"within torch\.no_grad"):
+        cache.attend(q.detach(), k, v.clone().requires_grad_())
+    assert not cache.values.requires_grad
     with pytest.raises(ValueError, match="without a cache: use 'eager'"):
         cache.attend(q.detach(), k, v, backend="reference")
     with pytest.raises(ValueError, match="numbers of left-padded tokens"):
         cache.reset(torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r"numbers of left-padded tokens.* got torch\.bool"):
+        cache.reset(torch.tensor([True, False]))
+    with pytest.raises(ValueError, match=r"rewind takes one number of tokens or \(2,\), got \(3,\)"):
+        cache.rewind(torch.tensor([0, 0, 0]))
     with pytest.raises(ValueError, match="rows to continue from"):
         cache.reorder(torch.tensor([0]))
     with pytest.raises(ValueError, match="must divide num_heads"):

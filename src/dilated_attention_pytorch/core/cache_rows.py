@@ -146,7 +146,7 @@ def _rings(rows: CacheRows, device: torch.device) -> Rings:
         for branch in rows.branches
         for h, offset in enumerate(branch.offsets)
     ]  # fmt: skip
-    return Rings(*torch.tensor(table, device=device).reshape(-1, len(Rings._fields)).unbind(1))
+    return Rings(*torch.tensor(table, dtype=torch.int64, device=device).reshape(-1, len(Rings._fields)).unbind(1))
 
 
 _remembered_rings = lru_cache(256)(_rings)
@@ -167,4 +167,6 @@ class CacheState(NamedTuple):
 
     def of_row(self, b: int) -> CacheState:
         """The state of batch row `b` alone."""
-        return self._replace(keys=self.keys[b : b + 1], values=self.values[b : b + 1], lengths=self.lengths[b : b + 1])
+        row = slice(b, b + 1)
+        known = None if self.known is None else self.known[row]
+        return CacheState(self.keys[row], self.values[row], self.lengths[row], self.rows, known)

@@ -49,7 +49,7 @@ def refuse(problem: Problem, head_dim: int, seed: Tensor | None, grad_lse: Tenso
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, is_causal, False, scale=scale
+        *(_dense_rows(x).transpose(1, 2) for x in (q, k, v)), 0.0, is_causal, False, scale=scale
     )
     return out.transpose(1, 2).float(), lse.transpose(1, 2)
 
@@ -58,10 +58,15 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, keys = q.shape[1], k.shape[1]
-    do, q, k, v, out = (x.to(q.dtype).transpose(1, 2) for x in (do, q, k, v, out))
+    do, q, k, v, out = (_dense_rows(x.to(q.dtype)).transpose(1, 2) for x in (do, q, k, v, out))
     lse = lse.transpose(1, 2).contiguous()
     # No documents and no dropout: lengths and seed are not there, and not read.
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, out, lse, None, None, rows, keys, 0.0, is_causal, None, None, scale=scale
     )
     return dq.transpose(1, 2).float(), dk.transpose(1, 2).float(), dv.transpose(1, 2).float()
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """Rows whose numbers lie side by side, which the kernel insists on; they may be apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -49,7 +49,7 @@ def attend_full_cache(
     m, n = query.shape[1], key.shape[1]
     if n < m:
         raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
     problem = checked_problem(
         query, key[:, :m], value[:, :m], spec.segment_lengths, spec.dilation_rates, spec.head_layout, True, scale, 0.0,
@@ -93,7 +93,7 @@ def _attend_full_cache(
     new_key, new_value = key.index_select(1, new), value.index_select(1, new)
     rows = CacheRows(_within(problem.spec, key.shape[1]), problem.offsets(query.shape[2], key.shape[2]))
     lengths = begin - start
-    held = CacheState(*_picked(rows, key, value, lengths, start), lengths, rows)
+    held = CacheState(*_picked(rows, key, value, lengths, start, new[-1]), lengths, rows)
     out, _ = attend_cached(query, new_key, new_value, held, problem, backend, NO_RESOURCES)
     return out
 
@@ -106,14 +106,17 @@ class _Places(NamedTuple):
     within: Tensor
 
 
-def _picked(rows: CacheRows, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def _picked(
+    rows: CacheRows, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor, newest: Tensor
+) -> tuple[Tensor, Tensor]:
     """Keys and values `(B, places, D)` as a bounded cache has them after `lengths` tokens.
 
-    Places that this segment has not reached yet get some other token, which no query sees.
+    Places that this segment has not reached yet get some other token, which no query sees: one up to the newest, as
+    a weight of 0 does not undo what memory that nobody has written may hold.
     """
     head, w, within = _places(rows, key.device)
     position = lengths.clamp_min(0)[:, None] // w * w + within + start[:, None]  # (B, places)
-    position = position.clamp(0, key.shape[1] - 1)
+    position = position.clamp_min(0).minimum(newest)
     batch_row = torch.arange(key.shape[0], device=key.device)[:, None]
     return key[batch_row, position, head], value[batch_row, position, head]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
 from dilated_attention_pytorch.kernels.decode import attend_cached
+
+
+class _Known(NamedTuple):
+    """Lengths that the host has counted, and of which tensor they are true as long as it has had no other change."""
+
+    lengths: tuple[int, ...]
+    tensor: Tensor
+    version: int
 
 
 class DilatedKVCache:
@@ -72,7 +81,7 @@ class DilatedKVCache:
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._longest = torch.zeros_like(self.lengths)
-        self._known: tuple[tuple[int, ...], int] | None = None
+        self._known: _Known | None = None
         self._replayed = False
         self.reset(padding)
 
@@ -91,7 +100,8 @@ class DilatedKVCache:
         if padding is None:
             self.lengths.zero_()
         else:
-            if padding.shape != (self.batch,) or padding.is_floating_point() or bool((padding < 0).any()):
+            counts = padding.shape == (self.batch,) and not padding.is_floating_point() and padding.dtype != torch.bool
+            if not counts or bool((padding < 0).any()):
                 raise ValueError(
                     f"padding must be the numbers of left-padded tokens, ({self.batch},), each at least 0; "
                     f"got {padding.dtype} {tuple(padding.shape)}"
@@ -99,7 +109,8 @@ class DilatedKVCache:
             self.lengths.copy_(-padding)
             before = tuple((-padding).tolist())
         self._longest.copy_(self.lengths)
-        self._known = None if self.lengths.is_inference() else (before, self.lengths._version)
+        self._note_recording(self.lengths)
+        self._count(before)
 
     def attend(
         self,
@@ -121,31 +132,45 @@ class DilatedKVCache:
             query, key, value, self.spec.segment_lengths, self.spec.dilation_rates, self.spec.head_layout, True, scale,
             0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
         )  # fmt: skip
-        self._check(query, key)
-        known = self._known_lengths(query)
+        self._check(query, key, value)
+        self._note_recording(query)
+        known = self._known_lengths()
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(query, key, value, state, problem, backend, resources)
         self.lengths.add_(query.shape[1])
         torch.maximum(self._longest, self.lengths, out=self._longest)
         if known is not None:
-            self._known = tuple(length + query.shape[1] for length in known), self.lengths._version
+            self._count(tuple(length + query.shape[1] for length in known))
         return out
 
-    def _known_lengths(self, query: Tensor) -> tuple[int, ...] | None:
-        """The lengths as the host counted them, or None where something else may have changed them meanwhile."""
-        if not is_plain(query) or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
-            # What is recorded now moves the lengths whenever it is replayed, and the host does not see it.
+    def _note_recording(self, x: Tensor) -> None:
+        """What is recorded now moves the lengths whenever it is replayed, and the host does not see it."""
+        if not is_plain(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._replayed = True
-        if self._replayed or self._known is None or self.lengths.is_inference():
+
+    def _count(self, lengths: tuple[int, ...]) -> None:
+        tensor = self.lengths
+        self._known = None if tensor.is_inference() else _Known(lengths, tensor, tensor._version)
+
+    def _known_lengths(self) -> tuple[int, ...] | None:
+        """The lengths as the host counted them, or None where something else may have changed them meanwhile."""
+        if self._replayed or self._known is None:
             return None
-        known, version = self._known
-        return known if self.lengths._version == version else None
+        lengths, tensor, version = self._known
+        return lengths if tensor is self.lengths and tensor._version == version else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The tensors of a copy count their changes anew: what was counted for this one says nothing of them.
+        return {**self.__dict__, "_known": None}
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
-        back = torch.as_tensor(tokens, device=self.lengths.device).expand(self.batch)
+        back = torch.as_tensor(tokens, device=self.lengths.device)
         if back.is_floating_point() or back.dtype == torch.bool:
             raise TypeError(f"rewind takes whole numbers of tokens, got {back.dtype}")
+        if back.shape not in ((), (self.batch,)):
+            raise ValueError(f"rewind takes one number of tokens or ({self.batch},), got {tuple(back.shape)}")
+        back = back.expand(self.batch)
         found = zip(back.tolist(), self.lengths.tolist(), self._longest.tolist())
         for b, (count, length, longest) in enumerate(found):
             if not 0 <= count <= max(length, 0):
@@ -169,9 +194,10 @@ class DilatedKVCache:
             )
         for state in (self.keys, self.values, self.lengths, self._longest):
             state.copy_(state.index_select(0, rows))
+        self._note_recording(self.lengths)
         self._known = None
 
-    def _check(self, query: Tensor, key: Tensor) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         mine = (self.batch, self.num_heads, self.num_kv_heads, self.head_dim)
         theirs = (query.shape[0], query.shape[2], key.shape[2], query.shape[3])
         if theirs != mine:
@@ -184,7 +210,7 @@ class DilatedKVCache:
                 f"the cache holds {self.keys.dtype} on {self.keys.device}, the tensors are {query.dtype} on "
                 f"{query.device}: make the cache with their dtype and device"
             )
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
 
     def __repr__(self) -> str:

@@ -85,7 +85,10 @@ class _Plan:
         split_rows = _rows_a_split(branches, B * kv_heads * tiles)
         splits = [(i, first) for i, branch in enumerate(branches) for first in range(0, branch.rows, split_rows)]
         splits = splits or [(0, 0)]
-        self.branches = _table([(b.segment_length, b.dilation_rate, b.rows, b.capacity) for b in branches], device)
+        # Where no head is on any branch, one that nobody is on stands for all.
+        self.branches = _table(
+            [(b.segment_length, b.dilation_rate, b.rows, b.capacity) for b in branches] or [(1, 1, 1, 1)], device
+        )
         self.heads = _table(
             [
                 (branch.offsets[h - branch.heads.start], branch.first + (h - branch.heads.start) * branch.capacity)
@@ -93,16 +96,15 @@ class _Plan:
                 else (-1, 0)
                 for branch in branches
                 for h in range(kv_heads)
-            ],
+            ]
+            or [(-1, 0)] * kv_heads,
             device,
         )
         self.splits = _table(splits, device)
         self.partial_shape = (B, m, H, len(splits), D)
-        stored = (rows.total, len(branches), kv_heads, m)
+        stored = (rows.total, max(1, len(branches)), kv_heads, m)
         shared = {"D": D, "BLOCK_D": block_d}
-        self.append = Launch(
-            append_kernel, B * m * kv_heads * max(1, len(branches)), (*k_strides, *v_strides, *stored), shared
-        )
+        self.append = Launch(append_kernel, B * m * kv_heads * stored[1], (*k_strides, *v_strides, *stored), shared)
         split_settings = {
             "GROUP": group,
             "BLOCK_M": block_m,
@@ -136,7 +138,7 @@ _plan = functools.lru_cache(_MOST_KINDS)(_Plan)
 
 
 def _table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    return torch.tensor(rows or [(0, 0, 0, 0)], dtype=torch.int32, device=device)
+    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 UNSPECIALIZED = ("rows", "branch_count", "Hkv", "m", "split_count", "tiles", "split_rows", "appended")

@@ -13,7 +13,7 @@ from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf.cache import layer_of
-from dilated_attention_pytorch.models.hf.masks import Told, dilated_mask, packed_by_positions, read_mask
+from dilated_attention_pytorch.models.hf.masks import Told, are_whole, dilated_mask, packed_by_positions, read_mask
 from dilated_attention_pytorch.models.hf.pattern import read_pattern
 from dilated_attention_pytorch.models.hf.requirement import require_transformers
 from dilated_attention_pytorch.nn.full_cache import attend_full_cache
@@ -73,6 +73,8 @@ def dilated_attention_forward(
         if dropout:
             raise ValueError(f"a cache is for inference, without attention dropout (it is {dropout}): call eval()")
     if layer is not None:
+        if told.spans is None and told.documents is None and not torch.compiler.is_compiling():
+            told = Told(documents=_stated_documents(q.shape[0], q.shape[1], asked))
         return layer.attend(q, k, v, told, spec, scaling), None
     if told.begin is None:
         return _whole(q, k, v, told, spec, is_causal, scaling, dropout, asked), None
@@ -98,16 +100,20 @@ def _whole(
 ) -> Tensor:
     """Attention of all tokens so far to themselves."""
     B, N = q.shape[:2]
-    if k.shape[1] != N:
-        if told.spans is None or k.shape[1] < N:
+    spans, documents = told.spans, told.documents
+    has_room = k.shape[1] != N
+    if has_room:
+        if spans is None or k.shape[1] < N:
             raise ValueError(
                 f"{N} queries and {k.shape[1]} keys came without a mask that says where the queries lie: "
                 'cross-attention and models that make masks of their own cannot use attn_implementation="dilated"'
             )
         k, v = k[:, :N], v[:, :N]  # a static cache has room for later tokens
-    spans, documents = told.spans, told.documents
-    if spans is None and documents is None:
-        documents = _stated_documents(B, N, asked)
+    if documents is None and (spans is None or (has_room and not torch.compiler.is_compiling())):
+        # Room for later tokens brings a mask though nothing is masked; where padding is, positions have no say.
+        packed = _stated_documents(B, N, asked)
+        if packed is not None and (spans is None or are_whole(spans, N)):
+            documents = packed
     if documents is not None:
         spans = documents
         q, k, v = (x.reshape(1, B * N, *x.shape[2:]) for x in (q, k, v))
@@ -143,9 +149,9 @@ class _Latest:
         self._kept: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
 
     def __call__(self, tensor: Tensor, make: Callable[[], Tensor | None]) -> Tensor | None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or tensor.is_inference():  # which does not count its changes
             return make()
-        version = 0 if tensor.is_inference() else tensor._version
+        version = tensor._version
         kept = self._kept  # at once: threads share it
         if kept is not None and kept[0]() is tensor and kept[1] == version:
             return kept[2]

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.hf.masks import Told
 from dilated_attention_pytorch.models.hf.pattern import read_pattern
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
@@ -69,6 +70,7 @@ class DilatedLayer(CacheLayerMixin):
         if spec != self.spec:
             raise ValueError(f"the cache is for {self.spec}, this attention is {spec}: make it with dilated_cache")
         if self.held is None:
+            (kept,) = autocast_inputs(key)
             self.held = DilatedKVCache(
                 spec.segment_lengths,
                 spec.dilation_rates,
@@ -78,8 +80,8 @@ class DilatedLayer(CacheLayerMixin):
                 head_dim=query.shape[3],
                 head_layout=spec.head_layout,
                 rewindable=self.rewindable,
-                dtype=query.dtype,
-                device=query.device,
+                dtype=kept.dtype,
+                device=kept.device,
             )
         self.go_on(told, query.shape[1])
         return self.held.attend(query, key, value, scale=scale)

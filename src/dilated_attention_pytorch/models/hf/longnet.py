@@ -141,7 +141,7 @@ class LongNetModel(LongNetPreTrainedModel):
         return_dict: bool | None = None,
         **asked: Any,
     ) -> Any:
-        """`attention_mask` states padding, `position_ids` that begin again state packed documents.
+        """`attention_mask` states padding; `position_ids` that begin again, or `cu_seq_lens_q`, packed documents.
 
         With `use_cache=True` or `past_key_values`, the cache is a bounded one, and the input its next tokens.
         """
@@ -153,11 +153,16 @@ class LongNetModel(LongNetPreTrainedModel):
         B, N = input_ids.shape
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache(B)
+        packed = None
+        if past_key_values is None or not torch.compiler.is_compiling():
+            packed = self._packed(B, N, attention_mask, position_ids, asked.get("cu_seq_lens_q"))
         if past_key_values is None:
-            lengths = self._lengths(B, N, attention_mask, position_ids)
-            hidden = self.longnet.hidden(input_ids, **lengths)
-        else:
+            padding = None if attention_mask is None else ~attention_mask.bool()
+            hidden = self.longnet.hidden(input_ids, key_padding_mask=padding, cu_seqlens=packed)
+        elif packed is None:
             hidden = self._next(input_ids, attention_mask, past_key_values)
+        else:
+            raise ValueError("a bounded cache has one document in each row: leave it out for packed documents")
         if return_dict is False:
             return tuple(x for x in (hidden, past_key_values) if x is not None)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
@@ -165,19 +170,25 @@ class LongNetModel(LongNetPreTrainedModel):
     def new_cache(self, batch: int, rewindable: int = 0) -> DilatedCache:
         return DilatedCache(read_pattern(self.config), self.config.num_layers, batch, rewindable)
 
-    def _lengths(
-        self, batch: int, tokens: int, attention_mask: Tensor | None, position_ids: Tensor | None
-    ) -> dict[str, Any]:
-        if attention_mask is not None:
-            return {"key_padding_mask": ~attention_mask.bool()}
-        documents = None
-        if position_ids is not None and tokens > 1:
-            documents = packed_by_positions(position_ids.expand(batch, tokens))
+    def _packed(
+        self,
+        batch: int,
+        tokens: int,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seq_lens: Tensor | None,
+    ) -> Tensor | None:
+        """The `cu_seqlens` of packed documents, stated by their lengths, or without a mask by their positions."""
+        if cu_seq_lens is not None:
+            return cu_seq_lens
+        if attention_mask is not None or position_ids is None or tokens == 1:
+            return None
+        documents = packed_by_positions(position_ids.expand(batch, tokens))
         if documents is None:
-            return {}
+            return None
         if batch > 1:
             raise ValueError(f"packed documents come in one row, got {batch}: put the rows one after another")
-        return {"cu_seqlens": torch.cat([documents[:1, 0], documents[:, 1]])}
+        return torch.cat([documents[:1, 0], documents[:, 1]])
 
     def _next(self, input_ids: Tensor, attention_mask: Tensor | None, cache: DilatedCache) -> Tensor:
         if not isinstance(cache, DilatedCache):
@@ -263,7 +274,8 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         **asked: Any,
     ) -> Any:
         """Logits `(B, N, vocab)`, or of the last `logits_to_keep` tokens; with `labels`, the loss too."""
-        told = {name: asked[name] for name in ("output_attentions", "output_hidden_states") if name in asked}
+        names = ("output_attentions", "output_hidden_states", "cu_seq_lens_q")
+        told = {name: asked[name] for name in names if name in asked}
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **told
         )

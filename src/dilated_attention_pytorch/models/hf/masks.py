@@ -90,7 +90,7 @@ def dilated_mask(
         raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
     spans = _spans(attention_mask, batch_size, q_length, q_offset, device)
     if first:
-        if kv_length == q_length and not torch.compiler.is_compiling() and _whole(spans, q_length):
+        if kv_length == q_length and not torch.compiler.is_compiling() and are_whole(spans, q_length):
             return None
         return spans[:, None, None]
     begin = torch.as_tensor(q_offset, device=spans.device).expand(batch_size, 1)
@@ -133,7 +133,7 @@ def _spans(
     return torch.stack([torch.where(empty, later, spans[:, 0]), torch.where(empty, later, end)], dim=1)
 
 
-def _whole(spans: Tensor, tokens: int) -> bool:
+def are_whole(spans: Tensor, tokens: int) -> bool:
     return bool(((spans[:, 0] == 0) & (spans[:, 1] == tokens)).all())
 
 
