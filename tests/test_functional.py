@@ -43,7 +43,11 @@ def test_tensors_that_do_not_fit_are_refused(changes, error, message) -> None:
         ({"dilation_rates": [1, -2]}, ValueError, "dilation_rate must be at least 1, got -2"),
         ({"head_layout": "diagonal"}, ValueError, "got 'diagonal'"),
         ({"head_layout": ["blocked"]}, ValueError, "head_layout must be one of"),
-        ({"backend": "magic"}, ValueError, "backend must be auto, triton or vendor or eager or reference, got 'magic'"),
+        (
+            {"backend": "magic"},
+            ValueError,
+            "backend must be one of auto, triton, vendor, eager, reference, got 'magic'",
+        ),
         ({"dropout_p": 1.0}, ValueError, "below 1, got 1.0"),
         ({"head_offset": 4}, ValueError, "needs total_heads"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),

@@ -34,7 +34,7 @@ def choose_backend(
 
 def check_backend(backend: str) -> None:
     if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend must be auto, {' or '.join(BACKENDS)}, got {backend!r}")
+        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
 
 
 def why_not(
