@@ -370,6 +370,18 @@ def test_a_compiled_step_against_a_static_cache_computes_the_same() -> None:
             torch.testing.assert_close(got, expected[:, i : i + 1])
 
 
+def test_a_compiled_model_refuses_packed_documents_beside_a_cache() -> None:
+    model, x = build("llama", num_hidden_layers=1), tokens(1, 30)
+    compiled = torch.compile(model, backend="eager")
+    packed = torch.cat([torch.arange(12), torch.arange(18)])[None]
+    with torch.no_grad():
+        for make in (lambda: StaticCache(config=model.config, max_cache_len=64), lambda: dilated_cache(model, 1)):
+            got = compiled(x, position_ids=torch.arange(30)[None], past_key_values=make()).logits
+            torch.testing.assert_close(got, model(x).logits)
+            with refused("position_ids begin again within a row"):
+                compiled(x, position_ids=packed, past_key_values=make())
+
+
 def refused(match: str, error: type[Exception] = ValueError):
     return pytest.raises(error, match=match)
 

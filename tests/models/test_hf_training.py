@@ -211,3 +211,19 @@ def test_stages_and_texts_that_do_not_fit_are_refused(tmp_path) -> None:
     stages = list(growing_lengths([64], [16, 64], [1, 4]))
     with pytest.raises(ValueError, match="a stage of 64 tokens needs a text as long, got 10 tokens"):
         fine_tune_at_growing_lengths(model, TEXT[:10], stages, arguments(tmp_path))
+
+
+def test_a_longnet_refuses_keywords_that_it_would_ignore() -> None:
+    model, x = longnet(), torch.randint(3, 60, (1, 20))
+    for one in (model, model.model):
+        with pytest.raises(TypeError, match="does not take head_mask, token_type_ids: leave it out"):
+            one(x, head_mask=torch.ones(1), token_type_ids=torch.zeros_like(x), cache_position=torch.arange(20))
+    assert torch.equal(model(x, head_mask=None).logits, model(x).logits)
+
+
+def test_a_compiled_longnet_refuses_packed_documents_beside_a_cache() -> None:
+    model, x = longnet(), torch.randint(3, 60, (1, 20))
+    compiled = torch.compile(model, backend="eager")
+    packed = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    with torch.no_grad(), pytest.raises(ValueError, match="position_ids begin again within a row"):
+        compiled(x, position_ids=packed, use_cache=True)

@@ -13,7 +13,14 @@ from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf.cache import layer_of
-from dilated_attention_pytorch.models.hf.masks import Told, are_whole, dilated_mask, packed_by_positions, read_mask
+from dilated_attention_pytorch.models.hf.masks import (
+    Told,
+    are_whole,
+    dilated_mask,
+    of_one_document,
+    packed_by_positions,
+    read_mask,
+)
 from dilated_attention_pytorch.models.hf.pattern import read_pattern
 from dilated_attention_pytorch.models.hf.requirement import require_transformers
 from dilated_attention_pytorch.nn.full_cache import attend_full_cache
@@ -73,7 +80,9 @@ def dilated_attention_forward(
         if dropout:
             raise ValueError(f"a cache is for inference, without attention dropout (it is {dropout}): call eval()")
     if layer is not None:
-        if told.spans is None and told.documents is None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            q = _of_one_document(q, told.spans, asked)
+        elif told.spans is None and told.documents is None:
             told = Told(documents=_stated_documents(q.shape[0], q.shape[1], asked))
         return layer.attend(q, k, v, told, spec, scaling), None
     if told.begin is None:
@@ -109,7 +118,9 @@ def _whole(
                 'cross-attention and models that make masks of their own cannot use attn_implementation="dilated"'
             )
         k, v = k[:, :N], v[:, :N]  # a static cache has room for later tokens
-    if documents is None and (spans is None or (has_room and not torch.compiler.is_compiling())):
+    if has_room and torch.compiler.is_compiling():
+        q = _of_one_document(q, spans, asked)
+    elif documents is None and (spans is None or has_room):
         # Room for later tokens brings a mask though nothing is masked; where padding is, positions have no say.
         packed = _stated_documents(B, N, asked)
         if packed is not None and (spans is None or are_whole(spans, N)):
@@ -140,6 +151,16 @@ def _stated_documents(batch: int, tokens: int, asked: dict[str, Any]) -> Tensor 
     if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1:
         return _latest_positions(positions, lambda: packed_by_positions(positions.expand(batch, tokens)))
     return None
+
+
+def _of_one_document(q: Tensor, spans: Tensor | None, asked: dict[str, Any]) -> Tensor:
+    """Queries of a traced forward that fills a cache, which packed documents would make others."""
+    if asked.get("cu_seq_lens_q") is not None:
+        raise ValueError("cu_seq_lens_q states packed documents, which a compiled model beside a cache does not honour")
+    positions = asked.get("position_ids")
+    if positions is None or positions.dim() != 2 or positions.shape[1] != q.shape[1] or q.shape[1] == 1:
+        return q
+    return of_one_document(q, positions, spans)
 
 
 class _Latest:

@@ -19,7 +19,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.hf.cache import DilatedCache
-from dilated_attention_pytorch.models.hf.masks import Told, dilated_mask, packed_by_positions, read_mask
+from dilated_attention_pytorch.models.hf.masks import (
+    Told,
+    dilated_mask,
+    of_one_document,
+    packed_by_positions,
+    read_mask,
+)
 from dilated_attention_pytorch.models.hf.pattern import FIELD, read_pattern, write_pattern
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
@@ -87,6 +93,21 @@ class LongNetConfig(PreTrainedConfig):
         return cls(**own, **{FIELD: pattern}, tie_word_embeddings=config.tie_weights, **values)
 
 
+# Beside the named ones. Where tokens stand in a cache and how long documents are at most, it knows by itself.
+_TAKEN = {
+    "output_attentions", "output_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+    "cache_position",
+}  # fmt: skip
+_OF_THE_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+
+
+def refuse_unknown(asked: dict[str, Any], known: set[str]) -> None:
+    """Raise for keywords that would change nothing, as those of other models."""
+    unknown = sorted(name for name, value in asked.items() if value is not None and name not in known)
+    if unknown:
+        raise TypeError(f"a LongNet does not take {', '.join(unknown)}: leave it out")
+
+
 class LongNetPreTrainedModel(PreTrainedModel):
     config_class = LongNetConfig
     base_model_prefix = "model"
@@ -147,15 +168,18 @@ class LongNetModel(LongNetPreTrainedModel):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("a LongNet takes input_ids, not inputs_embeds, which it would scale by sqrt(d_model)")
+        refuse_unknown(asked, _TAKEN)
         for name in ("output_attentions", "output_hidden_states"):
             if asked.get(name) or getattr(self.config, name, False):
                 raise ValueError(f"a LongNet does not return them: leave out {name}")
         B, N = input_ids.shape
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache(B)
-        packed = None
+        packed = asked.get("cu_seq_lens_q")
         if past_key_values is None or not torch.compiler.is_compiling():
-            packed = self._packed(B, N, attention_mask, position_ids, asked.get("cu_seq_lens_q"))
+            packed = self._packed(B, N, attention_mask, position_ids, packed)
+        elif attention_mask is None and position_ids is not None and N > 1:
+            input_ids = of_one_document(input_ids, position_ids.expand(B, N), None)
         if past_key_values is None:
             padding = None if attention_mask is None else ~attention_mask.bool()
             hidden = self.longnet.hidden(input_ids, key_padding_mask=padding, cu_seqlens=packed)
@@ -274,8 +298,8 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         **asked: Any,
     ) -> Any:
         """Logits `(B, N, vocab)`, or of the last `logits_to_keep` tokens; with `labels`, the loss too."""
-        names = ("output_attentions", "output_hidden_states", "cu_seq_lens_q")
-        told = {name: asked[name] for name in names if name in asked}
+        refuse_unknown(asked, _TAKEN | _OF_THE_LOSS)
+        told = {name: asked.pop(name) for name in _TAKEN if name in asked}
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **told
         )

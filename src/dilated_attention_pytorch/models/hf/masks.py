@@ -186,3 +186,21 @@ def documents_of(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
 @documents_of.register_fake
 def _(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
     return reaches.new_empty((reaches.numel(), 2), dtype=torch.int64)
+
+
+# A compiled model does not see values: what it cannot honour beside a cache is refused as it runs.
+@torch.library.custom_op("dilated_attention_pytorch::of_one_document", mutates_args=())
+def of_one_document(x: Tensor, position_ids: Tensor, spans: Tensor | None) -> Tensor:
+    """A copy of `x`, unless positions begin again within rows that have no padding."""
+    is_whole = spans is None or are_whole(spans, position_ids.shape[1])
+    if is_whole and bool((position_ids.diff(dim=-1) != 1).any()):
+        raise ValueError(
+            "position_ids begin again within a row, which a compiled model beside a cache does not honour: call it "
+            "without a cache, or without torch.compile"
+        )
+    return x.clone()
+
+
+@of_one_document.register_fake
+def _(x: Tensor, position_ids: Tensor, spans: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
