@@ -278,7 +278,7 @@ def test_optimizing_a_large_model_without_deepspeed() -> None:
 
 
 def test_optimizing_a_large_model_with_deepspeed_wants_it_and_ranks(monkeypatch) -> None:
-    monkeypatch.setattr("dilated_attention_pytorch.train.recipes._deepspeed", lambda ranks: None)
+    monkeypatch.setattr("dilated_attention_pytorch.train.recipes.import_deepspeed", lambda ranks: None)
     with pytest.raises(ValueError, match="start the program by torchrun, or pass use_deepspeed=False"):
         optimize_large_model(small_model())
 
@@ -292,7 +292,7 @@ def test_optimizing_a_large_model_gives_deepspeeds_engine_and_its_precision(monk
         return "engine", "optimizer", None, None
 
     monkeypatch.setattr(
-        "dilated_attention_pytorch.train.recipes._deepspeed", lambda ranks: SimpleNamespace(initialize=initialize)
+        "dilated_attention_pytorch.train.recipes.import_deepspeed", lambda ranks: SimpleNamespace(initialize=initialize)
     )
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     found = optimize_large_model(small_model(), hardware=hardware, batch_size=3, clip_norm=0.5, offload=False)
@@ -323,6 +323,17 @@ def test_small_models_are_compiled_on_gpus_only(monkeypatch) -> None:
     assert not compiled
     optimize_small_model(small_model(), hardware="h100")
     assert compiled[0]["mode"] == "max-autotune-no-cudagraphs"
+
+
+def test_layers_that_were_made_float8_or_sparse_before_stay_known_as_such() -> None:
+    model = small_model()
+    model.memory_options = MemoryOptions(precision="bf16", float8=True)  # as enable_fp8_training leaves it on a GPU
+    assert options_of(optimize_small_model(model, hardware="cpu", precision="bf16")).float8
+    model = small_model()
+    model.memory_options = MemoryOptions(precision="bf16", structured_sparsity=True)
+    with pytest.raises(ValueError, match="2:4 sparse products exist in 16 bits only"):
+        optimize_small_model(model, hardware="cpu")
+    assert not model.gradient_checkpointing
 
 
 def test_float8_and_sparsity_are_refused_where_they_cannot_run() -> None:

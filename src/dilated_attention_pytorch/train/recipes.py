@@ -39,7 +39,7 @@ from dilated_attention_pytorch.train.memory import (
 )
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
-from dilated_attention_pytorch.train.zero import _deepspeed
+from dilated_attention_pytorch.train.zero import import_deepspeed
 
 Batch = Mapping[str, Any]
 ComputeLoss = Callable[[Any, Tensor], Tensor]
@@ -97,7 +97,7 @@ def optimize_large_model(
             "pass use_deepspeed=False"
         )
     device = _device_of(model)
-    deepspeed = _deepspeed(Ranks(device=device))
+    deepspeed = import_deepspeed(Ranks(device=device))
     if not dist.is_initialized():
         if not under_torchrun():
             raise ValueError("DeepSpeed works on ranks: start the program by torchrun, or pass use_deepspeed=False")
@@ -317,12 +317,16 @@ def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: Mapping[str, A
 
 
 def _prepare(model: LongNetLM | LongNet, options: MemoryOptions, hardware: str) -> LongNetLM | LongNet:
+    before = options_of(model) or MemoryOptions()
+    # Layers that were made so before stay so; what does not go together is said before anything is changed.
+    stay: dict[str, Any] = {name: True for name in ("float8", "structured_sparsity") if getattr(before, name)}
+    together = dataclasses.replace(options, **stay)
     prepare(model, options)
     if hardware_preset(hardware, _device_of(model)).tf32:
         for part in model.modules():
             if isinstance(part, DilatedAttention):
                 part.allow_tf32 = True
-    return _remember(model, options)
+    return _remember(model, together)
 
 
 def _enable(model: LongNetLM | LongNet, change: dict[str, Any]) -> LongNetLM | LongNet:

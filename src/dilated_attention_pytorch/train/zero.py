@@ -37,7 +37,7 @@ def check_zero(zero: Zero, ranks: Ranks) -> None:
     """Refuse, on all ranks at once and before the run begins, what DeepSpeed could not do here."""
     if ranks.mesh is None:
         raise ValueError("the engine deepspeed wants to be started by torchrun: add --ranks P, or --ranks 1")
-    _deepspeed(ranks)
+    import_deepspeed(ranks)
     if zero.nvme_path is not None:
         failures = [reason for reason in ranks.gather_objects(_nvme_problem(zero.nvme_path)) if reason]
         if failures:
@@ -60,7 +60,7 @@ class ZeroModel(nn.Module):
         memory: MemoryOptions,
     ) -> None:
         super().__init__()
-        deepspeed = _deepspeed(ranks)
+        deepspeed = import_deepspeed(ranks)
         self._stage, self._device, self._accumulate = zero.stage, ranks.device, accumulate
         if memory.precision != "fp32":
             # Within the model: DeepSpeed switches off what is around it.
@@ -209,7 +209,7 @@ class ZeroModel(nn.Module):
         return next(iter(self._optimizer.state.values()))["step"].detach().to("cpu", copy=True)
 
 
-def _deepspeed(ranks: Ranks) -> Any:
+def import_deepspeed(ranks: Ranks) -> Any:
     # Else it takes a GPU wherever there is one.
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
     try:
