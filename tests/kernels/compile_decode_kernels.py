@@ -12,15 +12,24 @@ def main(head_dim: str, tokens: str) -> None:
 
     from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.kernels.triton import decode
+    from dilated_attention_pytorch.kernels.triton import cache_chunks, decode
 
-    for name in ("append_kernel", "split_kernel", "combine_kernel"):
-        setattr(decode, name, CompilesInstead(getattr(decode, name)))
+    for module, names in (
+        (decode, ("append_kernel", "split_kernel", "combine_kernel")),
+        (cache_chunks, ("store_kernel", "after_cached_kernel")),
+    ):
+        for name in names:
+            setattr(module, name, CompilesInstead(getattr(module, name)))
     spec = DilatedSpec.of([2048, 4096], [1, 2])
     rows = CacheRows(spec, spec.offsets(4))
     keys, values = torch.zeros(2, 1, rows.total, int(head_dim), dtype=torch.bfloat16).unbind(0)
     q, k, v = (torch.zeros(1, int(tokens), heads, int(head_dim), dtype=torch.bfloat16) for heads in (8, 4, 4))
-    decode.decode(q, k, v, CacheState(keys, values, torch.zeros(1, dtype=torch.int64), rows), 0.1, False)
+    state = CacheState(keys, values, torch.zeros(1, dtype=torch.int64), rows)
+    if int(tokens) > 64:
+        cache_chunks.store(k, v, state)
+        cache_chunks.after_cached(k, v, state, 10)
+    else:
+        decode.decode(q, k, v, state, 0.1, False)
 
 
 if __name__ == "__main__":

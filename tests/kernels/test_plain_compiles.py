@@ -28,10 +28,12 @@ def test_plain_kernels_compile(head_dim, mask, pattern, block_size) -> None:
     check_compiled("compile_plain_kernels.py", [head_dim, mask, pattern, block_size], compiled)
 
 
-@pytest.mark.parametrize(("head_dim", "tokens"), [(64, 1), (128, 5)])
+@pytest.mark.parametrize(("head_dim", "tokens"), [(64, 1), (128, 5), (48, 100)])
 def test_decoding_kernels_compile(head_dim, tokens) -> None:
     compiled = ["append_kernel plain", "split_kernel mma", "combine_kernel plain"]
-    if tokens > 1:  # these are stored after they have attended
+    if tokens > 64:
+        compiled = ["store_kernel plain", "after_cached_kernel plain"]
+    elif tokens > 1:  # these are stored after they have attended
         compiled = [*compiled[1:], compiled[0]]
     check_compiled("compile_decode_kernels.py", [head_dim, tokens], compiled)
 

@@ -17,7 +17,9 @@ from dilated_attention_pytorch import (
     MultiheadDilatedAttention,
     RingDilatedAttention,
 )
+from dilated_attention_pytorch.core.cache_rows import CacheState
 from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.kernels import decode
 from dilated_attention_pytorch.kernels.decode import attend_cached_op
 
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
@@ -161,6 +163,45 @@ KERNEL = Stream(tokens=24, head_dim=16, segment_lengths=(5, 8), dilation_rates=(
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 2e-2)], ids=str)
 def test_the_kernel_equals_one_forward_in_the_interpreter(stream, chunks, rewindable, dtype, tolerance) -> None:
     check(stream, chunks, dtype, tolerance, backend="triton", rewindable=rewindable)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rewindable", [0, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chunks", [[5, 9], [30, 4, 31], [70]], ids=str)
+def test_kernels_move_the_rows_of_chunks_as_copies_do(chunks, layout, rewindable, device) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("on a GPU the kernels themselves are tested")
+    stream = Stream((6, 13, 8), (1, 4, 3), heads=6, kv_heads=3, head_dim=24, head_layout=layout, tokens=sum(chunks))
+    _, k, v = (x.to(device) for x in stream.tensors(torch.float16))
+    copied, launched = (stream.cache(torch.float16, rewindable=rewindable, device=device) for _ in range(2))
+    start = 0
+    for m in chunks:
+        states = [CacheState(x.keys, x.values, x.lengths, x.rows) for x in (copied, launched)]
+        new = [x[:, start : start + m] for x in (k, v)]
+        expected, found = (
+            decode._after_cached(*new, state, start, start, engine)
+            for state, engine in zip(states, ("eager", "triton"))
+        )
+        assert all(map(torch.equal, found, expected))
+        for state, engine in zip(states, ("eager", "triton")):
+            decode._store_chunk([start] * stream.batch, *new, state, engine)
+            state.lengths.add_(m)
+        assert torch.equal(launched.keys, copied.keys)
+        assert torch.equal(launched.values, copied.values)
+        start += m
+
+
+@needs_interpreter
+def test_chunks_of_a_prompt_share_a_plan(monkeypatch) -> None:
+    """Each call poses a problem of its own, though an equal one."""
+    planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan")
+    monkeypatch.setattr(planning, "_plans", {})
+    cache = DilatedKVCache([35], [7], batch=1, num_heads=1, head_dim=16)
+    x = torch.randn(1, 70, 1, 16)
+    for _ in range(3):
+        cache.attend(x, x, x, backend="triton")
+    assert len(planning._plans) == 1
 
 
 @needs_interpreter

@@ -5,9 +5,9 @@ and over the new tokens themselves. Then the new tokens are stored.
 
 - A few tokens (`_MOST_AT_ONCE`) go one way whatever their positions, which may differ between batch rows: shapes are
   static and nothing waits for the device, so that the step can be compiled and captured in a CUDA graph.
-- A longer chunk is an ordinary problem of the operator where all branches begin a segment; and elsewhere, if the chunk
-  is long beside the open segments, once the cached rows have been put back before it, at their places. Otherwise it is
-  cut, branch by branch, where the open segment ends, and only queries of the open segment meet the cache.
+- A longer chunk is an ordinary problem of the operator from where all branches begin a segment; and before that, if the
+  chunk is long beside the open segments, once the cached rows have been put back before it, at their places. Otherwise
+  it is cut, branch by branch, where the open segment ends, and only queries of the open segment meet the cache.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _attend_cached(
     engine = choose_backend(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
         at = state.lengths.tolist() if state.known is None else list(state.known)
-        out, lse = _attend_chunk(at, query, key, value, state, problem, backend, resources)
-        _store_chunk(at, key, value, state)
+        out, lse = _attend_chunk(at, query, key, value, state, problem, engine, resources)
+        _store_chunk(at, key, value, state, engine)
         return out, lse
     scale = problem.softmax_scale(D)
     if engine == "triton":
@@ -153,11 +153,16 @@ def store(key: Tensor, value: Tensor, state: CacheState) -> None:
         stored[batch_rows, place] = x[:, :, rings.head]
 
 
-def _store_chunk(at: list[int], key: Tensor, value: Tensor, state: CacheState) -> None:
-    """`store` for many tokens from positions `at` on, which the host knows: a few copies of strided rows."""
+def _store_chunk(at: list[int], key: Tensor, value: Tensor, state: CacheState, engine: str) -> None:
+    """`store` for many tokens from positions `at` on, which the host knows: a launch, or copies of strided rows."""
+    if engine == "triton":
+        from dilated_attention_pytorch.kernels.triton import cache_chunks
+
+        cache_chunks.store(key, value, state)
+        return
     if len(set(at)) > 1:
         for b in range(len(at)):
-            _store_chunk(at[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b))
+            _store_chunk(at[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b), engine)
         return
     begin, end = at[0], at[0] + key.shape[1]
     for branch in state.rows.branches if end > 0 else ():
@@ -266,19 +271,19 @@ def _attend_chunk(
     value: Tensor,
     state: CacheState,
     problem: Problem,
-    backend: str,
+    engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     B, m = query.shape[:2]
     if max(at) <= 0:  # nothing is cached yet
         spans = torch.tensor([[min(-p, m), m] for p in at], device=query.device) if any(at) else None
-        return _whole(query, key, value, spans, problem, backend, resources)
+        return _whole(query, key, value, spans, problem, engine, resources)
     if len(set(at)) == 1:
-        return _attend_chunk_at(at[0], query, key, value, state, problem, backend, resources)
+        return _attend_chunk_at(at[0], query, key, value, state, problem, engine, resources)
     by_row = []
     for b in range(B):
         row = (at[b : b + 1], query[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b))
-        by_row.append(_attend_chunk(*row, problem, backend, resources))
+        by_row.append(_attend_chunk(*row, problem, engine, resources))
     return torch.cat([out for out, _ in by_row]), torch.cat([lse for _, lse in by_row])
 
 
@@ -289,19 +294,24 @@ def _attend_chunk_at(
     value: Tensor,
     state: CacheState,
     problem: Problem,
-    backend: str,
+    engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     m, rows = query.shape[1], state.rows
-    before = begin % math.lcm(*rows.spec.segment_lengths)  # tokens since all branches began a segment
+    period = math.lcm(*rows.spec.segment_lengths)
+    before = begin % period  # tokens since all branches began a segment
     if before == 0:  # the cache is out of sight
-        return _whole(query, key, value, None, problem, backend, resources)
+        return _whole(query, key, value, None, problem, engine, resources)
     if before <= m * _MOST_AGAIN:
-        padded = F.pad(query, (0, 0, 0, 0, before, 0))
-        k = _with_cached(key, state.keys, begin, before, rows)
-        v = _with_cached(value, state.values, begin, before, rows)
-        out, lse = _whole(padded, k, v, None, problem, backend, resources)
-        return out[:, before:], lse[:, before:]
+        count = min(m, period - before)  # what comes after these does not see the cache
+        padded = F.pad(query[:, :count], (0, 0, 0, 0, before, 0))
+        k, v = _after_cached(key[:, :count], value[:, :count], state, begin, before, engine)
+        out, lse = _whole(padded, k, v, None, problem, engine, resources)
+        out, lse = out[:, before:], lse[:, before:]
+        if count == m:
+            return out, lse
+        rest = _whole(query[:, count:], key[:, count:], value[:, count:], None, problem, engine, resources)
+        return torch.cat([out, rest[0]], 1), torch.cat([lse, rest[1]], 1)
     open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
     out = torch.zeros_like(query, dtype=_working(query).dtype)
     lse = torch.full(out.shape[:3], -torch.inf, dtype=out.dtype, device=out.device)
@@ -315,7 +325,7 @@ def _attend_chunk_at(
             if piece.start < piece.stop:
                 part = _part_of(problem, table)
                 q_piece, k_piece, v_piece = query[:, piece], key[:, piece], value[:, piece]
-                partial = _whole(q_piece, k_piece, v_piece, None, part, backend, resources)
+                partial = _whole(q_piece, k_piece, v_piece, None, part, engine, resources)
                 merge_(out[:, piece], lse[:, piece], *partial)
     scale = problem.softmax_scale(query.shape[3])
     with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
@@ -326,21 +336,28 @@ def _attend_chunk_at(
     return out.to(query.dtype), lse
 
 
-def _with_cached(x: Tensor, stored: Tensor, begin: int, before: int, rows: CacheRows) -> Tensor:
-    """Keys or values from position `begin` on, after `before` more: cached rows at their places, zeros between them.
+def _after_cached(
+    key: Tensor, value: Tensor, state: CacheState, begin: int, before: int, engine: str
+) -> tuple[Tensor, Tensor]:
+    """Keys and values from position `begin` on, after `before` more: cached rows at their places, zeros between them.
 
     Of the tokens before, a branch shows none but the rows that it keeps.
     """
-    whole = F.pad(x, (0, 0, 0, 0, before, 0))
-    for branch in rows.branches:
+    if engine == "triton":
+        from dilated_attention_pytorch.kernels.triton import cache_chunks
+
+        return cache_chunks.after_cached(key, value, state, before)
+    k, v = (F.pad(x, (0, 0, 0, 0, before, 0)) for x in (key, value))
+    for branch in state.rows.branches:
         segment, within = divmod(begin, branch.segment_length)
+        first = segment * branch.rows % branch.capacity
         for offset, heads in heads_by_offset(branch.offsets):
             held = len(range(offset, within, branch.dilation_rate))
-            if held:
-                kept = _unrolled(branch.stored(stored)[:, heads], segment * branch.rows % branch.capacity, held)
-                places = slice(before - within + offset, before, branch.dilation_rate)
+            places = slice(before - within + offset, before, branch.dilation_rate)
+            for whole, stored in ((k, state.keys), (v, state.values)) if held else ():
+                kept = _unrolled(branch.stored(stored)[:, heads], first, held)
                 whole[:, places, branch.every(heads)] = kept.transpose(1, 2)
-    return whole
+    return k, v
 
 
 def _whole(
@@ -349,10 +366,10 @@ def _whole(
     value: Tensor,
     spans: Tensor | None,
     problem: Problem,
-    backend: str,
+    engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = attend(query, key, value, spans, None, problem, backend, True, True, resources)
+    out, lse = attend(query, key, value, spans, None, problem, engine, True, True, resources)
     return out, lse
 
 

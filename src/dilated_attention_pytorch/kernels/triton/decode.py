@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheState
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.kernels.decode import own_partial
 from dilated_attention_pytorch.kernels.eager import tf32
@@ -85,21 +85,7 @@ class _Plan:
         split_rows = _rows_a_split(branches, B * kv_heads * tiles)
         splits = [(i, first) for i, branch in enumerate(branches) for first in range(0, branch.rows, split_rows)]
         splits = splits or [(0, 0)]
-        # Where no head is on any branch, one that nobody is on stands for all.
-        self.branches = _table(
-            [(b.segment_length, b.dilation_rate, b.rows, b.capacity) for b in branches] or [(1, 1, 1, 1)], device
-        )
-        self.heads = _table(
-            [
-                (branch.offsets[h - branch.heads.start], branch.first + (h - branch.heads.start) * branch.capacity)
-                if branch.heads.start <= h < branch.heads.stop
-                else (-1, 0)
-                for branch in branches
-                for h in range(kv_heads)
-            ]
-            or [(-1, 0)] * kv_heads,
-            device,
-        )
+        self.branches, self.heads = ring_tables(rows, device)
         self.splits = _table(splits, device)
         self.partial_shape = (B, m, H, len(splits), D)
         stored = (rows.total, max(1, len(branches)), kv_heads, m)
@@ -135,6 +121,24 @@ def _rows_a_split(branches: Sequence[BranchRows], programs_a_split: int) -> int:
 
 
 _plan = functools.lru_cache(_MOST_KINDS)(_Plan)
+
+
+@functools.lru_cache(_MOST_KINDS)
+def ring_tables(rows: CacheRows, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`(w, r, rows, capacity)` of every branch, and `(offset, first row)` of every key/value head on each of them.
+
+    Where no head is on any branch, one that nobody is on stands for all.
+    """
+    kv_heads = range(len(rows.offsets[0]))
+    branches = [(b.segment_length, b.dilation_rate, b.rows, b.capacity) for b in rows.branches]
+    heads = [
+        (branch.offsets[h - branch.heads.start], branch.first + (h - branch.heads.start) * branch.capacity)
+        if branch.heads.start <= h < branch.heads.stop
+        else (-1, 0)
+        for branch in rows.branches
+        for h in kv_heads
+    ]
+    return _table(branches or [(1, 1, 1, 1)], device), _table(heads or [(-1, 0) for _ in kv_heads], device)
 
 
 def _table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:

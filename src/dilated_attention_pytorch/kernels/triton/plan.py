@@ -28,6 +28,7 @@ _SCRATCH_SHARE = 0.08
 
 _MOST_PLANS = 4096
 _plans: dict[tuple, Plan] = {}
+_problems: dict[Problem, Problem] = {}
 
 
 def plan_for(
@@ -44,7 +45,6 @@ def plan_for(
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
     tf32 = query.dtype == torch.float32 and allows_tf32(problem.allow_tf32)
     kind = (
-        id(problem),  # a plan keeps its problem, so no other one gets its number; hashing one takes long
         query.device,
         KERNELS,
         tf32,
@@ -53,17 +53,22 @@ def plan_for(
         None if grad_lse is None else (grad_lse.stride(), grad_lse.dtype),
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
-    plan = _plans.get(kind)
-    if plan is None or plan.problem is not problem:
+    # By number, as hashing a problem takes long; a plan keeps its problem, so no other one gets its number.
+    plan = _plans.get((id(problem), kind))
+    if plan is None:
         if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[kind] = Plan(problem, spans, seed is not None, tf32, tensors)
+            forget()
+        problem = _problems.setdefault(problem, problem)  # equal ones, made for each call, share a plan
+        plan = _plans.get((id(problem), kind))
+    if plan is None:
+        plan = _plans[id(problem), kind] = Plan(problem, spans, seed is not None, tf32, tensors)
     return plan
 
 
 def forget() -> None:
     """Make all plans anew, as after a change of the tile table."""
     _plans.clear()
+    _problems.clear()
 
 
 class Plan:
