@@ -125,8 +125,9 @@ def test_the_threshold_follows_the_devices_memory(monkeypatch) -> None:
     sizes = {}
     for gigabytes in (0, 8, 80):
         monkeypatch.setattr(pooling, "_memory_of", lambda device, gigabytes=gigabytes: gigabytes << 30)
-        sizes[gigabytes] = WorkspacePool().threshold("cpu")
-    assert sizes == {0: MIB, 8: MIB, 80: 5 * MIB}
+        pool = WorkspacePool()
+        sizes[gigabytes] = (pool.threshold("cpu"), pool.threshold("cpu", pinned=True))
+    assert sizes == {0: (MIB, MIB), 8: (MIB, 4 * MIB), 80: (5 * MIB, 40 * MIB)}
 
 
 def test_buckets_waste_little_and_grow() -> None:

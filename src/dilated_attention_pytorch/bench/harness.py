@@ -136,6 +136,8 @@ def compare(
     for i in range(rounds):  # each goes first, second and last as often as the others
         for j in (i % 3, (i + 1) % 3, (i + 2) % 3):
             times[j].append(once(calls[j]))
-    fastest = [statistics.mean(sorted(found)[: -(-rounds // 3)]) for found in times]
-    medians = [statistics.median(found) for found in times]
-    return Comparison(medians[0], medians[1], fastest[1] / fastest[0], fastest[2] / fastest[0])
+    either = times[0] + times[2]
+    first, second, both, other = (
+        statistics.mean(sorted(found)[: -(-len(found) // 3)]) for found in (times[0], times[2], either, times[1])
+    )
+    return Comparison(statistics.median(either), statistics.median(times[1]), other / both, second / first)

@@ -241,7 +241,9 @@ def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
             yield Step(title, **asdict(compare(off, on, device)))
     tokens = lengths[0]
     for name in ("MultiheadDilatedAttention", "LongNetLM"):
-        steps = [_training_step(name, device, tokens, "float32", use_pattern_cache=used) for used in (False, True)]
+        steps = _training_steps(
+            name, device, tokens, "float32", [{"use_pattern_cache": used} for used in (False, True)]
+        )
         off, on = (partial(step, _packed(tokens).to(device)) for step in steps)
         found = compare(off, on, device)
         yield Step(f"N={tokens:,} packed {name} forward+backward", **asdict(found))
@@ -260,28 +262,40 @@ MODULES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _training_step(name: str, device: str, tokens: int, dtype: str, **shared: bool) -> Callable[..., object]:
-    """Forward and backward of a module on random inputs; takes the lengths of packed documents, if any."""
-    E = HEADS * HEAD_DIM
+def _training_steps(
+    name: str, device: str, tokens: int, dtype: str, settings: Sequence[dict[str, bool]]
+) -> list[Callable[..., object]]:
+    """Forward and backward of a module in each of these settings; they take the lengths of packed documents, if any.
+
+    On the same random inputs and weights: where tensors lie in memory makes more of a difference than most settings.
+    """
     if name in ATTENTION:
-        attention = MODULES[name](**SPEC, **shared)
-        q, k, v = _inputs(device, tokens, dtype)
-        for x in (q, k, v):
-            x.requires_grad_()
-
-        def attend(lengths: Tensor | None = None) -> object:
-            out = attention(q, k, v, is_causal=True, cu_seqlens=lengths)
-            return torch.autograd.grad(out, (q, k, v), out.detach())
-
-        return attend
+        inputs = [x.requires_grad_() for x in _inputs(device, tokens, dtype)]
+        return [_attention_step(MODULES[name](**SPEC, **setting), inputs) for setting in settings]
+    E = HEADS * HEAD_DIM
     if name == "LongNetLM":
         sizes: dict[str, Any] = {"d_model": E, "num_heads": HEADS, "num_layers": LAYERS, "num_decoder_layers": 0}
-        module = MODULES[name](**sizes, **SPEC, **shared).to(device, getattr(torch, dtype))
         x = torch.randint(256, (1, tokens), device=device)
     else:
-        width: dict[str, Any] = {"dim_feedforward": 4 * E} if name == "DilatedTransformerEncoderLayer" else {}
-        module = MODULES[name](E, HEADS, **SPEC, **width, **shared).to(device, getattr(torch, dtype))
+        sizes = {"embed_dim": E, "num_heads": HEADS}
+        if name == "DilatedTransformerEncoderLayer":
+            sizes = {"d_model": E, "nhead": HEADS, "dim_feedforward": 4 * E}
         x = torch.randn(1, tokens, E, device=device, dtype=getattr(torch, dtype))
+    modules = [MODULES[name](**sizes, **SPEC, **setting).to(device, getattr(torch, dtype)) for setting in settings]
+    for module in modules[1:]:
+        module.load_state_dict(modules[0].state_dict(), assign=True)
+    return [_module_step(name, module, x) for module in modules]
+
+
+def _attention_step(attention: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[..., object]:
+    def step(lengths: Tensor | None = None) -> object:
+        out = attention(*inputs, is_causal=True, cu_seqlens=lengths)
+        return torch.autograd.grad(out, inputs, out.detach())
+
+    return step
+
+
+def _module_step(name: str, module: Any, x: Tensor) -> Callable[..., object]:
     parameters = list(module.parameters())
 
     def step(lengths: Tensor | None = None) -> object:
@@ -304,7 +318,7 @@ def _pool_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
                 if dtype == "bfloat16" and device == "cpu" and name not in ATTENTION:
                     continue  # many CPUs emulate bfloat16 products, and the projections would take all the time
                 arguments = (name, device, tokens, dtype)
-                off, on = (_training_step(*arguments, enable_memory_pool=used) for used in (False, True))
+                off, on = _training_steps(*arguments, [{"enable_memory_pool": used} for used in (False, True)])
                 reset_global_memory_pool()
                 found = compare(off, on, device)
                 peaks = (_peak_bytes(*arguments, used) for used in (False, True))
@@ -357,7 +371,7 @@ def peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled:
 def step_peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
     """What memory grows by at most over two training steps, inputs included."""
     before = peak_resident()
-    step = _training_step(name, device, tokens, dtype, enable_memory_pool=pooled)
+    (step,) = _training_steps(name, device, tokens, dtype, [{"enable_memory_pool": pooled}])
     for _ in range(2):
         step()
     return torch.cuda.max_memory_allocated() if device == "cuda" else peak_resident() - before

@@ -20,8 +20,9 @@ Result = TypeVar("Result")
 
 LEAST_THRESHOLD = 1 << 20
 # Of a device's memory. The host's allocator gives large buffers back to the system, and their pages are cleared anew;
-# a GPU's keeps them, and only such as it would have to search for are worth a pool: 160 MiB of 80 GiB.
-_THRESHOLD_SHARES = {"cpu": 1 << 14, "cuda": 1 << 9}
+# a GPU's keeps them, and only such as it would have to search for are worth a pool: 160 MiB of 80 GiB. That of pinned
+# memory keeps them too, rounded up to powers of two: 64 MiB of 128 GiB.
+_THRESHOLD_SHARES = {"cpu": 1 << 14, "cuda": 1 << 9, "pinned": 1 << 11}
 _STEPS = 16  # of bucket sizes between powers of two: at most a sixteenth of a buffer is not asked for
 
 Place = tuple[torch.device, bool]  # and whether it is pinned host memory
@@ -67,7 +68,7 @@ class WorkspacePool:
         self._lock = threading.RLock()
         self._shelves: dict[Place, _Shelf] = {}
         self._counts = _Counts()
-        self._thresholds: dict[torch.device, int] = {}
+        self._thresholds: dict[Place, int] = {}
 
     def __reduce__(self) -> Any:
         # A copy of a module shares the global pools; a pool of its own is made again, empty.
@@ -76,15 +77,15 @@ class WorkspacePool:
                 return get_global_memory_pool, (lightweight,)
         return _made_again, (self.limit_bytes, self.threshold_bytes, self.lightweight)
 
-    def threshold(self, device: torch.device | str) -> int:
-        """Bytes from which a workspace on this device is pooled."""
+    def threshold(self, device: torch.device | str, *, pinned: bool = False) -> int:
+        """Bytes from which a workspace on this device, or in pinned memory of the host, is pooled."""
         if self.threshold_bytes is not None:
             return self.threshold_bytes
-        device = torch.device(device)
-        found = self._thresholds.get(device)
+        place = (device if isinstance(device, torch.device) else torch.device(device), pinned)
+        found = self._thresholds.get(place)
         if found is None:
-            share = _THRESHOLD_SHARES.get(device.type, _THRESHOLD_SHARES["cpu"])
-            found = self._thresholds[device] = max(LEAST_THRESHOLD, _memory_of(device) // share)
+            share = _THRESHOLD_SHARES.get("pinned" if pinned else place[0].type, _THRESHOLD_SHARES["cpu"])
+            found = self._thresholds[place] = max(LEAST_THRESHOLD, _memory_of(place[0]) // share)
         return found
 
     def lease(self) -> AbstractContextManager[Take]:
@@ -253,7 +254,7 @@ class _Lease:
         self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
     ) -> Tensor:
         device = torch.device(device)
-        large = _size(shape, dtype) >= self._pool.threshold(device)
+        large = _size(shape, dtype) >= self._pool.threshold(device, pinned=pin_memory)
         on_stream = pin_memory or device.type == "cuda"
         if large and not (on_stream and torch.cuda.is_current_stream_capturing()):
             buffer = self._pool._checkout(shape, dtype, device, pin_memory)
