@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ import torch
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import TrainConfig, curve, trainer
 from dilated_attention_pytorch.train import checkpoint as checkpoints
+from dilated_attention_pytorch.train.run_folder import claim
 from dilated_attention_pytorch.train.step import Stepper
 
 FLAGS = """
@@ -45,6 +47,7 @@ def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text
         "corpus.json",
         "metrics.jsonl",
         "environment.jsonl",
+        "lock",
         "loss.png",
         "samples",
         "checkpoints",
@@ -90,6 +93,15 @@ def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> 
     assert "--batch-size cannot change" in capsys.readouterr().err
     assert run("--data", text, "--out", "runs/one", "--steps", 2, *FLAGS) == 1
     assert "already holds a run: continue it with --resume" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_train_in_one_folder(tmp_path, text, capsys) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with claim(folder):
+        assert run("--data", text, "--out", folder, "--steps", 2, *FLAGS) == 1
+    assert f"process {os.getpid()} is training in {folder}: wait" in capsys.readouterr().err
+    assert run("--data", text, "--out", folder, "--steps", 2, *FLAGS) == 0
 
 
 def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, text, capsys) -> None:

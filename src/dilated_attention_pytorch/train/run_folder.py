@@ -9,12 +9,17 @@ environment.jsonl    hardware, versions, corpus and the bits to beat, a line a s
 loss.png             the curve
 samples/             what the model wrote, by step
 checkpoints/         see `checkpoint`
+lock                 held by the process that trains in the folder; the file itself stays
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +29,40 @@ from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.checkpoint import Saved, list_saved
 
 CONFIG, CORPUS = "config.json", "corpus.json"
-METRICS, LOG, STARTS = "metrics.jsonl", "log.jsonl", "environment.jsonl"
+METRICS, LOG, STARTS, LOCK = "metrics.jsonl", "log.jsonl", "environment.jsonl", "lock"
 
 
 def holds_run(folder: Path) -> bool:
     """Whether a folder is that of a run that has begun."""
     return (folder / CONFIG).is_file() and (folder / CORPUS).is_file()
+
+
+@contextmanager
+def claim(run: Path) -> Iterator[None]:
+    """The folder as this process's own: another one that trains in it is an error. A process that dies gives it back.
+
+    Where the system or the file system has no such locks, nobody is kept out.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (run / LOCK).open("a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            raise FileExistsError(
+                f"process {stream.read().strip()} is training in {run}: wait until it ends, or choose another --out"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
+                raise
+        stream.truncate(0)
+        stream.write(f"{os.getpid()}\n")
+        stream.flush()
+        yield
 
 
 def record_start(run: Path, step: int, device: str, **known: Any) -> None:

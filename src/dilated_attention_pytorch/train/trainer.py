@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from dilated_attention_pytorch.train.records import BITS, check_broken, latest, 
 from dilated_attention_pytorch.train.run_folder import (
     CONFIG,
     CORPUS,
+    claim,
     read_metrics,
     record_start,
     write_metrics,
@@ -46,8 +48,13 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
     is one. Ranks that torchrun restarts resume by themselves. SIGTERM and Ctrl-C save, then raise `Stopped`.
     """
     shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
-    with float32_products(config.tf32), join_ranks(config.device, config.timeout_seconds, **shared) as ranks:
-        model, records, baselines, tokenizer = _train(config, run, "auto" if ranks.restarts else resume, ranks)
+    with (
+        float32_products(config.tf32),
+        join_ranks(config.device, config.timeout_seconds, **shared) as ranks,
+        ExitStack() as claims,
+    ):
+        resume = "auto" if ranks.restarts else resume
+        model, records, baselines, tokenizer = _train(config, run, resume, ranks, claims)
     if not ranks.first:
         return _figures(records, baselines)
     # The others are gone with their shards; and sampling wants none of what training does to save memory.
@@ -57,7 +64,7 @@ def train(config: TrainConfig, run: Path, *, resume: bool | Literal["auto"] = Fa
 
 
 def _train(
-    config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks
+    config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: Ranks, claims: ExitStack
 ) -> tuple[LongNetLM, list[dict[str, Any]], dict[str, float], Tokenizer]:
     """The steps that are left; gives the model, what each step of the run recorded, the bits to beat, the tokenizer."""
     tqdm = _progress_bar()
@@ -112,7 +119,7 @@ def _train(
     _enter_stage(model, config, max(start, 1))
     if start >= config.steps and resume != "auto":
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
-    records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside))
+    records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside, claims))
 
     baselines = {"unigram_bits": corpus.unigram_bits(), "bigram_bits": corpus.bigram_bits()}
     known = {"corpus": corpus.source, "parameters": parameters, "baselines": baselines}
@@ -218,9 +225,10 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
 
 
 def _prepare_run(
-    config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes]
+    config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes], claims: ExitStack
 ) -> list[dict[str, Any]]:
     run.mkdir(parents=True, exist_ok=True)
+    claims.enter_context(claim(run))
     corpus.remember(run / CORPUS, resuming=start > 0)
     write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
     for name, content in beside.items():
