@@ -352,6 +352,18 @@ def test_a_reset_cache_begins_anew() -> None:
     torch.testing.assert_close(feed(cache, tensors, [1]), first, rtol=1e-10, atol=1e-10)
 
 
+def test_what_a_model_counts_is_known_without_waiting() -> None:
+    cache = Stream().cache()
+    for tokens in (0, 7, 3):
+        cache.go_on_from(tokens)
+        assert cache.lengths.tolist() == [tokens] * 2
+        assert cache._known_lengths() == (tokens, tokens)
+    cache.lengths.add_(1)
+    assert cache._known_lengths() is None
+    cache.go_on_from(3)
+    assert cache.lengths.tolist() == [3, 3]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), copy.copy])
 def test_what_the_host_counted_is_not_believed_of_a_copy(copied) -> None:
     """A copied tensor counts its changes anew, and may come to the number that the first one had."""

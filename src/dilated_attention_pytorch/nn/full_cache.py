@@ -137,5 +137,9 @@ def _places(rows: CacheRows, device: torch.device) -> _Places:
 
 def _within(spec: DilatedSpec, tokens: int) -> DilatedSpec:
     """The same attention on that many tokens, with no segments beyond them, in few sizes as a cache grows."""
-    longest = 1 << (tokens - 1).bit_length()
+    return _cut(spec, 1 << (tokens - 1).bit_length())
+
+
+@lru_cache(256)
+def _cut(spec: DilatedSpec, longest: int) -> DilatedSpec:
     return DilatedSpec.of([min(w, longest) for w in spec.segment_lengths], spec.dilation_rates, spec.head_layout)

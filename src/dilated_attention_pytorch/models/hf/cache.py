@@ -98,7 +98,7 @@ class DilatedLayer(CacheLayerMixin):
                 f"{before} in the cache: such a model cannot use it"
             )
         if told.spans is None:
-            self.held.lengths.fill_(before)
+            self.held.go_on_from(before)
             return
         if told.begin is None and bool((told.spans[:, 1] != new).any()):
             raise ValueError("a cache goes on at the end of every row: pad on the left, or use no cache")
