@@ -193,6 +193,19 @@ def test_kernels_move_the_rows_of_chunks_as_copies_do(chunks, layout, rewindable
 
 
 @needs_interpreter
+@pytest.mark.parametrize(("heads", "kv_heads", "offset"), [(8, 2, 0), (2, 2, 0), (2, 2, 4)])
+def test_a_chunk_may_have_branches_without_heads(heads, kv_heads, offset) -> None:
+    """Each head is on one branch, and there are more branches than key/value heads here."""
+    sharded = {"head_offset": offset, "total_heads": 6} if heads == 2 else {}
+    spec = {"segment_lengths": [16, 64, 100], "dilation_rates": [1, 2, 5], "head_layout": "grouped"}
+    cache = DilatedKVCache(**spec, batch=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=16, **sharded)
+    q, k, v = (torch.randn(1, 150, count, 16) for count in (heads, kv_heads, kv_heads))
+    found = feed(cache, (q, k, v), [80, 70], backend="triton")
+    expected = dilated_attention(q, k, v, **spec, is_causal=True, **sharded)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_interpreter
 def test_chunks_of_a_prompt_share_a_plan(monkeypatch) -> None:
     """Each call poses a problem of its own, though an equal one."""
     planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan")
@@ -357,9 +370,9 @@ def test_what_a_model_counts_is_known_without_waiting() -> None:
     for tokens in (0, 7, 3):
         cache.go_on_from(tokens)
         assert cache.lengths.tolist() == [tokens] * 2
-        assert cache._known_lengths() == (tokens, tokens)
+        assert cache.known_lengths == (tokens, tokens)
     cache.lengths.add_(1)
-    assert cache._known_lengths() is None
+    assert cache.known_lengths is None
     cache.go_on_from(3)
     assert cache.lengths.tolist() == [3, 3]
 
@@ -406,7 +419,7 @@ def test_what_the_host_counted_is_not_believed_after_a_recording(monkeypatch, re
         }[recorded]()
     cache.reset()
     cache.attend(*(x[:, :3] for x in tensors))
-    assert cache._known_lengths() is None
+    assert cache.known_lengths is None
 
 
 def test_a_step_compiles_whole_and_once() -> None:

@@ -227,6 +227,14 @@ class LongNetLM(_Pretrained):
                 f"the cache is for a batch of {cache[0].batch} on {cache[0].lengths.device}, the tokens are "
                 f"{tuple(tokens.shape)} on {tokens.device}: make it with new_cache"
             )
+        if torch.compiler.is_compiling():
+            return
+        known = [layer.known_lengths for layer in cache]
+        if None not in known and len(set(known)) > 1:
+            raise ValueError(
+                f"the layers of the cache have had different numbers of tokens, {known}: a step was cut off, or some "
+                "were rewound; rewind all to one length, or reset() them and run the tokens again"
+            )
 
     def generate(
         self,

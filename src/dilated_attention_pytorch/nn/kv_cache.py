@@ -115,7 +115,7 @@ class DilatedKVCache:
     def go_on_from(self, tokens: int) -> None:
         """Let the next token of every row come after so many, as a model that counts them says."""
         every = (tokens,) * self.batch
-        if self._known_lengths() == every:
+        if self.known_lengths == every:
             return
         self.lengths.fill_(tokens)
         self._note_recording(self.lengths)
@@ -143,7 +143,7 @@ class DilatedKVCache:
         )  # fmt: skip
         self._check(query, key, value)
         self._note_recording(query)
-        known = self._known_lengths()
+        known = self.known_lengths
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(query, key, value, state, problem, backend, resources)
         self.lengths.add_(query.shape[1])
@@ -161,7 +161,8 @@ class DilatedKVCache:
         tensor = self.lengths
         self._known = None if tensor.is_inference() else _Known(lengths, tensor, tensor._version)
 
-    def _known_lengths(self) -> tuple[int, ...] | None:
+    @property
+    def known_lengths(self) -> tuple[int, ...] | None:
         """The lengths as the host counted them, or None where something else may have changed them meanwhile."""
         if self._replayed or self._known is None:
             return None
@@ -180,7 +181,7 @@ class DilatedKVCache:
         if back.shape not in ((), (self.batch,)):
             raise ValueError(f"rewind takes one number of tokens or ({self.batch},), got {tuple(back.shape)}")
         back = back.expand(self.batch)
-        found = zip(back.tolist(), self.lengths.tolist(), self._longest.tolist())
+        found = list(zip(back.tolist(), self.lengths.tolist(), self._longest.tolist()))
         for b, (count, length, longest) in enumerate(found):
             if not 0 <= count <= max(length, 0):
                 raise ValueError(f"row {b} of the cache has {max(length, 0)} tokens to rewind, got {count}")
@@ -193,7 +194,7 @@ class DilatedKVCache:
                         "reset it and run the tokens again"
                     )
         self.lengths.sub_(back)
-        self._known = None
+        self._count(tuple(length - count for count, length, _ in found))
 
     def reorder(self, rows: Tensor) -> None:
         """Let row `b` continue what row `rows[b]` has been, as beam search does; in place."""

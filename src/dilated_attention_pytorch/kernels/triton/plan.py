@@ -97,8 +97,8 @@ class Plan:
         # The branch that covers every row goes first, so that nothing needs to be cleared before it.
         order = sorted(range(len(table)), key=lambda i: problem.spec.branches[i].dilation_rate != 1)
         rows = [(i, table[i]) for i in order if any(offset is not None for offset in table[i])]
-        first, row = rows[0]
-        covers = problem.spec.branches[first].dilation_rate == 1 and None not in row
+        # A share of a call may be on no branch at all: a shard's heads, or a piece of a chunk.
+        covers = bool(rows) and problem.spec.branches[rows[0][0]].dilation_rate == 1 and None not in rows[0][1]
         self.every_row_written = covers and spans is None
         self.new = torch.empty_like if self.every_row_written else torch.zeros_like
         self.branches: list[PlannedBranch] = []
