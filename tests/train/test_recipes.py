@@ -452,6 +452,43 @@ def test_accumulated_gradients_are_those_of_the_large_batch(capsys) -> None:
     assert "Step 4, Loss: " in capsys.readouterr().out
 
 
+def test_steps_count_sequences_however_they_are_spread() -> None:
+    whole = collate(sequences(*[16] * 12))
+    sizes = (1, 3, 4, 2, 2)  # the fourth begins a new step
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    spread = [{name: x[at : at + n] for name, x in whole.items()} for at, n in zip(starts, sizes)]
+    even = [{name: x[at : at + 3] for name, x in whole.items()} for at in range(0, 12, 3)]
+    losses = []
+    for loader in (spread, even):
+        torch.manual_seed(0)
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses.append(
+            gradient_accumulation_training(model, loader, optimizer, target_batch_size=6, actual_batch_size=6)
+        )
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(clip_norm) -> None:
+    model = small_model()
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def broken(out, labels):
+        return (out.sum() * 0).abs().sqrt() + 1  # a slope of 0 times infinity, at a loss of 1
+
+    with pytest.raises(FloatingPointError, match="the gradient's norm is nan at a loss of 1"):
+        gradient_accumulation_training(
+            model,
+            [collate(sequences(16, 16))],
+            torch.optim.SGD(model.parameters(), 0.1),
+            compute_loss=broken,
+            clip_norm=clip_norm,
+        )
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_gradient_accumulation_as_published_with_what_is_left_over() -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

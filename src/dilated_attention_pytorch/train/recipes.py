@@ -174,7 +174,7 @@ def gradient_accumulation_training(
     step = _Step(model, optimizer, scaler, options, compute_loss, clip_norm)
     losses: list[float] = []
     group: list[Batch] = []
-    seen = 0
+    seen = room = 0
 
     def end_group() -> None:
         losses.append(step(group))
@@ -186,8 +186,15 @@ def gradient_accumulation_training(
         if rows > actual_batch_size:
             raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={actual_batch_size}")
         seen += 1
+        room = room if group else target_batch_size
+        if rows > room:  # packed documents are one row, which is never too many
+            group.append({name: x[:room] for name, x in batch.items()})
+            end_group()
+            batch = {name: x[room:] for name, x in batch.items()}
+            rows, room = rows - room, target_batch_size
         group.append(batch)
-        if len(group) == target_batch_size // actual_batch_size:
+        room -= rows
+        if room == 0:
             end_group()
     if group:
         end_group()
@@ -392,9 +399,14 @@ class _Step:
                 value += share.item()
         if not math.isfinite(value):  # a broken step must not reach the weights
             raise FloatingPointError(f"the loss is {value}: lower the learning rate, or look at the batch")
-        if self._clip_norm is not None:
-            self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        self._scaler.unscale_(self._optimizer)
+        most = math.inf if self._clip_norm is None else self._clip_norm
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), most).item()
+        if not math.isfinite(norm) and not self._scaler.is_enabled():  # which leaves such a step out by itself
+            self._optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"the gradient's norm is {norm} at a loss of {value}: lower the learning rate, or look at the batch"
+            )
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return value
