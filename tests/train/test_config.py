@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.parallel import Zero
 from dilated_attention_pytorch.train import TrainConfig, command
-from dilated_attention_pytorch.train.config import SMALL_MODEL, read_settings
+from dilated_attention_pytorch.train.config import SMALL_MODEL, build_tables, read_settings
 from dilated_attention_pytorch.train.engine import launch_ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions
+from dilated_attention_pytorch.train.presets import hardware_preset, run_preset
 
 FILE = """
 steps = 7
@@ -65,6 +67,50 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(file, started) ->
     assert (by_flags.model.num_heads, by_flags.model.dropout, by_flags.model.d_model) == (4, 0.1, 32)
 
 
+def test_a_file_goes_before_what_its_preset_stands_for(tmp_path, started) -> None:
+    path = tmp_path / "settings.toml"
+    stated = "batch_size = 3\n[model]\ndropout = 0.3\n[memory]\nmlp_tile = 5\n"
+    path.write_text(f'preset = "125m"\nhardware = "cpu"\n{stated}')
+    assert main(["train", "--out", "run", "--config", str(path)]) == 0
+    path.write_text(stated)
+    assert main(["train", "--out", "run", "--config", str(path), "--preset", "125m", "--hardware", "cpu"]) == 0
+    expected = run_preset("125m", hardware_preset("cpu"))
+    for config in started:
+        assert (config.batch_size, config.learning_rate) == (3, expected["learning_rate"])
+        assert config.model == dataclasses.replace(expected["model"], dropout=0.3)
+        assert config.memory == dataclasses.replace(expected["memory"], mlp_tile=5)
+
+
+STAGES = """
+[[stages]]
+sequence_length = 64
+segment_lengths = [16, 32]
+dilation_rates = [1, 2]
+batch_size = 4
+learning_rate = 1e-4
+steps = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("stated", "flags", "message"),
+    [
+        ("", "--batch-size 8", "stages say what --batch-size are"),  # the default, and yet stated
+        ("", "--segment-lengths 16 --dilation-rates 1", "stages say what --segment-lengths, --dilation-rates are"),
+        ("batch_size = 8", "", "stages say what batch_size is, 4 at first, got 8 beside them"),
+        ("model.segment_lengths = [8]", "", "stages say what segment_lengths is, (16, 32) at first, got [8]"),
+    ],
+)
+def test_what_stages_decide_cannot_be_said_beside_them(tmp_path, started, capsys, stated, flags, message) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(stated + STAGES)
+    assert main(["train", "--out", "run", "--config", str(path), *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+    path.write_text("batch_size = 4" + STAGES)
+    assert main(["train", "--out", "run", "--config", str(path)]) == 0
+    assert started[0].steps == 2
+
+
 def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started) -> None:
     assert main(["train", "--out", "run", "--config", str(file), "--engine", "ddp"]) == 0
     assert (started[0].engine, started[0].zero) == ("ddp", None)
@@ -83,6 +129,12 @@ def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started
         ("data = 'a.txt'", "data in FILE must be a list, got 'a.txt'"),
         ("data = [1]", "(in FILE, or a flag)"),
         ("steps = -1", "steps must be at least 1, got -1 (in FILE, or a flag)"),
+        ("steps = 0", "steps must be at least 1, got 0"),
+        ("learning_rate = nan", "learning_rate must be above 0 and finite, got nan"),
+        ("seed = 99999999999999999999", "seed must be at least 0 and below 2^63"),
+        ("[model]\ndropout = nan", "dropout must be at least 0 and below 1, got nan"),
+        ("preset = 125", "preset in FILE must be a string, got 125"),
+        ("preset = '7b'", "a model's size is one of"),
         ("memory = 3", "memory in FILE is a table: write [memory]"),
         ("[memory]\noffload = true", "FILE, [memory]: offload moves what checkpointing keeps"),
         ("[zero]\nstage = 2", "are of the engine deepspeed, and this one is fsdp"),
@@ -155,7 +207,7 @@ def test_every_memory_option_but_the_least_bytes_has_a_flag(started) -> None:
 
 
 def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
-    config = TrainConfig(**read_settings(file))
+    config = TrainConfig(**build_tables(read_settings(file), {}))
     (tmp_path / "config.json").write_text(config.to_json())
     assert TrainConfig.from_json(tmp_path / "config.json") == config
 

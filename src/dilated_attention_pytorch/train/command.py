@@ -12,7 +12,9 @@ from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import (
     MAY_CHANGE,
     MEMORY_MAY_CHANGE,
+    PRESETS,
     TrainConfig,
+    build_tables,
     change_model,
     read_settings,
     settings_of,
@@ -20,7 +22,7 @@ from dilated_attention_pytorch.train.config import (
 from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.presets import expand_presets
-from dilated_attention_pytorch.train.stages import read_stages
+from dilated_attention_pytorch.train.stages import Stage, read_stages
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 from dilated_attention_pytorch.train.trainer import train
 
@@ -67,7 +69,7 @@ def run_command(stated: dict[str, Any]) -> None:
     else:
         settings = settings_of(before) if isinstance(before, RunOptions) else before
         try:
-            config = _changed(TrainConfig(), _with_presets(settings, flags), flags)
+            config = _changed(TrainConfig(), _with_presets(settings, flags, file), flags)
         except (TypeError, ValueError) as error:
             raise ValueError(str(error) if file is None else f"{error} (in {file}, or a flag)") from None
     if ranks is None:
@@ -92,20 +94,39 @@ def _begun_with(flags: dict[str, Any], resuming: bool) -> tuple[dict[str, Any] |
     return ({} if file is None else read_settings(file)), file
 
 
-def _with_presets(settings: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a file, and before them what the flags --preset and --hardware stand for; reads --stages."""
-    decided = ("sequence_length", "batch_size", "learning_rate", "segment_lengths", "dilation_rates")
+def _with_presets(settings: dict[str, Any], flags: dict[str, Any], file: Path | None) -> dict[str, Any]:
+    """The settings of a file, after what --preset and --hardware, flags or keys, stand for; reads --stages."""
+    for stated in (settings, flags):
+        if stated.get("steps", 1) < 1:
+            raise ValueError(f"steps must be at least 1, got {stated['steps']}")
     if "stages" in flags:
-        if both := [name for name in decided if name in flags]:
-            raise ValueError(f"--stages say what {_names(both)} are: leave one of both out")
         flags["stages"] = read_stages(flags["stages"])
-    named: dict[str, Any] = {name: flags.pop(name) for name in ("preset", "hardware") if name in flags}
     together = {**settings, **flags}
     if together.get("stages"):
+        _check_beside_stages(settings, flags, Stage.of(together["stages"][0]))
         settings = {"steps": 0, **settings}  # those of the stages
-    concerning = ("device", "engine", "sequence_length", "stages")
+    concerning = ("device", "engine", "sequence_length", "stages", *PRESETS)
     concerned: dict[str, Any] = {name: together[name] for name in concerning if name in together}
-    return {**settings, **expand_presets({**concerned, **named})}
+    if together.get("tokenizer") is not None:
+        concerned["vocab_size"] = read_tokenizer(together["tokenizer"]).vocab_size
+    before = expand_presets(concerned)
+    for name in PRESETS:
+        flags.pop(name, None)
+    stated = {name: value for name, value in settings.items() if name not in PRESETS}
+    return {**before, **build_tables(stated, before, file)}
+
+
+def _check_beside_stages(settings: dict[str, Any], flags: dict[str, Any], first: Stage) -> None:
+    """Stages decide these: a flag is refused, and so is a file that says otherwise."""
+    of_the_run, of_the_model = ("sequence_length", "batch_size", "learning_rate"), ("segment_lengths", "dilation_rates")
+    if both := [name for name in (*of_the_run, *of_the_model) if name in flags]:
+        raise ValueError(f"{'--' * ('stages' in flags)}stages say what {_names(both)} are: leave one of both out")
+    model = settings.get("model", {})
+    for names, stated in ((of_the_run, settings), (of_the_model, model if isinstance(model, dict) else {})):
+        for name in names:
+            value, decided = stated.get(name), getattr(first, name)
+            if value is not None and (tuple(value) if isinstance(value, list) else value) != decided:
+                raise ValueError(f"stages say what {name} is, {decided} at first, got {value} beside them")
 
 
 def _changed(config: TrainConfig, settings: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:

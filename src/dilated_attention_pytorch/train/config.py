@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -150,12 +151,14 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "sample_bytes", "skip_broken_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("learning_rate", "clip_norm", "timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("warmup_steps", "weight_decay", "sample_bytes", "skip_broken_steps", "seed"):
+            if not 0 <= getattr(self, name) < 1 << 63:
+                raise ValueError(f"{name} must be at least 0 and below 2^63, got {getattr(self, name)}")
+        for name in ("learning_rate", "timeout_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if not self.clip_norm > 0:  # infinite: nothing is clipped
+            raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
         if self.engine not in get_args(Engine):
             raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
         if self.engine == "deepspeed" and self.zero is None:
@@ -282,11 +285,12 @@ class TrainConfig:
             raise ValueError(f"{path} is not the config of a training run: {error}") from None
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """The fields of a `TrainConfig` that a TOML file states; `model`, `memory` and `zero` are tables.
+_TABLES: dict[str, Any] = {"model": ModelConfig, "memory": MemoryOptions, "zero": Zero}
+PRESETS = ("preset", "hardware")  # keys of a file that stand for several fields
 
-    What the table `model` leaves out is that of the default model.
-    """
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The fields of a `TrainConfig` that a TOML file states, and `PRESETS`; `build_tables` makes its tables objects."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -302,20 +306,33 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no config file {path}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from None
-    _check_keys(stated, TrainConfig, path, "")
-    for name, kind in (("model", ModelConfig), ("memory", MemoryOptions), ("zero", Zero)):
+    fields = {key: value for key, value in stated.items() if key not in PRESETS}
+    _check_keys(fields, TrainConfig, path, "")
+    for name in stated.keys() & {*PRESETS}:
+        if not isinstance(stated[name], str):
+            raise ValueError(f"{name} in {path} must be a string, got {stated[name]!r}")
+    for name, kind in _TABLES.items():
         if name in stated:
             if not isinstance(stated[name], dict):
                 raise ValueError(f"{name} in {path} is a table: write [{name}] and its keys below")
             _check_keys(stated[name], kind, path, f"[{name}] ")
-            try:
-                if kind is ModelConfig:
-                    stated[name] = change_model(SMALL_MODEL, stated[name])
-                else:
-                    stated[name] = kind(**stated[name])
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}, [{name}]: {error}") from None
     return stated
+
+
+def build_tables(stated: Mapping[str, Any], over: Mapping[str, Any], source: object = "the settings") -> dict[str, Any]:
+    """The settings with objects for their tables; what a table leaves out is as in `over`, or else the default."""
+    built = dict(stated)
+    for name in _TABLES.keys() & built.keys():
+        if not isinstance(built[name], Mapping):
+            continue
+        try:
+            if name == "model":
+                built[name] = change_model(over.get(name, SMALL_MODEL), built[name])
+            else:
+                built[name] = dataclasses.replace(over.get(name) or _TABLES[name](), **built[name])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{source}, [{name}]: {error}") from None
+    return built
 
 
 def change_model(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:

@@ -204,18 +204,19 @@ def run_preset(
 def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `TrainConfig`, of which `preset` and `hardware` stand for several; those that are stated go before.
 
-    A preset without hardware is for the device of the run.
+    A preset without hardware is for the device of the run. `vocab_size` is that of the run's tokenizer, if it has one.
 
     >>> expand_presets({"hardware": "v100", "steps": 10})["memory"].precision
     'fp16'
     """
     given = dict(stated)
     size, named = given.pop("preset", None), given.pop("hardware", None)
+    vocabulary = {"vocab_size": given.pop("vocab_size")} if "vocab_size" in given else {}
     if size is None and named is None:
         return given
     hardware = hardware_preset(named or "auto", given.get("device", "auto"))
-    length = {name: given[name] for name in ("sequence_length",) if name in given}
-    settings = run_preset(size, hardware, **length)
+    length = {"sequence_length": given["sequence_length"]} if "sequence_length" in given else {}
+    settings = run_preset(size, hardware, **length, **vocabulary)
     if given.get("stages"):  # which say that themselves
         for name in ("sequence_length", "batch_size", "learning_rate"):
             settings.pop(name, None)
