@@ -95,6 +95,21 @@ def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> 
     assert "already holds a run: continue it with --resume" in capsys.readouterr().err
 
 
+def test_a_run_whose_end_failed_shows_it_when_it_is_resumed(tmp_path, text, capsys, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "draw_curve", full)
+        assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 1
+    assert not (tmp_path / "run" / "samples").exists()
+    assert run("--resume", tmp_path / "run") == 0
+    assert (tmp_path / "run" / "loss.png").is_file()
+    assert len(list((tmp_path / "run" / "samples").iterdir())) == 1
+    assert run("--resume", tmp_path / "run") == 1
+    assert "has finished its 2 steps" in capsys.readouterr().err
+
+
 def test_two_processes_do_not_train_in_one_folder(tmp_path, text, capsys) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -72,9 +72,18 @@ def record_start(run: Path, step: int, device: str, **known: Any) -> None:
         stream.write(json.dumps(line) + "\n")
 
 
+def _sample(run: Path, step: int) -> Path:
+    return run / "samples" / f"step-{step:08d}.txt"
+
+
+def has_sample(run: Path, step: int) -> bool:
+    """Whether the run has shown what it came to by `step`."""
+    return _sample(run, step).is_file()
+
+
 def write_sample(run: Path, step: int, text: str) -> Path:
     """What the model wrote after `step`."""
-    path = run / "samples" / f"step-{step:08d}.txt"
+    path = _sample(run, step)
     path.parent.mkdir(exist_ok=True)
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
     return path

@@ -30,6 +30,7 @@ from dilated_attention_pytorch.train.run_folder import (
     CONFIG,
     CORPUS,
     claim,
+    has_sample,
     read_metrics,
     record_start,
     write_metrics,
@@ -117,7 +118,7 @@ def _train(
     checkpointer = Checkpointer(run, plain, model, optimizer, stepper.scaler, ranks, config.keep_checkpoints, beside)
     start = checkpointer.restore() if found else 0
     _enter_stage(model, config, max(start, 1))
-    if start >= config.steps and resume != "auto":
+    if start >= config.steps and resume != "auto" and ranks.on_first(lambda: has_sample(run, start)):
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
     records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside, claims))
 
@@ -331,18 +332,18 @@ def _report(
 ) -> dict[str, Any]:
     final, unigram, bigram = records[-1]["validation_bits"], baselines["unigram_bits"], baselines["bigram_bits"]
     print(f"training {sparkline([record['bits'] for record in records if 'bits' in record])}")
+    print(f"result   {final:.3f} bits per byte on the validation split")
+    print(f"to beat  {bigram:.3f} by byte pairs (bigram) of the training split, {unigram:.3f} by bytes (unigram)")
     lines = {"byte frequencies (unigram)": unigram, "byte pairs (bigram)": bigram}
     picture = draw_curve(records, lines, run / "loss.png")
     if picture is not None:
         print(f"curve    {picture}")
-    print(f"result   {final:.3f} bits per byte on the validation split")
-    print(f"to beat  {bigram:.3f} by byte pairs (bigram) of the training split, {unigram:.3f} by bytes (unigram)")
     prompt = tokenizer.encode("def ") or [0]
     generator = torch.Generator(device).manual_seed(config.seed)
     tokens = torch.tensor([prompt], device=device)
     generated = model.generate(tokens, config.sample_bytes, temperature=0.8, top_k=40, generator=generator)
     sample = tokenizer.decode(generated[0].tolist())
-    write_sample(run, records[-1]["step"], sample)
+    write_sample(run, records[-1]["step"], sample)  # last: a resumed run that lacks it makes all of this again
     print(f"sample\n{sample}")
     return {**_figures(records, baselines), "sample": sample}
 
