@@ -154,7 +154,7 @@ class WorkspacePool:
         """`run()`; if memory runs out, once more after freeing what the pool holds idle."""
         try:
             return run()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or self._counts.held == self._counts.live:
                 raise
         # Outside the handler: the error is gone, and with it the tensors that its traceback kept alive.
@@ -417,7 +417,9 @@ class _Shelf:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a GPU or on the host."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _size(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -60,7 +60,8 @@ def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10,
     hidden = 0 if gpu is None else max(0, gpu.allocated - sum(roles.values()))
     facts: dict[str, dict[str, Any]] = {}
     if error is not None:
-        facts["error"] = {"asked for bytes": wanted, "message": str(error).splitlines()[0]}
+        said = str(error) or type(error).__name__  # Python's own error says nothing
+        facts["error"] = {"asked for bytes": wanted, "message": said.splitlines()[0]}
     facts |= memory_facts(reading)
     where = "the host" if gpu is None else f"GPU {gpu.device}"
     facts[f"live tensors on {where}"] = {f"{role} bytes": count for role, count in roles.items() if count}
@@ -93,8 +94,10 @@ def _wanted_bytes(error: BaseException) -> int | None:
     1610612736
     >>> _wanted_bytes(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."))
     4096
+    >>> _wanted_bytes(MemoryError("Unable to allocate 2.00 KiB for an array"))
+    2048
     """
-    found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
+    found = re.search(r"(?:tried|unable) to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     if found is None:
         return None
     scale = {"b": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}[found[2][0]]

@@ -229,10 +229,11 @@ def benchmark_implementations(
         for key, shape in zip(keys, shapes):
             try:
                 results[name][key] = _time(model, shape, place, kind, num_runs, backward)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                results[name][key] = {"error": f"out of memory: {str(error).splitlines()[0]}"}
+                said = str(error) or type(error).__name__
+                results[name][key] = {"error": f"out of memory: {said.splitlines()[0]}"}
     return results
 
 
