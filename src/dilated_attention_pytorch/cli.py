@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dilated_attention_pytorch.bench.command import add_bench, add_recall, whole_number
+from dilated_attention_pytorch.bench.command import add_bench, add_recall, size_in_gib, whole_number
 from dilated_attention_pytorch.inspect.command import add_doctor, add_show
 
 
@@ -202,9 +203,9 @@ def _add_plan(commands: Any) -> None:
     plan.set_defaults(command=_plan)
     plan.add_argument("--tokens", type=whole_number, metavar="N", help="of the whole sequence, as in 1e9")
     plan.add_argument("--model", metavar="SIZE", help="125m, 350m, 760m, 1.3b, 2.7b or 6b")
-    plan.add_argument("--gpu", type=float, metavar="GIB", help="with --model: the GPU's memory (default: 80)")
+    plan.add_argument("--gpu", type=size_in_gib, metavar="GIB", help="with --model: the GPU's memory (default: 80)")
     plan.add_argument(
-        "--host", type=float, metavar="GIB", help="with --model: host memory to offload to (default: any)"
+        "--host", type=size_in_gib, metavar="GIB", help="with --model: host memory to offload to (default: any)"
     )
     plan.add_argument("--vocabulary", type=whole_number, metavar="V", help="with --model: its tokens (default: 50304)")
     plan.add_argument("--gpus", type=whole_number, metavar="P", help="that share the sequence")
@@ -300,10 +301,14 @@ def _generate(arguments: argparse.Namespace) -> None:
 
     from dilated_attention_pytorch.models import LongNetLM
     from dilated_attention_pytorch.train.checkpoint import list_checkpoints
+    from dilated_attention_pytorch.train.engine import find_device
+    from dilated_attention_pytorch.train.run_folder import holds_run
     from dilated_attention_pytorch.train.tokenizer import saved_tokenizer
 
     checkpoints = list_checkpoints(arguments.run)
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not checkpoints and holds_run(arguments.run):
+        raise FileNotFoundError(f"the run in {arguments.run} has no complete checkpoint yet: wait until it has")
+    device = find_device(arguments.device or "auto")
     folder = checkpoints[-1] if checkpoints else arguments.run
     model = LongNetLM.from_pretrained(folder, device=device)
     tokenizer = saved_tokenizer(folder, model.config.vocab_size)
@@ -334,6 +339,9 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 def entry() -> NoReturn:
     """The command as a process, whose status is right also where an error has left ranks waiting for each other."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end a run
+            stream.reconfigure(errors="replace")
     try:
         status = main()
     except Exception:

@@ -127,8 +127,15 @@ def test_what_cannot_be_planned_says_why(flags, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("tokens", ["1.5", "1e-3", "many", "nan"])
+@pytest.mark.parametrize("tokens", ["1e400", "1.5", "1e-3", "many", "nan"])
 def test_tokens_that_are_no_whole_number_are_refused(tokens, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--tokens", tokens, "--gpus", "2"])
     assert f"must be a whole number, such as 65536 or 1e9, got '{tokens}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "-1", "many"])
+def test_a_memory_of_no_size_is_refused(size, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "125m", f"--gpu={size}"])
+    assert f"must be a size in GiB, such as 80, got '{size}'" in capsys.readouterr().err

@@ -112,6 +112,35 @@ def test_what_cannot_be_generated_is_refused() -> None:
         model(prompt, cache=model.new_cache(2), key_padding_mask=torch.zeros(2, 7, dtype=torch.bool))
 
 
+def test_layers_of_a_cache_that_are_out_of_step_are_refused() -> None:
+    model = model_of()
+    prompt = torch.randint(256, (1, 20))
+    cache = model.new_cache(1, rewindable=4)
+    with torch.no_grad():
+        model(prompt, cache=cache)
+        cache[0].rewind(2)
+        with pytest.raises(ValueError, match=r"different numbers of tokens, \[\(18,\), \(20,\)\]"):
+            model(prompt[:, 18:], cache=cache)
+        cache[1].rewind(2)
+        torch.testing.assert_close(model(prompt[:, 18:], cache=cache), model(prompt)[:, 18:])
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("foo", "no device 'foo' here"), ("cuda:99", "no device 'cuda:99' here")]
+)
+def test_a_device_that_is_not_there_is_told(tmp_path, capsys, device, message) -> None:
+    model_of().float().save_pretrained(tmp_path / "run")
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "a", "--device", device]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_generate_with(tmp_path, capsys) -> None:
+    for name in ("config.json", "corpus.json"):
+        (tmp_path / name).write_text("{}")
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert "has no complete checkpoint yet" in capsys.readouterr().err
+
+
 def test_the_command_continues_a_prompt(tmp_path, capsys) -> None:
     model_of().float().save_pretrained(tmp_path / "run")
     texts = []

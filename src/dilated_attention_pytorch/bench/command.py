@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def add_bench(commands: Any) -> None:
     for flag in ("--heads", "--head-dim"):
         bench.add_argument(flag, type=whole_number, metavar="K", help="of shard")
     bench.add_argument("--sizes", nargs="+", metavar="SIZE", help="of capacity: 125m, 350m, ...")
-    bench.add_argument("--cap", type=float, metavar="GIB", help="of capacity: the GPU's memory (80)")
+    bench.add_argument("--cap", type=size_in_gib, metavar="GIB", help="of capacity: the GPU's memory (80)")
     for flag, text in (
         ("--uncapped", "of capacity: the longest in all of the GPU, alone"),
         ("--offload", "of capacity: let the longest use host memory"),
@@ -122,9 +123,20 @@ def whole_number(stated: str) -> int:
         number = Decimal(stated.replace(",", ""))
     except ArithmeticError:
         number = Decimal("nan")
-    if not number.is_finite() or number != int(number):
+    if not number.is_finite() or abs(number) >= 1 << 63 or number != int(number):
         raise argparse.ArgumentTypeError(f"must be a whole number, such as 65536 or 1e9, got {stated!r}")
     return int(number)
+
+
+def size_in_gib(stated: str) -> float:
+    """The size of a memory, in GiB."""
+    try:
+        size = float(stated)
+    except ValueError:
+        size = math.nan
+    if not 0 <= size < 1 << 30:
+        raise argparse.ArgumentTypeError(f"must be a size in GiB, such as 80, got {stated!r}")
+    return size
 
 
 def _bench(arguments: argparse.Namespace) -> None:

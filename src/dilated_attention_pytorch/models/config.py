@@ -55,6 +55,8 @@ class ModelConfig:
             raise ValueError(f"num_heads must divide d_model, got {self.num_heads} and {self.d_model}")
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
             raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.positions not in get_args(Positions):
             raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, got {self.positions!r}")
         _ = self.spec

@@ -236,11 +236,11 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
                 f"multiple, and this is one process: start it with --ranks {sequence * tensor} or torchrun, or say "
                 "--sequence-parallel 1 --tensor-parallel 1"
             )
-        yield Ranks(device=_device(device))
+        yield Ranks(device=find_device(device))
         return
     if dist.is_initialized():
         raise RuntimeError("training makes its own process group: call it before, or after destroying, yours")
-    chosen = _device(device)
+    chosen = find_device(device)
     if chosen.type == "cuda":
         if ":" in device:
             raise ValueError(f"each rank takes the GPU of its own number on its machine: say cuda, not {device}")
@@ -316,7 +316,7 @@ def launch_ranks(ranks: int, max_restarts: int, arguments: list[str]) -> None:
     os.execve(sys.executable, [*command, *arguments], {**os.environ, **RESTARTABLE})
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
