@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,7 +81,40 @@ def check_enterprise_attention(rank: int, size: int) -> None:
     output.sum().backward()
 
 
+def check_the_page_on_ranks(rank: int, size: int) -> None:
+    """What docs/parallel.md shows runs as written, but for sizes, and for ranks that have begun already."""
+    page = (Path(__file__).parents[2] / "docs/parallel.md").read_text()
+    ring, whole, zigzag = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>>" not in block)
+    smaller = "LongNetLM(d_model=32, num_heads=4, num_layers=1, num_decoder_layers=0)"
+    ring = shown_as(ring, 'dist.init_process_group("gloo")', "")
+    ring = shown_as(ring, "ring_size=4", f"ring_size={size}")
+    ring = shown_as(ring, "torch.randn(1, 2048, 512)", "torch.randn(1, 64, 512)")
+    whole = shown_as(whole, "LongNetLM()", smaller)
+    names: dict = {}
+    exec(ring, names)
+    assert names["out"].shape == (1, 64, 512)
+    tokens, following = torch.randint(256, (2, 1, 32)).unbind(0)
+    names = {"tokens": tokens, "following": following, "tokens_per_rank": 32}
+    exec(whole, names)
+    assert names["logits"].shape[:2] == (1, 32)
+    names["loss"].backward()
+    q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
+    names = {"q": q, "k": k, "v": v, "tokens": 100, "ranks": size, "rank": rank}
+    exec("import torch\nfrom dilated_attention_pytorch.parallel import *\n" + zigzag, names)
+    assert names["out"].shape == (1, len(names["mine"]), 4, 8)
+
+
+def shown_as(block: str, shown: str, here: str) -> str:
+    assert shown in block
+    return block.replace(shown, here)
+
+
 def check_snippets() -> None:
     torch.manual_seed(0)
-    for check in (check_ring_attention, check_distributed_attention, check_enterprise_attention):
+    for check in (
+        check_ring_attention,
+        check_distributed_attention,
+        check_enterprise_attention,
+        check_the_page_on_ranks,
+    ):
         check(dist.get_rank(), dist.get_world_size())
