@@ -204,6 +204,12 @@ def test_the_flags_of_a_preset_make_a_run_and_other_flags_go_before(monkeypatch,
     assert config.model == TrainConfig().model
 
 
+def test_a_preset_beside_a_tokenizer_has_the_parameters_of_its_name(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(command, "read_tokenizer", lambda path: SimpleNamespace(vocab_size=50_257))
+    config = config_of(monkeypatch, "--preset", "125m", "--tokenizer", str(tmp_path / "tokenizer.json"))
+    assert config.model == model_preset("125m", vocab_size=50_257)
+
+
 def test_the_command_knows_all_presets() -> None:
     train = _parser()._subparsers._group_actions[0].choices["train"]
     choices = {action.dest: action.choices for action in train._actions}
