@@ -126,6 +126,15 @@ def test_longnet_saves_and_loads_through_the_auto_classes(tmp_path) -> None:
     LongNetModel(LongNetConfig(**{**SIZES, "num_layers": 1})).save_pretrained(tmp_path / "smaller")
     with pytest.raises(ValueError, match=r"the weights do not fit LongNetModel: .*layers\.1"):
         LongNetModel.from_pretrained(tmp_path / "smaller", num_layers=2)
+    with pytest.raises(ValueError, match=r"the weights do not fit LongNetForCausalLM: .*unexpected_keys.*layers\.1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, num_layers=1)
+
+
+def test_the_base_model_loads_from_a_folder_with_an_untied_head(tmp_path) -> None:
+    model, x = longnet(tie_word_embeddings=False), torch.randint(256, (2, 50))
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(base(x).last_hidden_state, model.model(x).last_hidden_state)
 
 
 def test_longnet_generates_the_same_with_and_without_its_bounded_cache() -> None:
@@ -167,6 +176,8 @@ def test_longnet_refuses_what_it_cannot_honour() -> None:
         model.generate(x, cache_implementation="static", max_new_tokens=2)
     with pytest.raises(ValueError, match="num_heads must divide d_model"):
         LongNetForCausalLM(LongNetConfig(d_model=33, num_heads=4))
+    with pytest.raises(ValueError, match=r"holds segment_lengths, dilation_rates and.*'segments'"):
+        LongNetConfig(dilated_attention={"segments": [16]})
 
 
 @pytest.mark.parametrize("family", ["llama", "longnet"])

@@ -68,7 +68,9 @@ class LongNetConfig(PreTrainedConfig):
         super().__init__(**values)
         for name, value in own.items():
             setattr(self, name, value)
-        write_pattern(self, **pattern)
+        setattr(self, FIELD, pattern)
+        spec = read_pattern(self)  # says what a hand-written pattern should hold
+        write_pattern(self, spec.segment_lengths, spec.dilation_rates, spec.head_layout)
 
     def model_config(self) -> ModelConfig:
         """The same sizes as `LongNetLM` takes them, checked."""
@@ -122,10 +124,11 @@ class LongNetPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; weights that do not fit are an error here, as they would be of no use."""
+        """As in transformers; weights that do not fit, or are left over, are an error: the model would be another."""
         wanted = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "mismatched_keys") if info[kind]}
+        kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
+        wrong = {kind: sorted(map(str, info[kind])) for kind in kinds if info[kind]}
         if wrong:
             raise ValueError(f"the weights do not fit {cls.__name__}: {wrong}; use the folder of its save_pretrained")
         return (model, info) if wanted else model
@@ -138,6 +141,8 @@ class LongNetModel(LongNetPreTrainedModel):
     >>> LongNetModel(config)(torch.randint(256, (2, 100))).last_hidden_state.shape
     torch.Size([2, 100, 32])
     """
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (of a LongNetForCausalLM's folder)
 
     def __init__(self, config: LongNetConfig) -> None:
         super().__init__(config)
