@@ -110,6 +110,46 @@ def test_one_segment_over_everything_is_dense_attention_and_others_are_not() -> 
     assert (dilated - whole).abs().max() > 1e-3
 
 
+WINDOWED = {
+    "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "Exaone4ForCausalLM": transformers.Exaone4Config,
+    "Qwen2ForCausalLM": transformers.Qwen2Config,
+    "ModernBertDecoderForCausalLM": transformers.ModernBertDecoderConfig,
+    "ModernBertForMaskedLM": ModernBertConfig,
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_layers_whose_window_is_replaced_keep_their_positions(name, tmp_path) -> None:
+    """One segment over everything equals the model itself within its windows, where nothing but positions differs."""
+    torch.manual_seed(0)
+    model_class, config_class = getattr(transformers, name), WINDOWED[name]
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "num_hidden_layers": 4}
+    windows = {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 64, "local_attention": 128}
+    more = {field: value for field, value in windows.items() if hasattr(config_class(), field)}
+    model = model_class(config_class(**sizes, **more)).double().eval()
+    config = use_dilated_attention(config_class(**sizes, **more), [64], [1], replace_sliding_window=True)
+    config.save_pretrained(tmp_path)
+    dilated = model_class(config_class.from_pretrained(tmp_path)).double().eval()
+    dilated.load_state_dict(model.state_dict())
+    x, mask = tokens(2, 30), torch.ones(2, 30, dtype=torch.int64)
+    mask[1, :7] = 0
+    expected = model(x, attention_mask=mask).logits
+    assert "sliding_attention" in model.config.layer_types
+    torch.testing.assert_close(dilated(x).logits, model(x).logits)
+    torch.testing.assert_close(dilated(x, attention_mask=mask).logits[mask == 1], expected[mask == 1])
+    if "Causal" in name:
+        use_dilated_attention(dilated, SEGMENTS, RATES)
+        assert (dilated(x).logits - model(x).logits).abs().max() > 1e-3
+        long = tokens(2, 100)  # longer than the window that was
+        said = generate(dilated, long, use_cache=False)
+        for cache in ({}, {"cache_implementation": "static"}, {"past_key_values": dilated_cache(dilated, 2)}):
+            assert torch.equal(generate(dilated, long, **cache), said), cache
+        positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
+        packed = dilated(x[:1], position_ids=positions).logits
+        torch.testing.assert_close(packed[:, 12:], dilated(x[:1, 12:]).logits)
+
+
 def generate(model, x: torch.Tensor, **settings) -> torch.Tensor:
     return model.generate(x, max_new_tokens=12, do_sample=False, **settings)
 

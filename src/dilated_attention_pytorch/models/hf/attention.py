@@ -21,7 +21,7 @@ from dilated_attention_pytorch.models.hf.masks import (
     packed_by_positions,
     read_mask,
 )
-from dilated_attention_pytorch.models.hf.pattern import read_pattern
+from dilated_attention_pytorch.models.hf.pattern import is_no_window, read_pattern
 from dilated_attention_pytorch.models.hf.requirement import require_transformers
 from dilated_attention_pytorch.nn.full_cache import attend_full_cache
 
@@ -187,6 +187,8 @@ _latest_lengths, _latest_positions = _Latest(), _Latest()
 def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, asked: dict[str, Any]) -> None:
     for name, way_out in _CANNOT_HONOUR.items():
         wanted = asked.get(name)
+        if name == "sliding_window" and is_no_window(wanted):
+            continue
         if wanted is not None and wanted is not False:
             shown = "" if isinstance(wanted, Tensor) else f"={wanted!r}"
             raise ValueError(f'attn_implementation="dilated" cannot honour {name}{shown}: {way_out}')

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.models.hf.attention import NAME, register
-from dilated_attention_pytorch.models.hf.pattern import read_pattern, write_pattern
+from dilated_attention_pytorch.models.hf.pattern import NO_WINDOW, is_no_window, read_pattern, write_pattern
 
 ModelOrConfig = TypeVar("ModelOrConfig")
 
@@ -27,7 +27,8 @@ def use_dilated_attention(
     """Let a model, or the models made from a config, attend by this pattern; in place, and returned.
 
     Weights stay as they are. Called again, it changes the pattern. A sliding window cannot be kept beside it: with
-    `replace_sliding_window`, layers that have one get the dilated pattern too; a model is to be made after that.
+    `replace_sliding_window`, layers that have one get the dilated pattern too and keep their positions; a model is to
+    be made after that.
     """
     register()
     is_model = isinstance(model, torch.nn.Module)
@@ -72,8 +73,10 @@ def _windows(config: Any) -> str:
     """The config's sliding windows or chunks that its layers use, in words; empty if there are none."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        others = sorted({kind for kind in kinds if kind != "full_attention"})
-        return f"layer_types {', '.join(others)}" if others else ""
+        others = set(kinds) - {"full_attention"}
+        if is_no_window(getattr(config, "sliding_window", None)):
+            others.discard("sliding_attention")
+        return f"layer_types {', '.join(sorted(others))}" if others else ""
     for name in ("sliding_window", "attention_chunk_size"):
         if getattr(config, name, None) is not None and getattr(config, "use_sliding_window", True):
             return f"{name}={getattr(config, name)}"
@@ -91,10 +94,10 @@ def _remove_windows(config: Any) -> None:
             f"{type(config).__name__} has layers of {', '.join(foreign)}, which cannot be replaced: only attention "
             "with a sliding window can"
         )
-    config.layer_types = ["full_attention"] * len(kinds)
-    if hasattr(config, "use_sliding_window"):
-        config.use_sliding_window = False
-        config.sliding_window = None
+    # A layer's kind may say how it rotates as well (Gemma3, ModernBERT, Olmo3) or whether (Cohere2, Exaone4): it stays.
+    config.sliding_window = NO_WINDOW
+    if hasattr(config, "local_attention"):
+        config.local_attention = 2 * NO_WINDOW  # which ModernBERT loads its half window from
 
 
 @dataclass(frozen=True)

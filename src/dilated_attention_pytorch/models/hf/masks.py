@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.models.hf.pattern import is_no_window
 
 
 class Told(NamedTuple):
@@ -68,7 +69,10 @@ def dilated_mask(
     config: Any = None,
     use_vmap: bool = False,
     device: torch.device | str | None = None,
-    **settings: Any,  # dtype, and when other implementations may leave out a mask
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    allow_is_bidirectional_skip: bool = False,
+    **settings: Any,  # dtype
 ) -> Tensor | None:
     """The mask function that `register` registers: `None` or one of the tensors above, never `N x N`."""
     if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
@@ -77,6 +81,16 @@ def dilated_mask(
     if device is None and attention_mask is not None:
         device = attention_mask.device
     unsupported = torch.empty(1, 1, 1, 0, dtype=torch.int64, device=device)
+    if local_size is not None and is_no_window(local_size):
+        # A window's function is a new one each time. A mask that may be left out is causal or bidirectional and nothing
+        # else; beside a cache, which has no packed documents, one where no token sees the next is causal as well.
+        if allow_is_bidirectional_skip:
+            mask_function = bidirectional_mask_function
+        elif allow_is_causal_skip or (
+            (not first or q_length != kv_length)
+            and not _sees_ahead(mask_function, batch_size, q_length, q_offset, device)
+        ):
+            mask_function = causal_mask_function
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     if use_vmap or (mask_function is bidirectional_mask_function and not (first and q_length == kv_length)):
         return unsupported
@@ -154,6 +168,16 @@ def _packed_documents(
     if torch.compiler.is_compiling():
         return documents_of(joined, ahead, reaches)
     return _documents(joined) if _is_packed(ahead, reaches) else None
+
+
+def _sees_ahead(
+    mask_function: Callable[..., Tensor], batch: int, tokens: int, offset: int | Tensor, device: Any
+) -> bool:
+    """Whether a query sees the token after it; supposed of several where it is traced, as values are not known."""
+    if tokens == 1 or torch.compiler.is_compiling():
+        return tokens > 1
+    query = torch.arange(tokens - 1, device=device)[None] + offset
+    return bool(_ask(mask_function, torch.arange(batch, device=device)[:, None], query, query + 1).any())
 
 
 def _ask(mask_function: Callable[..., Tensor], row: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ from typing import Any
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 
 FIELD = "dilated_attention"
+# A window that no text fills, so that transformers' caches keep every key. There is no other way to have none: layers
+# whose window is None rotate otherwise in some models.
+NO_WINDOW = 2**40
 
 
 def write_pattern(
@@ -24,6 +27,10 @@ def write_pattern(
         "head_layout": spec.head_layout,
     }
     setattr(config, FIELD, values)
+
+
+def is_no_window(window: int | None) -> bool:
+    return window is None or window >= NO_WINDOW
 
 
 def read_pattern(config: Any) -> DilatedSpec:
