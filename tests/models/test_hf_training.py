@@ -152,6 +152,30 @@ def test_longnet_generates_the_same_with_and_without_its_bounded_cache() -> None
     assert torch.equal(mine, expected)
     beams = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
     assert torch.equal(model.generate(x, **beams), model.generate(x, use_cache=False, **beams))
+    drawn = []
+    for use_cache in (True, False):
+        torch.manual_seed(1)
+        sampled = {**settings, "do_sample": True, "num_return_sequences": 2}
+        drawn.append(model.generate(x, use_cache=use_cache, **sampled))
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
+def test_longnet_generates_the_same_in_chunks_and_from_drafts(schedule) -> None:
+    """Far beyond the segments, so that a cache that cannot go back would have overwritten what is asked for."""
+    model = longnet(eos_token_id=255)  # without one, early releases of transformers cannot look up prompts
+    other = LongNetForCausalLM(model.config).double().eval()
+    x = torch.randint(1, 256, (1, 9)).repeat(1, 4)
+    settings = {"max_new_tokens": 70, "do_sample": False}
+    expected = model.generate(x, **settings, use_cache=False)
+    assert expected.shape[1] == 36 + 70
+    assert torch.equal(model.generate(x, prefill_chunk_size=7, **settings), expected)
+    # Early releases of transformers say more than asked for where a draft goes on.
+    assert torch.equal(model.generate(x, prompt_lookup_num_tokens=11, **settings)[:, : 36 + 70], expected)
+    for assistant in (model, other):
+        assistant.generation_config.num_assistant_tokens = 30
+        assistant.generation_config.num_assistant_tokens_schedule = schedule
+        assert torch.equal(model.generate(x, assistant_model=assistant, **settings), expected)
 
 
 def test_longnet_refuses_what_it_cannot_honour() -> None:

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from dilated_attention_pytorch.models.config import ModelConfig
@@ -101,6 +102,8 @@ _TAKEN = {
     "cache_position",
 }  # fmt: skip
 _OF_THE_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+
+_LONGER_DRAFTS = 64  # than an assistant's first one, which by transformers' schedules may grow by two each time
 
 
 def refuse_unknown(asked: dict[str, Any], known: set[str]) -> None:
@@ -318,21 +321,34 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
-        """What `generate` asks for: its default cache would keep every token."""
+        """The cache that `generate` asks for, bounded: its default one would keep every token."""
+        if generation_config.cache_implementation == "dynamic_full":  # early releases of transformers, for assistants
+            generation_config.cache_implementation = None
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 "a LongNet's cache is bounded: leave out cache_implementation="
                 f"{generation_config.cache_implementation!r}"
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if model_kwargs.get("past_key_values") is not None and not isinstance(
-            model_kwargs["past_key_values"], DilatedCache
-        ):
-            if getattr(model_kwargs["past_key_values"], "_is_user_defined", False):
-                return  # refused by the model, which says what to use
-            model_kwargs["past_key_values"] = None  # made by the model for the rows that come
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        rewindable, new = 0, generation_config.max_new_tokens or max_cache_length
+        if generation_config.is_assistant:
+            rewindable = new + _LONGER_DRAFTS
+        elif generation_mode == GenerationMode.ASSISTED_GENERATION:
+            # A draft taken from the prompt has its stated length; an assistant's may grow up to all that is to be said.
+            rewindable = generation_config.prompt_lookup_num_tokens or new
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        model_kwargs["past_key_values"] = self.model.new_cache(rows, rewindable)
 
     @classmethod
     def from_longnet(cls, model: LongNetLM, **values: Any) -> LongNetForCausalLM:
