@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,24 @@ def test_a_step_that_is_broken_on_one_rank_is_skipped_by_all(folder, alone, shar
 
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(shared) -> None:
     assert shared.count("stopped after step 3; continue with --resume") == 1
+
+
+def test_ctrl_c_to_a_launch_of_ranks_saves_and_ends_with_its_status_and_no_traceback(folder, flags) -> None:
+    run = folder / "interrupted"
+    arguments = [*flags, "--out", str(run), "--steps", "100000", "--ranks", "2"]
+    # A shell that runs this in the background ignores Ctrl-C, and so would its children.
+    begin = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{begin}; from dilated_attention_pytorch.cli import entry; entry()"
+    process = start([sys.executable, "-c", code, *arguments], {})
+    until = time.monotonic() + 120
+    while not checkpoints.list_checkpoints(run) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output = finish(process)
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert output.count("; continue with --resume") == 1
+    assert "Traceback" not in output
+    assert "SignalException" not in output
 
 
 def test_a_save_that_fails_on_one_rank_is_told_by_all(folder, shared) -> None:
