@@ -173,6 +173,7 @@ def test_a_save_that_fails_on_one_rank_is_told_by_all(folder, shared) -> None:
     told = [line for line in shared.splitlines() if "a checkpoint could not be saved (rank 1: " in line]
     assert len(told) == 2
     assert all("No space left on device" in line for line in told)
+    assert all(f"the disk of {folder / 'failed'} is full (" in line for line in told)
     assert list((folder / "failed" / "checkpoints").iterdir()) == []
 
 

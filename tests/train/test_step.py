@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.models import weights
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_scaler
 from dilated_attention_pytorch.train.records import record_of
@@ -183,5 +186,47 @@ def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint_and_a_clear_messag
     told = capsys.readouterr().err
     assert "dilated-attention: " in told
     assert "Traceback" not in told
+    assert "is full" not in told
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
     assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
+
+
+def test_a_full_disk_is_named_with_the_last_complete_checkpoint_by_writers_that_do_not_say_it(
+    tmp_path, flags, capsys, monkeypatch
+) -> None:
+    run = tmp_path / "run"
+    assert main([*flags, "--out", str(run), "--steps", "2"]) == 0
+    real = torch.save
+
+    def cut_off(state, path) -> None:
+        path.write_bytes(b"half a state")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5632 vs 5524")
+
+    # As on a disk, what was written of the file is free again when it is gone.
+    monkeypatch.setattr(
+        weights.shutil,
+        "disk_usage",
+        lambda folder: SimpleNamespace(free=0 if list(folder.glob(".*.partial")) else 1_234_567),
+    )
+    monkeypatch.setattr(torch, "save", cut_off)
+    assert main(["train", "--resume", str(run), "--steps", "4"]) == 1
+    told = capsys.readouterr().err
+    assert "a checkpoint could not be saved ([Errno 28] No space left on device: " in told
+    assert f"the disk of {run} is full (1,234,567 bytes free are not enough)" in told
+    assert f"last complete checkpoint is of step 2, from which --resume {run} goes on" in told
+    monkeypatch.setattr(torch, "save", real)
+    assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "what"), [("config.json", "the settings of the run"), ("metrics.jsonl", "metrics.jsonl")]
+)
+def test_a_full_disk_is_named_where_settings_and_metrics_are_written(tmp_path, flags, capsys, file, what) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / f".{file}.{os.getpid()}.partial").symlink_to("/dev/full")
+    assert main([*flags, "--out", str(run), "--steps", "2"]) == 1
+    told = capsys.readouterr().err
+    assert f"{what} could not be saved ([Errno 28] No space left on device: '{run / file}')" in told
+    assert f"the disk of {run} is full (" in told
+    assert "no complete checkpoint yet" in told

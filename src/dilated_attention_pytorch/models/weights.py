@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,7 @@ from types import ModuleType
 from torch import Tensor, nn
 
 WEIGHTS = "model.safetensors"
+_NEXT_TO_NOTHING = 1 << 16  # bytes; not every file system gives away its last block
 
 
 def save_weights(model: nn.Module, config: str, folder: Path) -> None:
@@ -63,8 +66,27 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with partial.open("rb+") as stream:
             os.fsync(stream.fileno())
         os.replace(partial, path)
+    except Exception as error:
+        # Now, for without the partial file there is room again; and not every writer says why it failed, or where.
+        if is_full(path.parent, error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
     finally:
         partial.unlink(missing_ok=True)
+
+
+def is_full(folder: Path, error: BaseException | None) -> bool:
+    """Whether writing into `folder` failed with `error` because its disk is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return True
+        error = error.__cause__ or error.__context__
+    return free_bytes(folder) < _NEXT_TO_NOTHING
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of `folder`, which need not be there yet."""
+    return shutil.disk_usage(next(known for known in (folder, *folder.parents) if known.exists())).free
 
 
 def _without_ties(model: nn.Module) -> dict[str, Tensor]:

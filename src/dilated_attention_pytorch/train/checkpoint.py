@@ -11,11 +11,13 @@ ranks.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +27,20 @@ import torch.distributed as dist
 from torch import nn
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.models.weights import load_weights, save_tensors, untied_names, write_whole
+from dilated_attention_pytorch.models.weights import (
+    free_bytes,
+    is_full,
+    load_weights,
+    save_tensors,
+    untied_names,
+    write_whole,
+)
 from dilated_attention_pytorch.train.engine import Ranks
 
 _WHOLE = "state.pt"
 _SHARDS = "state"
 _DAMAGED = "damaged-"
+_CHECKPOINT = "a checkpoint"
 _COMPLETE = f"{_SHARDS}/.metadata"  # PyTorch writes it when every rank's shards are there
 
 
@@ -107,7 +117,7 @@ class Checkpointer:
         """
         self.settle()
         folder = self._run / "checkpoints" / f"step-{step:08d}"
-        partial = self._ranks.on_first(lambda: _open_partial(folder))
+        partial = self._ranks.on_first(lambda: _open_partial(self._run, folder))
         if self._group is None:
             try:
                 self._plain.save_pretrained(partial)
@@ -115,7 +125,7 @@ class Checkpointer:
                 write_whole(partial / _WHOLE, lambda path: torch.save(state, path))
                 self._publish(partial, folder)
             except Exception as error:  # a full disk is a different one to each library that writes
-                raise OSError(_not_saved(_line(error))) from error
+                raise _not_saved(self._run, _CHECKPOINT, error) from error
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -140,7 +150,7 @@ class Checkpointer:
         self._saving = None
         failures = [reason for reason in self._ranks.gather_objects(error and _line(error)) if reason]
         if failures:
-            raise OSError(_not_saved(failures[0]))
+            raise OSError(failures[0])
 
     def close(self) -> None:
         """Wait for the save under way, and end its thread."""
@@ -182,6 +192,8 @@ class Checkpointer:
             if self._ranks.first:
                 save_tensors(read_model(self._names, partial / _SHARDS), config, partial)
                 self._publish(partial, folder)
+        except Exception as error:
+            raise _not_saved(self._run, _CHECKPOINT, error) from error
         finally:
             if self._ranks.first:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -239,12 +251,13 @@ def _is_complete(folder: Path) -> bool:
     return (folder / _WHOLE).is_file() or (folder / _COMPLETE).is_file()
 
 
-def _open_partial(folder: Path) -> Path:
+def _open_partial(run: Path, folder: Path) -> Path:
     """Sweep what killed saves left, and make the folder in which `folder` is prepared."""
-    for stale in _partials(folder.parents[1]):
+    for stale in _partials(run):
         shutil.rmtree(stale)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
+    with naming_a_full_disk(run, _CHECKPOINT):
+        partial.mkdir(parents=True)
     return partial
 
 
@@ -256,8 +269,26 @@ def _set_aside(passed: list[Path]) -> None:
         folder.rename(aside)
 
 
-def _not_saved(reason: str) -> str:
-    return f"a checkpoint could not be saved ({reason}): make room, and resume from the one before"
+@contextmanager
+def naming_a_full_disk(run: Path, what: str) -> Iterator[None]:
+    """Around writing `what` into a run's folder: a full disk is named, with what is kept; other errors go on as is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise _not_saved(run, what, error) from error
+
+
+def _not_saved(run: Path, what: str, error: Exception) -> OSError:
+    room = ""
+    if is_full(run, error):
+        room = f"the disk of {run} is full ({free_bytes(run):,} bytes free are not enough), so make room; "
+    kept = "the run has no complete checkpoint yet"
+    if found := list_checkpoints(run):
+        step = int(found[-1].name.removeprefix("step-"))
+        kept = f"the run's last complete checkpoint is of step {step}, from which --resume {run} goes on"
+    return OSError(f"{what} could not be saved ({_line(error)}): {room}{kept}")
 
 
 def _line(error: BaseException) -> str:

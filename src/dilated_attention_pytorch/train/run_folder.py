@@ -26,7 +26,7 @@ from typing import Any
 
 from dilated_attention_pytorch.measuring import machine
 from dilated_attention_pytorch.models.weights import write_whole
-from dilated_attention_pytorch.train.checkpoint import Saved, list_saved
+from dilated_attention_pytorch.train.checkpoint import Saved, list_saved, naming_a_full_disk
 
 CONFIG, CORPUS = "config.json", "corpus.json"
 METRICS, LOG, STARTS, LOCK = "metrics.jsonl", "log.jsonl", "environment.jsonl", "lock"
@@ -68,7 +68,7 @@ def claim(run: Path) -> Iterator[None]:
 def record_start(run: Path, step: int, device: str, **known: Any) -> None:
     """Append what this start, after `step`, runs on; `known` is what else the run knows by then."""
     line = {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step, **known, "machine": machine(device)}
-    with (run / STARTS).open("a") as stream:
+    with naming_a_full_disk(run, STARTS), (run / STARTS).open("a") as stream:
         stream.write(json.dumps(line) + "\n")
 
 
@@ -91,7 +91,8 @@ def write_sample(run: Path, step: int, text: str) -> Path:
 
 def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
     lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_whole(run / METRICS, lambda path: path.write_text(lines))
+    with naming_a_full_disk(run, METRICS):
+        write_whole(run / METRICS, lambda path: path.write_text(lines))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

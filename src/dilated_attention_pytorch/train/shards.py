@@ -55,7 +55,7 @@ def wait_written(written: Future[Any]) -> None:
     try:
         written.result()
     except CheckpointException as error:
-        raise OSError(_first_failure(error)) from error
+        raise OSError(_first_failure(error)) from next((failure for failure, _ in error.failures.values()), error)
 
 
 def load_shards(

@@ -17,7 +17,7 @@ from torch import nn
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import write_whole
-from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints
+from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Corpus, open_corpus
@@ -228,12 +228,13 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
 def _prepare_run(
     config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes], claims: ExitStack
 ) -> list[dict[str, Any]]:
-    run.mkdir(parents=True, exist_ok=True)
-    claims.enter_context(claim(run))
-    corpus.remember(run / CORPUS, resuming=start > 0)
-    write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
-    for name, content in beside.items():
-        write_whole(run / name, methodcaller("write_bytes", content))
+    with naming_a_full_disk(run, "the settings of the run"):
+        run.mkdir(parents=True, exist_ok=True)
+        claims.enter_context(claim(run))
+        corpus.remember(run / CORPUS, resuming=start > 0)
+        write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
+        for name, content in beside.items():
+            write_whole(run / name, methodcaller("write_bytes", content))
     return [record for record in read_metrics(run) if record["step"] <= start]
 
 
