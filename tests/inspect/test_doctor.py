@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.markers import Marker
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.inspect import doctor as room
@@ -109,6 +110,24 @@ def test_a_missing_extra_is_named_with_the_line_that_gets_it(monkeypatch) -> Non
     assert missing_extras() == {"viz": ["matplotlib>=3.7"]}
     (found,) = [one for one in doctor().findings if "the extra viz" in one.measured]
     assert found.way_out == "pip install 'dilated-attention-pytorch[viz]'"
+
+
+def test_what_is_required_of_another_python_or_system_is_not_missing(monkeypatch) -> None:
+    def version(name: str) -> str:
+        raise room.PackageNotFoundError(name)
+
+    monkeypatch.setattr(room, "version", version)
+    assert ("tomli>=2" in missing_extras()["train"]) == (sys.version_info < (3, 11))
+    monkeypatch.setattr(room, "_checkout", lambda: None)
+    this, other = f"{sys.version_info[0]}.{sys.version_info[1]}", f"{sys.version_info[0]}.{sys.version_info[1] + 1}"
+    markers = [f"python_version {sign} '{one}'" for sign in ("<", "<=", "==", "!=", ">=", ">") for one in (this, other)]
+    markers += [f'python_version < "{this}.0"', 'python_version >= "3"', 'platform_system == "Plan 9"']
+    markers += [f"{one} and platform_system != 'Plan 9'" for one in markers]
+    lines = [f"p{number}>=1; {marker} and extra == 'train'" for number, marker in enumerate(markers)]
+    monkeypatch.setattr(room, "requires", lambda name: [*lines, "viz>=1 ; extra == 'viz'"])
+    held = [f"p{number}>=1" for number, marker in enumerate(markers) if Marker(marker).evaluate()]
+    assert 0 < len(held) < len(markers)
+    assert missing_extras() == {"train": held, "viz": ["viz>=1"]}
 
 
 def test_a_driver_without_a_gpu_for_pytorch_is_broken_unless_it_is_hidden(monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import re
@@ -44,6 +45,14 @@ _AMX = "amx_tile"
 _ISA_WITHOUT_AMX = "AVX512_CORE_FP16"
 _BF16_PRODUCT = "import torch; x = torch.ones(256, 256, dtype=torch.bfloat16); (x @ x).sum().item()"
 _SMALL_SHM = 1 << 30
+_COMPARISONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    ">": operator.gt,
+}
 
 
 def doctor() -> Report:
@@ -113,7 +122,7 @@ def missing_extras() -> dict[str, list[str]]:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """(extra, requirement) as the project states them, the development's own left out."""
+    """(extra, requirement) as the project states them for this Python, the development's own left out."""
     checkout = _checkout()
     if checkout is not None and sys.version_info >= (3, 11):
         import tomllib
@@ -125,11 +134,25 @@ def _requirements() -> Iterator[tuple[str, str]]:
             lines = requires(PACKAGE) or []
         except PackageNotFoundError:
             return
-        found = [re.fullmatch(r"""(.+?)\s*;.*extra\s*==\s*["']([\w-]+)["'].*""", line) for line in lines]
-        stated = [(one[2], one[1]) for one in found if one is not None]
-    for extra, requirement in stated:
-        if extra != "test" and not requirement.startswith(PACKAGE):
-            yield extra, requirement
+        found = [re.fullmatch(r""".+;.*extra\s*==\s*["']([\w-]+)["'].*""", line) for line in lines]
+        stated = [(one[1], one[0]) for one in found if one is not None]
+    for extra, line in stated:
+        requirement, _, marker = line.partition(";")
+        if extra != "test" and not requirement.startswith(PACKAGE) and _is_for_here(marker):
+            yield extra, requirement.strip()
+
+
+def _is_for_here(marker: str) -> bool:
+    """Whether a requirement with this marker holds for this Python and system.
+
+    It is comparisons joined by `and`, as the project has them: a library for all that markers may say need not be here.
+    """
+    here: dict[str, Any] = {"python_version": (*sys.version_info[:2], 0), "platform_system": platform.system()}
+    for name, comparison, value in re.findall(r"""(\w+)\s*(<=|>=|==|!=|<|>)\s*["']([^"']*)["']""", marker):
+        wanted = (*_numbers(value), 0, 0)[:3] if name == "python_version" else value
+        if name in here and not _COMPARISONS[comparison](here[name], wanted):
+            return False
+    return True
 
 
 def _checkout() -> Path | None:
