@@ -13,6 +13,7 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     LongNetLM,
     MultiheadDilatedAttention,
+    RingAdvancedDistributedDilatedAttention,
     benchmark_implementations,
     profile_memory_usage,
 )
@@ -96,14 +97,22 @@ def test_what_cannot_be_profiled_is_refused_before_it_runs(tmp_path) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
+class TakesAnything(nn.Module):
+    def forward(self, *args):
+        (x,) = args
+        return x * 1
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_every_kind_of_module_is_timed(backward) -> None:
     modules = {
         "attention": DilatedAttention(**SPEC),
         "multihead": MultiheadDilatedAttention(64, 4, **SPEC),
+        "ring": RingAdvancedDistributedDilatedAttention(64, 4, **SPEC),
         "dense": nn.MultiheadAttention(64, 4, batch_first=True),
         "model": small_model(),
         "layer": nn.Sequential(nn.Linear(64, 64)),
+        "anything": TakesAnything(),
     }
     results = benchmark_implementations(modules, [CONFIG], num_runs=2, backward=backward)
     assert list(results) == list(modules)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -298,18 +299,26 @@ def _inputs(
     if isinstance(model, DilatedAttention):
         return tuple(torch.randn(B, N, H, E // H, device=place, dtype=dtype, requires_grad=backward) for _ in range(3))
     x = torch.randn(B, N, E, device=place, dtype=dtype, requires_grad=backward)
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        one
-        for one in inspect.signature(model.forward).parameters.values()
-        if one.kind in positional and one.default is inspect.Parameter.empty
-    ]
-    if len(needed) not in (0, 1, 3):  # none: a forward that takes *args
+    needed = _needed(model)
+    if len(needed) not in (0, 1, 3):
         raise ValueError(
-            f"{type(model).__name__} needs {[one.name for one in needed]}: wrap it in a module that takes one tensor "
-            "(B, N, E), or query, key and value"
+            f"{type(model).__name__} needs {needed}: wrap it in a module that takes one tensor (B, N, E), or query, "
+            "key and value"
         )
     return (x, x, x) if len(needed) == 3 else (x,)
+
+
+def _needed(model: nn.Module) -> list[str]:
+    """What `model` cannot be called without; none if its forward, and those it stands for, take anything."""
+    parameter = inspect.Parameter
+    own: Iterator[Any] = takewhile(lambda kind: kind is not nn.Module, type(model).__mro__)
+    # A forward with *args alone hands them to the one that it overrides.
+    for forward in (model.forward, *(super(kind, model).forward for kind in own)):
+        found = inspect.signature(forward).parameters.values()
+        positional = [one for one in found if one.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]
+        if positional:
+            return [one.name for one in positional if one.default is parameter.empty]
+    return []
 
 
 def _peak_of_tensors(run: Callable[[], object]) -> int:
