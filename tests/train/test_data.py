@@ -139,6 +139,31 @@ def test_folders_are_read_whole_but_for_hidden_and_binary_files(tmp_path) -> Non
     assert len(corpus.training) + len(corpus.validation) == 2001
 
 
+def test_linked_folders_are_read_and_nothing_twice(tmp_path) -> None:
+    top, elsewhere = tmp_path / "top", tmp_path / "elsewhere"
+    for file in (top / "own" / "a.txt", elsewhere / "deep" / "b.txt", elsewhere / ".git" / "c.txt"):
+        file.parent.mkdir(parents=True)
+        file.write_text("some text")
+    links = {
+        "linked": elsewhere,
+        "again": elsewhere / "deep",
+        "another-own": top / "own",
+        "file.txt": top / "own" / "a.txt",
+        "own/up": top,
+        "itself": top / "itself",
+        "nowhere": tmp_path / "nowhere",
+        ".hidden": tmp_path,
+    }
+    for name, target in links.items():
+        (top / name).symlink_to(target)
+    (elsewhere / "back").symlink_to(top)
+    (elsewhere / "deep" / "around").symlink_to(elsewhere)
+    files, _ = data._files([str(top)])
+    assert files == [top / "again" / "b.txt", top / "own" / "a.txt"]
+    files, _ = data._files([str(top)], apart=[elsewhere])
+    assert files == [top / "own" / "a.txt"]
+
+
 def test_the_default_corpus_is_the_standard_library(tmp_path) -> None:
     corpus = open_corpus([], 512, tmp_path)
     assert corpus.source.startswith("the Python standard library")

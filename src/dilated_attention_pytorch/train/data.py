@@ -262,17 +262,31 @@ def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path]
 
 
 def _below(top: Path, pattern: str, apart: Sequence[Path] = ()) -> list[Path]:
-    """The files below a folder, by name: not hidden ones, nor what is in the folders `apart` or was made by runs."""
-    found: list[Path] = []
-    for name, folders, files in os.walk(top):
-        folder = Path(name)
-        made = folder != top and (holds_run(folder) or holds_token_files(folder))
-        if made or any(map(folder.is_relative_to, apart)):
-            folders.clear()
-            continue
-        folders[:] = [inside for inside in folders if not inside.startswith(".")]
-        found += [folder / file for file in files if not file.startswith(".") and fnmatchcase(file, pattern)]
-    return sorted(file for file in found if file.is_file())
+    """The files below a folder, by name: not hidden ones, nor what is in the folders `apart` or was made by runs.
+
+    Links are followed. A file that is reached in several ways is given once, by its own name if it has one below `top`.
+    """
+    found: list[tuple[Path, Path]] = []  # where a file is, and what it is called below `top`
+    seen: set[Path] = set()
+    tops = [top]
+    for start in tops:  # it grows: links come last, so that a folder's own name goes before them
+        for name, folders, files in os.walk(start):
+            folder, place = Path(name), Path(os.path.realpath(name))
+            made = folder != top and (holds_run(folder) or holds_token_files(folder))
+            if made or place in seen or any(map(place.is_relative_to, apart)):
+                folders.clear()
+                continue
+            seen.add(place)
+            folders[:] = sorted(inside for inside in folders if not inside.startswith("."))
+            tops += [folder / inside for inside in folders if (folder / inside).is_symlink()]
+            for file in files:
+                if not file.startswith(".") and fnmatchcase(file, pattern):
+                    path = folder / file
+                    found.append((Path(os.path.realpath(path)) if path.is_symlink() else place / file, path))
+    names: dict[Path, Path] = {}
+    for place, path in sorted(found, key=lambda one: (one[0] != one[1], one[1])):
+        names.setdefault(place, path)
+    return sorted(path for path in names.values() if path.is_file())
 
 
 def _is_text(file: Path) -> bool:
