@@ -495,6 +495,27 @@ def test_a_model_without_a_pattern_or_without_the_interface_is_refused() -> None
         use_dilated_attention(torch.nn.Linear(2, 2), SEGMENTS, RATES)
 
 
+def test_a_config_of_models_without_the_interface_is_refused_before_they_lose_their_mask() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    with refused("BloomModel computes attention by itself"):
+        use_dilated_attention(transformers.BloomConfig(**sizes), SEGMENTS, RATES)
+    config = transformers.BloomConfig(**sizes, dilated_attention={"segment_lengths": [8], "dilation_rates": [1]})
+    bloom = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dilated")
+    for model in (bloom, torch.compile(bloom, backend="eager")):
+        with refused("BloomModel computes attention by itself"):
+            model(tokens(1, 10))
+
+    class Unknown(transformers.BloomConfig):
+        """A config that transformers knows no model of."""
+
+    bloom = transformers.BloomForCausalLM._from_config(
+        use_dilated_attention(Unknown(**sizes), SEGMENTS, RATES), attn_implementation="dilated"
+    )
+    for n in (1, 2, 3, 10):
+        with pytest.raises(RuntimeError, match="size"):  # our masks do not fit an attention that is not ours
+            bloom(tokens(1, n))
+
+
 def test_transformers_that_is_too_old_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.3.1")
     with refused("needs transformers >= 5.4, this is 5.3.1: pip install", ImportError):

@@ -12,6 +12,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.models.hf.attention import NAME, register
 from dilated_attention_pytorch.models.hf.pattern import NO_WINDOW, is_no_window, read_pattern, write_pattern
+from dilated_attention_pytorch.models.hf.requirement import require_interface, require_interface_by_config
 
 ModelOrConfig = TypeVar("ModelOrConfig")
 
@@ -35,9 +36,12 @@ def use_dilated_attention(
     config: Any = getattr(model, "config", None) if is_model else model
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"use_dilated_attention takes a model or a config of transformers, got {type(model).__name__}")
-    _check_interface(model if is_model else None)
-    DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # before anything is changed
     text = config.get_text_config()
+    if is_model:
+        require_interface(model)
+    else:
+        require_interface_by_config(text)
+    DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # before anything is changed
     windows = _windows(text)
     if windows and (is_model or not replace_sliding_window):
         raise ValueError(
@@ -57,16 +61,6 @@ def use_dilated_attention(
     else:
         config._attn_implementation = implementation
     return model
-
-
-def _check_interface(model: Any) -> None:
-    if model is None:
-        return
-    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        raise ValueError(
-            f"{type(model).__name__} computes attention by itself and not through transformers' AttentionInterface, so "
-            "that nothing would be switched: use a model that does, such as Llama, Qwen, Mistral or ModernBERT"
-        )
 
 
 def _windows(config: Any) -> str:

@@ -6,10 +6,11 @@ Ours is an int64 tensor of four dimensions, as transformers passes on such tenso
 - `(B, 1, 1, 2)`: `[start, end)` of each row's tokens, the queries being all of them;
 - `(B, 1, 1, 3)`: the same and where the queries begin, as there are earlier tokens;
 - `(documents, 1, 2, 1)`: `[start, end)` of packed documents, counted through the rows one after another;
+- `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
 - `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made:
   some models make masks that no layer takes.
 
-None means: every token of every row, and no earlier ones.
+It is never None: an attention that is not ours would take that for leave to see ahead, while these do not fit it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.hf.pattern import is_no_window
+from dilated_attention_pytorch.models.hf.requirement import require_interface_by_config
 
 
 class Told(NamedTuple):
@@ -43,6 +45,8 @@ def read_mask(mask: Tensor | None) -> Told:
             f"{tuple(mask.shape)}: pass the model a 2D attention_mask for padding, or position_ids that begin again "
             "for packed documents; a dense mask takes O(N^2) memory and is not supported"
         )
+    if mask.shape[2:] == (2, 0):
+        return Told()
     if mask.shape[2] == 2:
         return Told(documents=mask[:, 0, :, 0])
     if mask.shape[3] == 3:
@@ -73,8 +77,10 @@ def dilated_mask(
     allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
     **settings: Any,  # dtype
-) -> Tensor | None:
-    """The mask function that `register` registers: `None` or one of the tensors above, never `N x N`."""
+) -> Tensor:
+    """The mask function that `register` registers: one of the tensors above, never `N x N`."""
+    if config is not None:
+        require_interface_by_config(config)
     if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
         q_offset = int(q_offset)
     first = isinstance(q_offset, int) and q_offset == 0
@@ -105,7 +111,7 @@ def dilated_mask(
     spans = _spans(attention_mask, batch_size, q_length, q_offset, device)
     if first:
         if kv_length == q_length and not torch.compiler.is_compiling() and are_whole(spans, q_length):
-            return None
+            return torch.empty(1, 1, 2, 0, dtype=torch.int64, device=device)
         return spans[:, None, None]
     begin = torch.as_tensor(q_offset, device=spans.device).expand(batch_size, 1)
     if not torch.compiler.is_compiling() and bool((spans[:, 1] != q_offset + q_length).any()):
