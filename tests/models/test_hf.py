@@ -256,6 +256,27 @@ def test_a_bounded_cache_keeps_keys_in_autocasts_dtype() -> None:
     assert cache.layers[0].held.keys.dtype == torch.bfloat16
 
 
+@torch.no_grad()
+def test_a_bounded_cache_that_missed_tokens_is_refused_until_it_is_reset() -> None:
+    model, x = build("llama"), tokens(2, 30)
+    expected = model(x).logits
+    right = torch.ones_like(x)
+    right[0, 20:] = 0
+    for call in (model, torch.compile(model, backend="eager")):
+        cache = dilated_cache(model, 2)
+        with refused("pad on the left"):
+            model(x, attention_mask=right, past_key_values=cache)
+        with refused(r"the 30 tokens that this cache counts never reached it: .*reset\(\)"):
+            call(x, past_key_values=cache)
+        cache.reset()
+        got = [call(piece, past_key_values=cache).logits for piece in x.split(10, dim=1)]
+        torch.testing.assert_close(torch.cat(got, dim=1), expected)
+    cache = dilated_cache(model, 2)
+    model.set_attn_implementation("sdpa")
+    with refused('attention is not dilated, .*use attn_implementation="dilated"'):
+        generate(model, x, past_key_values=cache)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_batch_equals_its_rows_alone(family, side) -> None:

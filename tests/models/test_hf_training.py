@@ -262,3 +262,15 @@ def test_a_compiled_longnet_refuses_packed_documents_beside_a_cache() -> None:
     packed = torch.cat([torch.arange(8), torch.arange(12)])[None]
     with torch.no_grad(), pytest.raises(ValueError, match="position_ids begin again within a row"):
         compiled(x, position_ids=packed, use_cache=True)
+
+
+@torch.no_grad()
+def test_a_longnets_cache_that_missed_tokens_is_refused_until_it_is_reset() -> None:
+    model, x = longnet(), torch.randint(3, 60, (1, 20))
+    cache, right = dilated_cache(model, 1), (torch.arange(20) < 15).long()[None]
+    with pytest.raises(ValueError, match="pad on the left"):
+        model(x, attention_mask=right, past_key_values=cache)
+    with pytest.raises(ValueError, match="the 20 tokens that this cache counts never reached it"):
+        model(x, past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(model(x, past_key_values=cache).logits, model(x).logits)

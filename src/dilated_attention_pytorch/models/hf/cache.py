@@ -42,6 +42,7 @@ class DilatedLayer(CacheLayerMixin):
         self.tokens = 0  # with padding, as transformers counts
         self.held: DilatedKVCache | None = None
         self._is_first = is_first
+        self._awaits_attention = False
 
     @property
     def is_croppable(self) -> bool:
@@ -59,9 +60,23 @@ class DilatedLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.tokens += key_states.shape[2]
+        self.announce(key_states.shape[2])
         setattr(key_states, _ANNOUNCED, self)
         return key_states, value_states
+
+    def announce(self, new: int) -> None:
+        """Count tokens that are to be attended to, which `attended` confirms."""
+        if self._awaits_attention:
+            raise ValueError(
+                f"the newest of the {self.tokens} tokens that this cache counts never reached it: either its model's "
+                'attention is not dilated, or changes keys after the cache (use attn_implementation="dilated", or '
+                "another cache), or the call before failed (reset() the cache and begin again with the first token)"
+            )
+        self._awaits_attention = True
+        self.tokens += new
+
+    def attended(self) -> None:
+        self._awaits_attention = False
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, told: Told, spec: DilatedSpec, scale: float | None
@@ -84,7 +99,9 @@ class DilatedLayer(CacheLayerMixin):
                 device=kept.device,
             )
         self.go_on(told, query.shape[1])
-        return self.held.attend(query, key, value, scale=scale)
+        rows = self.held.attend(query, key, value, scale=scale)
+        self.attended()
+        return rows
 
     def go_on(self, told: Told, new: int) -> None:
         """Take from a mask where each row's tokens begin, for the `new` ones that come now."""
@@ -125,6 +142,7 @@ class DilatedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.tokens = 0
+        self._awaits_attention = False
         if self.held is not None:
             self.held.reset()
 

@@ -256,10 +256,13 @@ class LongNetModel(LongNetPreTrainedModel):
             if layer.held is None:
                 fresh = fresh or self.longnet.new_cache(B, rewindable=layer.rewindable)
                 layer.held = fresh[i]
-            layer.tokens += N
+            layer.announce(N)
             layer.go_on(told, N)
             held.append(layer.held)
-        return self.longnet.hidden(input_ids, cache=held)
+        hidden = self.longnet.hidden(input_ids, cache=held)
+        for layer in cache.layers:
+            layer.attended()
+        return hidden
 
 
 class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
