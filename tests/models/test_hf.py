@@ -453,6 +453,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         model(x, output_attentions=True)
     with refused("masks of its own mask function, got torch.bool"):
         model(x, attention_mask=torch.ones(2, 1, 30, 30, dtype=torch.bool))
+    for rows, n in ((2, 2), (1, 2), (3, 3), (1, 3)):  # as few tokens as our masks have numbers
+        with refused("masks of its own mask function, got torch.int64"):
+            model(x[:, :n], attention_mask=torch.ones(2, 1, rows, n, dtype=torch.long).tril())
     with refused("row 0 has a hole at 3"):
         mask = torch.ones_like(x)
         mask[0, 3] = 0
@@ -535,6 +538,9 @@ def test_a_config_of_models_without_the_interface_is_refused_before_they_lose_th
     for n in (1, 2, 3, 10):
         with pytest.raises(RuntimeError, match="size"):  # our masks do not fit an attention that is not ours
             bloom(tokens(1, n))
+    for n in (2, 3, 10):
+        with pytest.raises(RuntimeError, match="size"):
+            bloom(tokens(2, n), attention_mask=torch.tensor([[1] * n, [0] + [1] * (n - 1)]))
 
 
 def test_transformers_that_is_too_old_is_refused(monkeypatch) -> None:

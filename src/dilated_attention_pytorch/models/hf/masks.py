@@ -1,11 +1,12 @@
 """What a model's mask says, in a few numbers for each document: the mask function of `attn_implementation="dilated"`.
 
 transformers makes a mask once for all layers of a forward, and hands it to the attention function as `attention_mask`.
-Ours is an int64 tensor of four dimensions, as transformers passes on such tensors untouched. Its shape says what it is:
+Ours is an int64 tensor of four dimensions, as transformers passes on such tensors untouched. It has more rows than
+columns, as no dense mask has, and all its rows are the same. Its shape says what it is:
 
-- `(B, 1, 1, 2)`: `[start, end)` of each row's tokens, the queries being all of them;
-- `(B, 1, 1, 3)`: the same and where the queries begin, as there are earlier tokens;
-- `(documents, 1, 2, 1)`: `[start, end)` of packed documents, counted through the rows one after another;
+- `(B, 1, 3, 2)`: `[start, end)` of each row's tokens, the queries being all of them;
+- `(B, 1, 4, 3)`: the same and where the queries begin, as there are earlier tokens;
+- `(documents, 1, 5, 2)`: `[start, end)` of packed documents, counted through the rows one after another;
 - `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
 - `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made:
   some models make masks that no layer takes.
@@ -26,6 +27,8 @@ from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.hf.pattern import is_no_window
 from dilated_attention_pytorch.models.hf.requirement import require_interface_by_config
 
+_SPANS, _SPANS_AND_BEGIN, _DOCUMENTS, _WHOLE, _UNSUPPORTED = (3, 2), (4, 3), (5, 2), (2, 0), (1, 0)
+
 
 class Told(NamedTuple):
     """What a mask tells: at most one of `spans` and `documents`; `begin`, a scalar, where there are earlier tokens."""
@@ -39,20 +42,21 @@ def read_mask(mask: Tensor | None) -> Told:
     """What a mask of `dilated_mask` tells; anything else is refused."""
     if mask is None:
         return Told()
-    if mask.dim() != 4 or mask.dtype != torch.int64:
+    kind = tuple(mask.shape[2:]) if mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype == torch.int64 else None
+    if kind == _WHOLE:
+        return Told()
+    if kind == _SPANS:
+        return Told(spans=mask[:, 0, 0])
+    if kind == _SPANS_AND_BEGIN:
+        return Told(spans=mask[:, 0, 0, :2], begin=mask[0, 0, 0, 2])
+    if kind == _DOCUMENTS:
+        return Told(documents=mask[:, 0, 0])
+    if kind != _UNSUPPORTED:
         raise ValueError(
             f'attn_implementation="dilated" takes masks of its own mask function, got {mask.dtype} '
             f"{tuple(mask.shape)}: pass the model a 2D attention_mask for padding, or position_ids that begin again "
             "for packed documents; a dense mask takes O(N^2) memory and is not supported"
         )
-    if mask.shape[2:] == (2, 0):
-        return Told()
-    if mask.shape[2] == 2:
-        return Told(documents=mask[:, 0, :, 0])
-    if mask.shape[3] == 3:
-        return Told(spans=mask[:, 0, 0, :2], begin=mask[0, 0, 0, 2])
-    if mask.shape[3] == 2:
-        return Told(spans=mask[:, 0, 0])
     raise ValueError(
         "this layer's mask is neither causal nor bidirectional over whole documents, which "
         'attn_implementation="dilated" cannot honour '
@@ -86,7 +90,7 @@ def dilated_mask(
     first = isinstance(q_offset, int) and q_offset == 0
     if device is None and attention_mask is not None:
         device = attention_mask.device
-    unsupported = torch.empty(1, 1, 1, 0, dtype=torch.int64, device=device)
+    unsupported = _without_numbers(_UNSUPPORTED, device)
     if local_size is not None and is_no_window(local_size):
         # A window's function is a new one each time. A mask that may be left out is causal or bidirectional and nothing
         # else; beside a cache, which has no packed documents, one where no token sees the next is causal as well.
@@ -105,21 +109,31 @@ def dilated_mask(
         if chunked or attention_mask is not None or not first or q_length != kv_length:
             return unsupported  # packed documents come with neither padding nor earlier tokens
         documents = _packed_documents(mask_function, batch_size, q_length, device)
-        return unsupported if documents is None else documents[:, None, :, None]
+        return unsupported if documents is None else _with_numbers(_DOCUMENTS, documents)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
     spans = _spans(attention_mask, batch_size, q_length, q_offset, device)
     if first:
         if kv_length == q_length and not torch.compiler.is_compiling() and are_whole(spans, q_length):
-            return torch.empty(1, 1, 2, 0, dtype=torch.int64, device=device)
-        return spans[:, None, None]
+            return _without_numbers(_WHOLE, device)
+        return _with_numbers(_SPANS, spans)
     begin = torch.as_tensor(q_offset, device=spans.device).expand(batch_size, 1)
     if not torch.compiler.is_compiling() and bool((spans[:, 1] != q_offset + q_length).any()):
         raise ValueError(
             f"row {int((spans[:, 1] != q_offset + q_length).int().argmax())} of attention_mask ends before its newest "
             "token: a cache goes on at the end of every row, so pad on the left"
         )
-    return torch.cat([spans, begin], dim=1)[:, None, None]
+    return _with_numbers(_SPANS_AND_BEGIN, torch.cat([spans, begin], dim=1))
+
+
+def _with_numbers(kind: tuple[int, int], numbers: Tensor) -> Tensor:  # (..., columns) to (..., 1, rows, columns)
+    rows, columns = kind
+    assert numbers.shape[1] == columns
+    return numbers[:, None, None].repeat(1, 1, rows, 1)
+
+
+def _without_numbers(kind: tuple[int, int], device: Any = None) -> Tensor:
+    return torch.empty(1, 1, *kind, dtype=torch.int64, device=device)
 
 
 def packed_by_positions(position_ids: Tensor) -> Tensor | None:
@@ -206,7 +220,7 @@ def _documents(joined: Tensor) -> Tensor:
 @torch.library.custom_op("dilated_attention_pytorch::documents_of", mutates_args=())
 def documents_of(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
     if not _is_packed(ahead, reaches):
-        read_mask(torch.empty(1, 1, 1, 0, dtype=torch.int64))
+        read_mask(_without_numbers(_UNSUPPORTED))
     found = _documents(joined)
     spans = found.new_full((reaches.numel(), 2), reaches.numel())
     spans[: found.shape[0]] = found
