@@ -113,7 +113,8 @@ def missing_extras() -> dict[str, list[str]]:
         assert name is not None, requirement
         least = re.search(r">=\s*([\d.]+)", requirement)
         try:
-            if least is None or _numbers(version(name[0])) >= _numbers(least[1]):
+            found = version(name[0])
+            if least is None or _numbers(found) >= _numbers(least[1]):
                 continue
         except PackageNotFoundError:
             pass
