@@ -48,6 +48,12 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew() -> None:
+    """Tests compile the same functions: after a few of them, they would run uncompiled."""
+    torch.compiler.reset()
+
+
 def build(family: str, dtype: torch.dtype = torch.float64, head_layout: str = "interleaved", **sizes):
     """A tiny random model with dilated attention."""
     torch.manual_seed(0)
@@ -314,6 +320,34 @@ def test_packed_documents_that_fill_a_static_cache_equal_each_alone() -> None:
     together = model(x, position_ids=positions, past_key_values=cache).logits
     alone = [model(piece).logits for piece in x.split(lengths, dim=1)]
     torch.testing.assert_close(together, torch.cat(alone, dim=1), rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_an_attention_mask_and_stated_lengths_come_before_positions_compiled_or_not() -> None:
+    model, x = build("llama", num_hidden_layers=1), tokens(2, 30)
+    told = {
+        "attention_mask": torch.ones_like(x),
+        "position_ids": torch.cat([torch.arange(12), torch.arange(18)]).expand(2, -1),
+    }
+    dense = build("llama", num_hidden_layers=1)
+    dense.set_attn_implementation("sdpa")
+    use_dilated_attention(model, [64], [1])
+    expected = dense(x, **told).logits
+    caches = {
+        "none": lambda: {"use_cache": False},
+        "dynamic": lambda: {"use_cache": True},
+        "static": lambda: {"past_key_values": StaticCache(config=model.config, max_cache_len=40)},
+        "bounded": lambda: {"past_key_values": dilated_cache(model, 2)},
+    }
+    for call in (model, torch.compile(model, backend="eager")):
+        for name, make in caches.items():
+            assert (call(x, **told, **make()).logits - expected).abs().max() < 1e-9, name
+        ends = {"cu_seq_lens_q": torch.tensor([0, 12, 30]), "use_cache": False}
+        got = call(x[:1], position_ids=torch.arange(30)[None], **ends).logits
+        torch.testing.assert_close(got[:, :12], dense(x[:1, :12]).logits)
+        torch.testing.assert_close(got[:, 12:], dense(x[:1, 12:], position_ids=torch.arange(12, 30)[None]).logits)
+        with refused("attention_mask and cu_seq_lens_q both state the documents"):
+            call(x[:1], attention_mask=told["attention_mask"][:1], **ends)
 
 
 def test_positions_that_change_in_place_are_read_anew_in_inference_mode() -> None:

@@ -15,7 +15,6 @@ from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf.cache import layer_of
 from dilated_attention_pytorch.models.hf.masks import (
     Told,
-    are_whole,
     dilated_mask,
     of_one_document,
     packed_by_positions,
@@ -81,9 +80,9 @@ def dilated_attention_forward(
             raise ValueError(f"a cache is for inference, without attention dropout (it is {dropout}): call eval()")
     if layer is not None:
         if torch.compiler.is_compiling():
-            q = _of_one_document(q, told.spans, asked)
-        elif told.spans is None and told.documents is None:
-            told = Told(documents=_stated_documents(q.shape[0], q.shape[1], asked))
+            q = _of_one_document(q, told, asked)
+        elif told.begin is None:
+            told = told._replace(documents=_stated_documents(q.shape[0], q.shape[1], told, asked))
         return layer.attend(q, k, v, told, spec, scaling), None
     if told.begin is None:
         return _whole(q, k, v, told, spec, is_causal, scaling, dropout, asked), None
@@ -107,19 +106,16 @@ def _whole(
     spans, documents = told.spans, told.documents
     has_room = k.shape[1] != N
     if has_room:
-        if spans is None or k.shape[1] < N:
+        if not (told.is_whole or spans is not None) or k.shape[1] < N:
             raise ValueError(
                 f"{N} queries and {k.shape[1]} keys came without a mask that says where the queries lie: "
                 'cross-attention and models that make masks of their own cannot use attn_implementation="dilated"'
             )
         k, v = k[:, :N], v[:, :N]  # a static cache has room for later tokens
     if has_room and torch.compiler.is_compiling():
-        q = _of_one_document(q, spans, asked)
-    elif documents is None and (spans is None or has_room):
-        # Room for later tokens brings a mask though nothing is masked; where padding is, positions have no say.
-        packed = _stated_documents(B, N, asked)
-        if packed is not None and (spans is None or are_whole(spans, N)):
-            documents = packed
+        q = _of_one_document(q, told, asked)
+    else:
+        documents = _stated_documents(B, N, told, asked)
     if documents is not None:
         spans = documents
         q, k, v = (x.reshape(1, B * N, *x.shape[2:]) for x in (q, k, v))
@@ -138,24 +134,36 @@ def _whole(
     return out.reshape(B, N, *out.shape[2:])
 
 
-def _stated_documents(batch: int, tokens: int, asked: dict[str, Any]) -> Tensor | None:
-    """Packed documents that came past the mask: as `cu_seq_lens_q`, or as positions of a forward that fills a cache."""
+def _stated_documents(batch: int, tokens: int, told: Told, asked: dict[str, Any]) -> Tensor | None:
+    """Packed documents: as `cu_seq_lens_q`, as the mask tells, or as positions of a forward that fills a cache."""
     lengths, positions = asked.get("cu_seq_lens_q"), asked.get("position_ids")
     if lengths is not None:
+        if told.is_by_mask:
+            raise ValueError("attention_mask and cu_seq_lens_q both state the documents: pass one of them")
         return _latest_lengths(lengths, lambda: document_spans(batch, tokens, cu_seqlens=lengths))
+    if told.documents is not None or told.is_by_mask:
+        return told.documents
+    if told.is_whole and torch.compiler.is_compiling():  # where each layer would wait for the positions
+        return None
     if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1:
         return _latest_positions(positions, lambda: packed_by_positions(positions.expand(batch, tokens)))
     return None
 
 
-def _of_one_document(q: Tensor, spans: Tensor | None, asked: dict[str, Any]) -> Tensor:
+def _of_one_document(q: Tensor, told: Told, asked: dict[str, Any]) -> Tensor:
     """Queries of a traced forward that fills a cache, which packed documents would make others."""
     if asked.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q states packed documents, which a compiled model beside a cache does not honour")
     positions = asked.get("position_ids")
-    if positions is None or positions.dim() != 2 or positions.shape[1] != q.shape[1] or q.shape[1] == 1:
+    if (
+        told.is_by_mask
+        or positions is None
+        or positions.dim() != 2
+        or positions.shape[1] != q.shape[1]
+        or q.shape[1] == 1
+    ):
         return q
-    return of_one_document(q, positions, spans)
+    return of_one_document(q, positions)
 
 
 class _Latest:

@@ -187,7 +187,7 @@ class LongNetModel(LongNetPreTrainedModel):
         if past_key_values is None or not torch.compiler.is_compiling():
             packed = self._packed(B, N, attention_mask, position_ids, packed)
         elif attention_mask is None and position_ids is not None and N > 1:
-            input_ids = of_one_document(input_ids, position_ids.expand(B, N), None)
+            input_ids = of_one_document(input_ids, position_ids.expand(B, N))
         if past_key_values is None:
             padding = None if attention_mask is None else ~attention_mask.bool()
             hidden = self.longnet.hidden(input_ids, key_padding_mask=padding, cu_seqlens=packed)

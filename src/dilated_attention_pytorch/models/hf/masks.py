@@ -8,6 +8,7 @@ columns, as no dense mask has, and all its rows are the same. Its shape says wha
 - `(B, 1, 4, 3)`: the same and where the queries begin, as there are earlier tokens;
 - `(documents, 1, 5, 2)`: `[start, end)` of packed documents, counted through the rows one after another;
 - `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
+- `(1, 1, 3, 0)`: the same, as an `attention_mask` of ones has said;
 - `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made:
   some models make masks that no layer takes.
 
@@ -27,7 +28,8 @@ from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.hf.pattern import is_no_window
 from dilated_attention_pytorch.models.hf.requirement import require_interface_by_config
 
-_SPANS, _SPANS_AND_BEGIN, _DOCUMENTS, _WHOLE, _UNSUPPORTED = (3, 2), (4, 3), (5, 2), (2, 0), (1, 0)
+_SPANS, _SPANS_AND_BEGIN, _DOCUMENTS = (3, 2), (4, 3), (5, 2)
+_UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK = (1, 0), (2, 0), (3, 0)
 
 
 class Told(NamedTuple):
@@ -36,6 +38,8 @@ class Told(NamedTuple):
     spans: Tensor | None = None  # (B, 2)
     documents: Tensor | None = None  # (documents, 2), through all rows
     begin: Tensor | None = None
+    is_whole: bool = False  # every token, and no earlier ones
+    is_by_mask: bool = False  # an `attention_mask` may have said it, beside which positions have no say
 
 
 def read_mask(mask: Tensor | None) -> Told:
@@ -43,12 +47,12 @@ def read_mask(mask: Tensor | None) -> Told:
     if mask is None:
         return Told()
     kind = tuple(mask.shape[2:]) if mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype == torch.int64 else None
-    if kind == _WHOLE:
-        return Told()
+    if kind in (_WHOLE, _WHOLE_BY_MASK):
+        return Told(is_whole=True, is_by_mask=kind == _WHOLE_BY_MASK)
     if kind == _SPANS:
-        return Told(spans=mask[:, 0, 0])
+        return Told(spans=mask[:, 0, 0], is_by_mask=True)
     if kind == _SPANS_AND_BEGIN:
-        return Told(spans=mask[:, 0, 0, :2], begin=mask[0, 0, 0, 2])
+        return Told(spans=mask[:, 0, 0, :2], begin=mask[0, 0, 0, 2], is_by_mask=True)
     if kind == _DOCUMENTS:
         return Told(documents=mask[:, 0, 0])
     if kind != _UNSUPPORTED:
@@ -112,10 +116,12 @@ def dilated_mask(
         return unsupported if documents is None else _with_numbers(_DOCUMENTS, documents)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
+    if first and attention_mask is None:
+        return _without_numbers(_WHOLE, device)
     spans = _spans(attention_mask, batch_size, q_length, q_offset, device)
     if first:
-        if kv_length == q_length and not torch.compiler.is_compiling() and are_whole(spans, q_length):
-            return _without_numbers(_WHOLE, device)
+        if not torch.compiler.is_compiling() and _are_whole(spans, q_length):
+            return _without_numbers(_WHOLE_BY_MASK, device)
         return _with_numbers(_SPANS, spans)
     begin = torch.as_tensor(q_offset, device=spans.device).expand(batch_size, 1)
     if not torch.compiler.is_compiling() and bool((spans[:, 1] != q_offset + q_length).any()):
@@ -167,7 +173,7 @@ def _spans(
     return torch.stack([torch.where(empty, later, spans[:, 0]), torch.where(empty, later, end)], dim=1)
 
 
-def are_whole(spans: Tensor, tokens: int) -> bool:
+def _are_whole(spans: Tensor, tokens: int) -> bool:
     return bool(((spans[:, 0] == 0) & (spans[:, 1] == tokens)).all())
 
 
@@ -234,10 +240,9 @@ def _(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
 
 # A compiled model does not see values: what it cannot honour beside a cache is refused as it runs.
 @torch.library.custom_op("dilated_attention_pytorch::of_one_document", mutates_args=())
-def of_one_document(x: Tensor, position_ids: Tensor, spans: Tensor | None) -> Tensor:
-    """A copy of `x`, unless positions begin again within rows that have no padding."""
-    is_whole = spans is None or are_whole(spans, position_ids.shape[1])
-    if is_whole and bool((position_ids.diff(dim=-1) != 1).any()):
+def of_one_document(x: Tensor, position_ids: Tensor) -> Tensor:
+    """A copy of `x`, unless positions begin again within rows."""
+    if bool((position_ids.diff(dim=-1) != 1).any()):
         raise ValueError(
             "position_ids begin again within a row, which a compiled model beside a cache does not honour: call it "
             "without a cache, or without torch.compile"
@@ -246,5 +251,5 @@ def of_one_document(x: Tensor, position_ids: Tensor, spans: Tensor | None) -> Te
 
 
 @of_one_document.register_fake
-def _(x: Tensor, position_ids: Tensor, spans: Tensor | None) -> Tensor:
+def _(x: Tensor, position_ids: Tensor) -> Tensor:
     return torch.empty_like(x)
