@@ -5,6 +5,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# Tensors are small: threads would wait for each other longer than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Inductor asks for it, and it refuses to be imported after Python's own distutils, which some packages still use.
 if find_spec("setuptools"):
