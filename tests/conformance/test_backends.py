@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarn
 triton_corners = functools.partial(corners, head_dim=16)
 
 
-@settings(max_examples=100)
+@settings(max_examples=150)
 @corners
 @given(draws())
 @pytest.mark.parametrize("through_lse", [False, True])
@@ -62,7 +62,7 @@ small_draws = draws(min_tokens=16, min_segment=8, head_dims=(16, 24), heads=[(2,
 
 
 @needs_interpreter
-@settings(max_examples=4)
+@settings(max_examples=6)
 @triton_corners
 @given(small_draws)
 def test_triton_equals_the_reference_in_the_interpreter(draw: Draw) -> None:
@@ -70,7 +70,7 @@ def test_triton_equals_the_reference_in_the_interpreter(draw: Draw) -> None:
 
 
 @needs_interpreter
-@settings(max_examples=3)
+@settings(max_examples=5)
 @given(small_draws)
 def test_triton_in_half_precision_is_close_in_the_interpreter(draw: Draw) -> None:
     check_in_interpreter(draw, torch.float16, 2e-2)
@@ -91,7 +91,7 @@ def test_rounding_does_not_add_up_over_branches_in_the_interpreter() -> None:
         assert errors[1][name] <= 1.3 * errors[0][name], name
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @corners
 @given(draws())
 def test_small_chunks_change_nothing(draw: Draw) -> None:

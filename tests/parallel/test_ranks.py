@@ -13,7 +13,7 @@ from .launching import torchrun
 @functools.cache
 def launched(ranks: int) -> str:
     # Fresh problems every time; a failure prints its seed.
-    return torchrun("check_all", ranks, str(random.randrange(2**32)), "8")
+    return torchrun("check_all", ranks, str(random.randrange(2**32)), "12")
 
 
 def check_passed(name: str, ranks: int) -> None:
