@@ -460,9 +460,9 @@ def test_accumulated_gradients_are_those_of_the_large_batch(capsys) -> None:
 
 def test_steps_count_sequences_however_they_are_spread() -> None:
     whole = collate(sequences(*[16] * 12))
-    sizes = (1, 3, 4, 2, 2)  # the fourth begins a new step
+    sizes = (1, 3, 4, 2, 2)  # the third ends a step and begins the next
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    spread = [{name: x[at : at + n] for name, x in whole.items()} for at, n in zip(starts, sizes)]
+    spread = [{name: x[at : at + n] for name, x in whole.items()} | {"seqlens": None} for at, n in zip(starts, sizes)]
     even = [{name: x[at : at + 3] for name, x in whole.items()} for at in range(0, 12, 3)]
     losses = []
     for loader in (spread, even):

@@ -188,9 +188,12 @@ def gradient_accumulation_training(
         seen += 1
         room = room if group else target_batch_size
         if rows > room:  # packed documents are one row, which is never too many
-            group.append({name: x[:room] for name, x in batch.items()})
+            first, batch = (
+                {name: x if x is None else x[rows] for name, x in batch.items()}
+                for rows in (slice(room), slice(room, None))
+            )
+            group.append(first)
             end_group()
-            batch = {name: x[room:] for name, x in batch.items()}
             rows, room = rows - room, target_batch_size
         group.append(batch)
         room -= rows
@@ -386,6 +389,8 @@ class _Step:
         model.train()
 
     def __call__(self, batches: Sequence[Batch]) -> float:
+        from torch.distributed.tensor import DTensor
+
         parts = [_unpack(batch, self._device) for batch in batches]
         counted = [int((labels != IGNORED).sum()) for _, labels, _ in parts]
         if not sum(counted):
@@ -401,11 +406,13 @@ class _Step:
             raise FloatingPointError(f"the loss is {value}: lower the learning rate, or look at the batch")
         self._scaler.unscale_(self._optimizer)
         most = math.inf if self._clip_norm is None else self._clip_norm
-        norm = nn.utils.clip_grad_norm_(self._model.parameters(), most).item()
-        if not math.isfinite(norm) and not self._scaler.is_enabled():  # which leaves such a step out by itself
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), most)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not norm.isfinite() and not self._scaler.is_enabled():  # which leaves such a step out by itself
             self._optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(
-                f"the gradient's norm is {norm} at a loss of {value}: lower the learning rate, or look at the batch"
+                f"the gradient's norm is {norm.item()} at a loss of {value}: lower the learning rate, or look at the "
+                "batch"
             )
         self._scaler.step(self._optimizer)
         self._scaler.update()
