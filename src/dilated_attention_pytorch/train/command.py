@@ -12,6 +12,7 @@ from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import (
     MAY_CHANGE,
     MEMORY_MAY_CHANGE,
+    OF_A_STAGE,
     PRESETS,
     TrainConfig,
     build_tables,
@@ -118,11 +119,11 @@ def _with_presets(settings: dict[str, Any], flags: dict[str, Any], file: Path | 
 
 def _check_beside_stages(settings: dict[str, Any], flags: dict[str, Any], first: Stage) -> None:
     """Stages decide these: a flag is refused, and so is a file that says otherwise."""
-    of_the_run, of_the_model = ("sequence_length", "batch_size", "learning_rate"), ("segment_lengths", "dilation_rates")
-    if both := [name for name in (*of_the_run, *of_the_model) if name in flags]:
+    of_the_model = ("segment_lengths", "dilation_rates")
+    if both := [name for name in (*OF_A_STAGE, *of_the_model) if name in flags]:
         raise ValueError(f"{'--' * ('stages' in flags)}stages say what {_names(both)} are: leave one of both out")
     model = settings.get("model", {})
-    for names, stated in ((of_the_run, settings), (of_the_model, model if isinstance(model, dict) else {})):
+    for names, stated in ((OF_A_STAGE, settings), (of_the_model, model if isinstance(model, dict) else {})):
         for name in names:
             value, decided = stated.get(name), getattr(first, name)
             if value is not None and (tuple(value) if isinstance(value, list) else value) != decided:

@@ -59,7 +59,7 @@ _TOML_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
     tuple: ((list,), "a list"),
 }
 
-_OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")
+OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")  # fields of a run that its stages decide
 
 # Small enough to learn something visible on two CPU cores in two minutes.
 SMALL_MODEL = ModelConfig(
@@ -184,7 +184,7 @@ class TrainConfig:
                 f"without a tokenizer text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}"
             )
         for number, stage in enumerate(self.stages, start=1):
-            own = {name: getattr(stage, name) for name in _OF_A_STAGE}
+            own = {name: getattr(stage, name) for name in OF_A_STAGE}
             try:  # each is to pass as a run of its own
                 dataclasses.replace(self, stages=(), model=with_pattern(self.model, stage), **own)
             except ValueError as error:
@@ -197,7 +197,7 @@ class TrainConfig:
         object.__setattr__(self, "steps", self.steps or sum(stage.steps for stage in stages) or 250)
         if not stages:
             return
-        for name in _OF_A_STAGE:
+        for name in OF_A_STAGE:
             stated, first = getattr(self, name), getattr(stages[0], name)
             if stated not in (first, type(self).__dataclass_fields__[name].default):
                 raise ValueError(f"stages say what {name} is, {first} at first, got {stated} beside them: leave it out")
@@ -213,7 +213,7 @@ class TrainConfig:
 
     @functools.cached_property
     def _as_stage(self) -> Stage:
-        own: dict[str, Any] = {name: getattr(self, name) for name in (*_OF_A_STAGE, "steps")}
+        own: dict[str, Any] = {name: getattr(self, name) for name in (*OF_A_STAGE, "steps")}
         return Stage(segment_lengths=self.model.segment_lengths, dilation_rates=self.model.dilation_rates, **own)
 
     @property
