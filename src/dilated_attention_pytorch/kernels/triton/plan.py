@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.core.pattern import grid_rows, rounds_little
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import OffsetTable, Problem
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
@@ -94,16 +94,13 @@ class Plan:
         table = problem.offsets(self.H, key.shape[2])
         rounds = not problem.partial and rounds_little(problem.spec, table)
         self.sum_dtype = query.dtype if rounds else torch.float32
-        # The branch that covers every row goes first, so that nothing needs to be cleared before it.
-        order = sorted(range(len(table)), key=lambda i: problem.spec.branches[i].dilation_rate != 1)
-        rows = [(i, table[i]) for i in order if any(offset is not None for offset in table[i])]
-        # A share of a call may be on no branch at all: a shard's heads, or a piece of a chunk.
-        covers = bool(rows) and problem.spec.branches[rows[0][0]].dilation_rate == 1 and None not in rows[0][1]
-        self.every_row_written = covers and spans is None
+        order, covers = _order(problem, table, self.N, cleared=spans is not None)
+        self.every_row_written = covers
         self.new = torch.empty_like if self.every_row_written else torch.zeros_like
         self.branches: list[PlannedBranch] = []
         seen: set[int] = set()
-        for index, row in rows:
+        for index in order:
+            row = table[index]
             heads = {h for h, offset in enumerate(row) if offset is not None}
             self.branches.append(PlannedBranch(self, index, row, bool(heads & seen), tensors))
             seen |= heads
@@ -122,6 +119,22 @@ class Plan:
         sums = 0 if self.sum_dtype == query.dtype or problem.partial else query.numel() * self.sum_dtype.itemsize
         self.forward_loan = sums
         self.backward_loan = max(sums, 4 * self.like_lse.numel(), 4 * self.workspace_size)
+
+
+def _order(problem: Problem, table: OffsetTable, tokens: int, *, cleared: bool) -> tuple[list[int], bool]:
+    """The branches that heads are on, in the order in which they run, and whether the first one writes every row.
+
+    A branch that does goes first, so that nothing needs to be cleared before it. Where results are cleared anyway,
+    branches of few keys go first: each rounds what it adds to, and what those leave is small.
+    """
+    branches = problem.spec.branches
+    # A share of a call may be on no branch at all: a shard's heads, or a piece of a chunk.
+    order = [i for i, row in enumerate(table) if any(offset is not None for offset in row)]
+    covering = [i for i in order if branches[i].dilation_rate == 1 and None not in table[i]]
+    if covering and not cleared:
+        return sorted(order, key=lambda i: i != covering[0]), True
+    keys = [grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in branches]
+    return sorted(order, key=keys.__getitem__), False
 
 
 class PlannedBranch:
