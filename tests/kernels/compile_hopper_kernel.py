@@ -69,6 +69,7 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         slots=1,
         slots_a_row=1,
         offsets=torch.zeros(2, dtype=torch.int32),
+        query_offsets=torch.zeros(2, dtype=torch.int32),
         is_causal=mask != "whole",
         continues=True,
         launches={},

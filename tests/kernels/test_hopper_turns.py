@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from types import SimpleNamespace
 
@@ -12,13 +13,14 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core.block_layout import BranchLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.pattern import grid_rows, segments
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 
 turns = pytest.importorskip(
     "dilated_attention_pytorch.kernels.triton.hopper.turns", reason="this Triton has no Gluon", exc_type=ImportError
 )
-forward = pytest.importorskip(
-    "dilated_attention_pytorch.kernels.triton.hopper.forward", reason="this Triton has no Gluon", exc_type=ImportError
+works = pytest.importorskip(
+    "dilated_attention_pytorch.kernels.triton.hopper.works", reason="this Triton has no Gluon", exc_type=ImportError
 )
 launch = pytest.importorskip(
     "dilated_attention_pytorch.kernels.triton.hopper.launch", reason="this Triton has no Gluon", exc_type=ImportError
@@ -164,22 +166,64 @@ def test_a_long_segment_is_shared_out_where_there_is_memory_for_few_teams() -> N
     assert launch._teams(1000, 8, False, 132, 4) == launch.NOBODY  # no team has more members than key tiles
 
 
-def works_of(program: int, programs: int, tiles: int, units: int, causal: bool) -> list[tuple[int, int]]:
-    """`(unit, query tile)` of a program of forward, where the tile has rows."""
-    kernel = on_integers(forward, "_tile_at", program=program)
-    found = [kernel._tile_at(0, tiles, units, programs, causal)]
-    while found[-1][0] < units:
-        found.append(kernel._tile_at(len(found), tiles, units, programs, causal))
-    return [(unit, tile) for unit, tile in found[:-1] if tile < tiles]
+def of_forward(program: int = 0) -> SimpleNamespace:
+    return on_integers(
+        works, "work_at", "_later", "next_work", "tile_of", "offset_of", "segment_rows", "place_of", program=program
+    )
 
 
-@given(st.integers(1, 40), st.integers(1, 140), st.integers(1, 30), st.booleans())
-def test_every_query_tile_is_some_programs_work(programs: int, units: int, tiles: int, causal: bool) -> None:
-    found = [work for program in range(programs) for work in works_of(program, programs, tiles, units, causal)]
-    assert sorted(found) == [(unit, tile) for unit in range(units) for tile in range(tiles)]
+def sizes_of(
+    programs: int, tiles: int, heads: int, slots: int = 1, batch: int = 1, *, tokens: int = 1, w: int = 1,
+    rate: int = 1, first_head: int = 0,
+) -> tuple[int, ...]:  # fmt: skip
+    """What forward's functions call sizes."""
+    return tokens, first_head + heads, w, rate, heads, first_head, tiles, slots, batch, programs, 1
+
+
+def works_of(program: int, sizes: tuple[int, ...], causal: bool) -> list[tuple[int, int, int, int]]:
+    """`(batch row, segment, head, query tile)` of a program of forward, where the tile has rows."""
+    kernel = of_forward()
+    tiles, batch, programs = sizes[6], sizes[8], sizes[9]
+    step = kernel.work_at(programs, sizes, causal)
+    work, second = kernel.work_at(program, sizes, causal), 0
+    found = []
+    while work[0] < batch:
+        tile = kernel.tile_of(work, second, sizes, causal)
+        if tile < tiles:
+            found.append((*work[:3], tile))
+        work, second = kernel.next_work(work, second, step, sizes, causal)
+    return found
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 30), st.integers(1, 9), st.integers(1, 7), st.integers(1, 3), st.booleans()
+)  # fmt: skip
+def test_every_query_tile_is_some_programs_work(
+    programs: int, tiles: int, heads: int, slots: int, batch: int, causal: bool
+) -> None:
+    sizes = sizes_of(programs, tiles, heads, slots, batch)
+    found = [work for program in range(programs) for work in works_of(program, sizes, causal)]
+    assert sorted(found) == list(itertools.product(range(batch), range(slots), range(heads), range(tiles)))
+
+
+@given(st.integers(1, 300), st.integers(1, 90), st.integers(1, 12), st.data())
+def test_a_work_knows_its_rows(tokens: int, w: int, rate: int, data: st.DataObject) -> None:
+    w = min(w, tokens)
+    found = segments(tokens, w)
+    segment = data.draw(st.integers(0, len(found) - 1))
+    offset = data.draw(st.integers(-1, rate - 1))
+    kernel = of_forward()
+    sizes = sizes_of(1, 1, 4, len(found), 1, tokens=tokens, w=w, rate=rate, first_head=3)
+    assert kernel.offset_of((0, segment, 2, 0), Pointer([9] * 5 + [offset]), sizes) == offset
+    start, length = found[segment]
+    count = 0 if offset < 0 else grid_rows(length, rate, offset)
+    place = kernel.place_of((0, segment, 2, 0), offset, kernel.segment_rows(sizes), sizes)
+    assert place == (0, 5, start + offset, count)
+    assert kernel.place_of((1, 0, 0, 0), 0, kernel.segment_rows(sizes), sizes)[3] == 0  # past the last work
 
 
 @pytest.mark.parametrize(("units", "tiles"), [(768, 16), (192, 16), (1024, 16), (96, 22), (48, 22), (6144, 16)])
 def test_programs_get_as_much_to_do_under_causality(units: int, tiles: int) -> None:
-    loads = [sum(tile + 1 for _, tile in works_of(i, 132, tiles, units, causal=True)) for i in range(132)]
+    found = [works_of(program, sizes_of(132, tiles, heads=units), causal=True) for program in range(132)]
+    loads = [sum(tile + 1 for *_, tile in mine) for mine in found]
     assert max(loads) <= 1.04 * sum(loads) / 132

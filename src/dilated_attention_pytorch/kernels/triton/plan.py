@@ -157,7 +157,9 @@ class PlannedBranch:
         self.slots = plan.B * self.slots_a_row
         if plan.documents is not None and plan.B == 1:
             self.slots += plan.documents
-        self.offsets = _offsets_on(plan.device, tuple(-1 if offset is None else offset for offset in row))
+        offsets = tuple(-1 if offset is None else offset for offset in row)
+        self.offsets = _offsets_on(plan.device, offsets)  # of key/value heads
+        self.query_offsets = _offsets_on(plan.device, tuple(offset for offset in offsets for _ in range(plan.group)))
         self.workspace_rows = 0
         self.hopper = _hopper_for(self, *tensors)
         self.launches: dict[str, Launch] = {}

@@ -131,8 +131,13 @@ def _measured() -> dict[Kind, Tiles | HopperTiles]:
         for head_dim, shapes in by_head_dim.items()
         for is_causal in (False, True)
     }
-    two, three = HopperTiles(2, 2, 240, ordered=True), HopperTiles(3, 2, 160, ordered=True)
-    for head_dim, is_causal, shape in ((64, False, three), (64, True, two), (128, False, two), (128, True, two)):
+    hopper = {
+        (64, False): HopperTiles(3, 2, 160, ordered=True),
+        (64, True): HopperTiles(2, 3, 240, ordered=True),
+        (128, False): HopperTiles(2, 2, 240, ordered=True),
+        (128, True): HopperTiles(2, 2, 240, ordered=True),
+    }
+    for (head_dim, is_causal), shape in hopper.items():
         table[Kind("hopper forward", 2, head_dim, is_causal)] = shape
     return table
 

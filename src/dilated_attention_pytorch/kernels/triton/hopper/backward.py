@@ -85,7 +85,7 @@ def _produce(
     held = 0
     held_phase = 1
     for unit in range(gl.program_id(0) // team_size, units, teams):
-        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
+        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -157,7 +157,7 @@ def _write(
     epoch = 0
     last_turn = Turns
     for unit in range(team, units, teams):
-        _, _, _, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
+        _, _, _, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -281,7 +281,7 @@ def _consume(
     held_phase = 0
     epoch = 0
     for unit in range(team, units, teams):
-        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, 1)
+        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets)
         origin = b.to(gl.int64) * N + token
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N

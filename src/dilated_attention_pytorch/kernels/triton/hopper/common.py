@@ -21,20 +21,15 @@ synchronize_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl
 
 
 @gluon.jit
-def locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group):
-    """`(batch row, head, first token, rows)` of the unit-th (segment, head)."""
-    offset = gl.load(offsets + (first_head + unit % heads) // group)
-    return locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
-
-
-@gluon.jit
-def locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate):
-    """The same with the head's offset at hand."""
+def locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets):
+    """`(batch row, head, first token, rows)` of the unit-th (segment, key/value head)."""
     slot = unit // heads
+    head = first_head + unit % heads
+    offset = gl.load(offsets + head)
     start = slot % slots_a_row * W
     length = gl.minimum(W, N - start)
     count = gl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    return slot // slots_a_row, first_head + unit % heads, start + offset, count
+    return slot // slots_a_row, head, start + offset, count
 
 
 @gluon.jit

@@ -3,8 +3,8 @@
 The mathematics is that of `triton.forward`. Key tiles are walked from the last, the only one that needs a mask, to the
 first. A consumer issues the product `q k^T` of the next tile before `p v` of this one, so that its softmax runs while
 the tensor cores work; the consumers wait for each other only through the tiles that they share.
-The grid is persistent: `_tile_at` shares out the tiles of query rows. The copies of a program's next tile, and its
-first product, do not wait until the last one is stored.
+The grid is persistent: `works` shares out the tiles of query rows. The copies of a program's next tile, and its first
+product, do not wait until the last one is stored.
 
 With a block layout, whose tiles are as large as those here, a query tile's list of key tiles is walked in their place:
 see `triton.block_sparse`. Again only its last one may need a mask.
@@ -27,8 +27,14 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     advance,
     barriers,
     copy_rows,
-    locate,
-    locate_at,
+)
+from dilated_attention_pytorch.kernels.triton.hopper.works import (
+    next_work,
+    offset_of,
+    place_of,
+    segment_rows,
+    tile_of,
+    work_at,
 )
 
 
@@ -42,43 +48,20 @@ def _key_tiles(tile, count, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N
 
 
 @gluon.jit
-def _tile_at(turn, tiles, units, programs, CAUSAL: gl.constexpr):
-    """`(unit, query tile)` of a program's turn-th work; past its last one the unit is `units`.
-
-    Under causality a program takes two tiles in a row, one from either end of a unit, so that all get as much to do. A
-    tile in the middle is its own partner: then the second time it is the tile behind the last one, which has no rows.
-    """
-    program = gl.program_id(0)
-    if CAUSAL:
-        pairs = (tiles + 1) // 2
-        work = turn // 2 * programs + program
-        near = work % pairs
-        far = tiles - 1 - near
-        unit = work // pairs
-        tile = gl.where(turn % 2 == 0, far, gl.where(near == far, tiles, near))
-    else:
-        work = turn * programs + program
-        unit = work // tiles
-        tile = work % tiles
-    return gl.minimum(unit, units), tile
-
-
-@gluon.jit
-def _listed(lists, unit, tile, place, sizes, BLOCK_M: gl.constexpr):
+def _listed(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
     """A query tile's list of key tiles: where it starts, and how many it has; none where there is no such tile."""
     Grids, First, _, rows_a_batch_row = lists
-    _, H, _, _, heads, _, _, slots_a_row, units, _, _ = sizes
     b, head, _, count = place
-    there = (unit < units) & (tile * BLOCK_M < count)
-    row = gl.load(Grids + unit // heads % slots_a_row * H + head) + b * rows_a_batch_row + tile
+    there = tile * BLOCK_M < count
+    row = gl.load(Grids + work[1] * sizes[1] + head) + b * rows_a_batch_row + tile
     start = gl.load(First + row, mask=there, other=0)
     return start, gl.load(First + row + 1, mask=there, other=0) - start
 
 
 @gluon.jit
-def _ends(lists, unit, tile, place, sizes, BLOCK_M: gl.constexpr):
+def _ends(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
     """How many key tiles a query tile has in its list, and the last of them."""
-    start, steps = _listed(lists, unit, tile, place, sizes, BLOCK_M)
+    start, steps = _listed(lists, work, tile, place, sizes, BLOCK_M)
     return steps, gl.load(lists[2] + start + steps - 1, mask=steps > 0, other=0)
 
 
@@ -99,15 +82,19 @@ def _produce(
     q_desc, q_tail, k_desc, k_tail, v_desc, v_tail = descs
     q_smem, k_smem, v_smem = staged
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
-    N, _, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group = sizes
+    N, _, _, rate, _, _, _, _, batch, programs, group = sizes
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     done = 0
     stage = 0
     phase = 1
-    turn = 0
-    unit, tile = _tile_at(turn, tiles, units, programs, CAUSAL)
-    while unit < units:
-        b, head, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
+    rows = segment_rows(sizes)
+    step_work = work_at(programs, sizes, CAUSAL)
+    work = work_at(gl.program_id(0), sizes, CAUSAL)
+    second = gl.to_tensor(0)
+    while work[0] < batch:
+        place = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
+        b, head, token, count = place
+        tile = tile_of(work, second, sizes, CAUSAL)
         if tile * BLOCK_M < count:
             kv = head // group
             mbarrier.wait(q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
@@ -119,7 +106,7 @@ def _produce(
                 copy_rows(q_desc, q_tail, b, token, row, head, N, rate, signal, q, 64)
             done += 1
             if SPARSE:
-                start, steps = _listed(lists, unit, tile, (b, head, token, count), sizes, BLOCK_M)
+                start, steps = _listed(lists, work, tile, place, sizes, BLOCK_M)
                 following = gl.load(lists[2] + start + steps - 1)
             else:
                 steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
@@ -136,8 +123,7 @@ def _produce(
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
                 copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, v_full.index(stage), v_smem.index(stage), BLOCK_N)
                 stage, phase = advance(stage, phase, STAGES)
-        turn += 1
-        unit, tile = _tile_at(turn, tiles, units, programs, CAUSAL)
+        work, second = next_work(work, second, step_work, sizes, CAUSAL)
 
 
 @gluon.jit
@@ -157,20 +143,19 @@ def _pass_turn(turns, issued, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, ORDE
 
 @gluon.jit
 def _with_rows(
-    turn, unit, tile, place, ends, offsets, lists, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
-    SPARSE: gl.constexpr,
+    work, second, tile, place, ends, step_work, rows, offsets, lists, sizes, BLOCK_M: gl.constexpr,
+    CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """The first of a program's turns, from this one on, whose tile has rows, and where that is; no rows after all."""
-    N, _, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group = sizes
+    """The first of a program's tiles, from this one on, that has rows, and where that is; no rows after all."""
     b, head, token, count = place
     steps, last = ends
-    while (unit < units) & (tile * BLOCK_M >= count):
-        turn += 1
-        unit, tile = _tile_at(turn, tiles, units, programs, CAUSAL)
-        b, head, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
+    while (work[0] < sizes[8]) & (tile * BLOCK_M >= count):
+        work, second = next_work(work, second, step_work, sizes, CAUSAL)
+        tile = tile_of(work, second, sizes, CAUSAL)
+        b, head, token, count = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
         if SPARSE:
-            steps, last = _ends(lists, unit, tile, (b, head, token, count), sizes, BLOCK_M)
-    return turn, tile, b, head, token, gl.where(unit < units, count, 0), (steps, last)
+            steps, last = _ends(lists, work, tile, (b, head, token, count), sizes, BLOCK_M)
+    return work, second, tile, (b, head, token, count), (steps, last)
 
 
 @gluon.jit
@@ -198,7 +183,10 @@ def _await_tiles(
     ORDERED: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
-    """Wait for a query tile and its last key tile; key tiles that only later rows of it see are let go unread."""
+    """Wait for a query tile and its last key tile; key tiles that only later rows of it see are let go unread.
+
+    Letting go takes turns like any step, so that the turn must be waited for again.
+    """
     q_full, _, k_full, k_empty, v_full, v_empty, turns = signals
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     if CAUSAL and CONSUMERS > 2:  # the rows of two are as long as a key tile, and see the same ones
@@ -211,6 +199,7 @@ def _await_tiles(
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
+        _await_turn(turns, issued, WHICH, ORDERED)
     if count > 0:
         mbarrier.wait(q_full.index(done & 1), done >> 1 & 1)
         mbarrier.wait(k_full.index(stage), phase)
@@ -223,6 +212,12 @@ def _softmax(s, m, total, qk_scale):
     p = gl.exp2(s * qk_scale - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _log2(x):
+    """By one instruction, within 2**-22."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -272,7 +267,7 @@ def _consume(
 ):
     q_smem, k_smem, v_smem = staged
     _q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
-    N, H, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group = sizes
+    N, H, _, rate, _, _, _, _, _, programs, _ = sizes
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     dtype: gl.constexpr = q_smem.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -284,15 +279,19 @@ def _consume(
     issued = 0
     stage = 0
     phase = 0
-    unit, tile = _tile_at(0, tiles, units, programs, CAUSAL)
-    place = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets, group)
-    turn = gl.to_tensor(0)
-    ends = turn, turn
+    rows = segment_rows(sizes)
+    step_work = work_at(programs, sizes, CAUSAL)
+    work = work_at(gl.program_id(0), sizes, CAUSAL)
+    second = gl.to_tensor(0)
+    tile = tile_of(work, second, sizes, CAUSAL)
+    place = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
+    ends = second, second
     if SPARSE:
-        ends = _ends(lists, unit, tile, place, sizes, BLOCK_M)
-    turn, tile, b, head, token, count, ends = _with_rows(
-        turn, unit, tile, place, ends, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
+        ends = _ends(lists, work, tile, place, sizes, BLOCK_M)
+    work, second, tile, place, ends = _with_rows(
+        work, second, tile, place, ends, step_work, rows, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
     )
+    b, head, token, count = place
     issued, stage, phase = _await_tiles(
         tile, count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
     )
@@ -308,12 +307,12 @@ def _consume(
     while count > 0:
         mbarrier.arrive(k_empty.index(stage), count=1)
         # Where the next tile is: asked for early, because the answer takes long.
-        unit, tile = _tile_at(turn + 1, tiles, units, programs, CAUSAL)
-        offset = gl.load(offsets + (first_head + unit % heads) // group)
+        work, second = next_work(work, second, step_work, sizes, CAUSAL)
+        offset = offset_of(work, offsets, sizes)
+        tile = tile_of(work, second, sizes, CAUSAL)
         mine, last = ends
         if SPARSE:
-            place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
-            ends = _ends(lists, unit, tile, place, sizes, BLOCK_M)
+            ends = _ends(lists, work, tile, place_of(work, offset, rows, sizes), sizes, BLOCK_M)
         else:
             mine = _own_tiles(first_row, count, BLOCK_N, CAUSAL)
             last = mine - 1
@@ -325,12 +324,14 @@ def _consume(
             m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
             denominator = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
             acc = gl.zeros([64, BLOCK_D], gl.float32, output)
-        keys = last * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
-        sees = (keys < count)[None, :]
+        columns = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
         if CAUSAL:
-            rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
-            sees = sees & (keys[None, :] <= rows[:, None])
-        s = gl.where(sees, s, -float("inf"))
+            seen = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+            seen = gl.minimum(seen, count - 1) - last * BLOCK_N
+            s = gl.where(columns[None, :] <= seen[:, None], s, -float("inf"))
+        elif last * BLOCK_N + BLOCK_N > count:
+            keys = last * BLOCK_N + columns
+            s = gl.where((keys < count)[None, :], s, -float("inf"))
         # Finite from this tile on: every row sees a key of it.
         p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
@@ -357,21 +358,22 @@ def _consume(
             p = gl.convert_layout(p32.to(dtype), weights)
         mbarrier.arrive(q_empty.index(done & 1), count=1)
         done += 1
-        # The last product of this tile and the first of the next go together, and this tile is stored meanwhile.
+        # The last product of this tile and the first of the next go in one turn, and this tile is stored meanwhile.
         v_stage = stage
         mbarrier.wait(v_full.index(v_stage), phase)
         stage, phase = advance(stage, phase, STAGES)
-        place = locate_at(unit, offset, heads, first_head, slots_a_row, N, W, rate)
-        turn, tile, next_b, next_head, next_token, next_count, ends = _with_rows(
-            turn + 1, unit, tile, place, ends, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
+        _await_turn(turns, issued, WHICH, ORDERED)
+        acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+        place = place_of(work, offset, rows, sizes)
+        work, second, tile, place, ends = _with_rows(
+            work, second, tile, place, ends, step_work, rows, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
         )
+        next_b, next_head, next_token, next_count = place
         issued, stage, phase = _await_tiles(
             tile, next_count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
         )
         next_q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
         next_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
-        _await_turn(turns, issued, WHICH, ORDERED)
-        acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
         # Without a next tile this is the product of what lies there; nobody looks at it.
         next_s = warpgroup_mma(next_q, next_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
@@ -387,7 +389,7 @@ def _consume(
             Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
         )
         gl.store(out_pointers, gl.convert_layout(out.to(Out.dtype.element_ty), memory), mask=out_mask)
-        gl.store(lse_pointers, (m + gl.log2(denominator)) * LN_2, mask=lse_mask)
+        gl.store(lse_pointers, (m + _log2(denominator)) * LN_2, mask=lse_mask)
         b, head, token, count, first_row = next_b, next_head, next_token, next_count, next_first_row
         s = warpgroup_mma_wait(0, deps=[next_s])
 
@@ -402,7 +404,7 @@ def _consume(
         "first_head",
         "tiles",
         "slots_a_row",
-        "units",
+        "batch",
         "programs",
         "group",
         "rows_a_batch_row",
@@ -429,7 +431,7 @@ def forward_kernel(
     first_head,
     tiles,
     slots_a_row,
-    units,
+    batch,
     programs,
     group,
     rows_a_batch_row,
@@ -460,7 +462,7 @@ def forward_kernel(
         barriers(CONSUMERS, 1),
     )
     fence_async_shared()
-    sizes = (N, H, W, rate, heads, first_head, tiles, slots_a_row, units, programs, group)
+    sizes = (N, H, W, rate, heads, first_head, tiles, slots_a_row, batch, programs, group)
     staged = (q_smem, k_smem, v_smem)
     descs = (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail)
     lists = (Grids, First, Kept, rows_a_batch_row) if SPARSE else (offsets, offsets, offsets, N)

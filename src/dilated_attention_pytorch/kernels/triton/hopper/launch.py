@@ -59,7 +59,7 @@ def forward(
     launch = branch.launches.get("Hopper forward")
     if launch is None:
         launch = branch.launches["Hopper forward"] = _forward_launch(query, key, branch, qk_scale, kept)
-    launch(query, key, value, out, lse, branch.offsets, *(() if kept is None else kept.key_lists))
+    launch(query, key, value, out, lse, branch.query_offsets, *(() if kept is None else kept.key_lists))
 
 
 def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None) -> Launch:
@@ -77,8 +77,8 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: B
     works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
     programs = min(works, multiprocessors)
     numbers = (
-        *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, units, programs, group,
-        _rows_a_batch_row(kept), qk_scale,
+        *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, query.shape[0],
+        programs, group, _rows_a_batch_row(kept), qk_scale,
     )  # fmt: skip
     settings = {
         "D": D,
