@@ -164,7 +164,7 @@ def _keep(
 
     def keep(segments: slice, rows: Tensor, keys: Tensor) -> Tensor:
         ones = (1,) * (rows.dim() - 2)
-        origin = origins[segments].view(-1, 1, *ones)
+        origin = origins[segments].view(-1, len(heads), *ones)
         kept = keep_mask(
             seed,
             problem.dropout_p,

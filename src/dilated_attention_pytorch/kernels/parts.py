@@ -7,6 +7,7 @@ views: nothing is gathered, nothing scattered.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,9 @@ class Part:
     segments: int  # S
     segment_length: int  # w, or the length of a shorter last segment
     dilation_rate: int  # r
-    offset: int
-    heads: slice  # KV heads with this offset: always an arithmetic progression
+    offset: int  # of the first of its heads
+    offset_step: int  # from each head to the next: 0 or 1
+    heads: slice  # KV heads: an arithmetic progression
     first: bool  # no earlier branch has these heads: their rows still hold the empty partial
 
     def place(self, shape: torch.Size, strides: tuple[int, ...], group: int, groups: int) -> Place:
@@ -54,14 +56,16 @@ class Part:
         heads = range(self.heads.start, self.heads.stop, self.heads.step)
         return (
             (batches * self.segments, grid_rows(w, r, self.offset), len(heads), *shape[3:]),
-            (by_segment, r * by_token, heads.step * groups * by_head, *rest),
+            (by_segment, r * by_token, heads.step * groups * by_head + self.offset_step * by_token, *rest),
             first + (heads.start * groups + group) * by_head,
         )
 
     def origins(self, device: torch.device) -> Tensor:
-        """`(S,)`: the position in its batch row of each segment's first grid row; the others follow at the rate."""
+        """`(S, heads)`: the position in its batch row of a segment's first grid row; the others follow at the rate."""
         starts = self.start + self.segment_length * torch.arange(self.segments, device=device)
-        return starts.repeat(self.rows.stop - self.rows.start) + self.offset
+        heads = range(self.heads.start, self.heads.stop, self.heads.step)
+        offsets = self.offset + self.offset_step * torch.arange(len(heads), device=device)
+        return starts.repeat(self.rows.stop - self.rows.start)[:, None] + offsets
 
     def batch_rows(self, device: torch.device) -> Tensor:
         """`(S,)`: the batch row of each of the part's segments."""
@@ -123,11 +127,37 @@ def _parts(problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: 
     spoken_for = documents(spans, B, N)
     for index, branch in enumerate(problem.spec.branches):
         w, r = branch.segment_length, branch.dilation_rate
-        for offset, heads in heads_by_offset(table[index]):
-            first = all(earlier[heads.start] is None for earlier in table[:index])
-            for rows, start, segments, length in _equal_segments(spoken_for, B, N, w):
+        is_first = [all(earlier[h] is None for earlier in table[:index]) for h in range(kv_heads)]
+        by_offset = [(offset, 0, heads) for offset, heads in heads_by_offset(table[index])]
+        across = _across_offsets(by_offset, is_first)
+        for rows, start, segments, length in _equal_segments(spoken_for, B, N, w):
+            as_long = len({grid_rows(length, r, offset) for offset, _, _ in by_offset}) == 1
+            for offset, step, heads in across if as_long and len(across) < len(by_offset) else by_offset:
                 if grid_rows(length, r, offset):
-                    yield Part(index, rows, start, segments, length, r, offset, heads, first)
+                    yield Part(index, rows, start, segments, length, r, offset, step, heads, is_first[heads.start])
+
+
+Group = tuple[int, int, slice]
+"""The offset of the first of some heads, the step to the next one's, and the heads."""
+
+
+def _across_offsets(by_offset: list[Group], is_first: list[bool]) -> list[Group]:
+    """The same heads in groups that have every offset once; by offset still, where one stride does not serve for that.
+
+    Fewer groups make fewer calls of more heads, which threads can share.
+
+    >>> _across_offsets([(0, 0, slice(0, 3, 2)), (1, 0, slice(1, 4, 2))], [True] * 4)
+    [(0, 1, slice(0, 2, 1)), (0, 1, slice(2, 4, 1))]
+    """
+    groups = sorted((offset, range(heads.start, heads.stop, heads.step)) for offset, _, heads in by_offset)
+    offsets = [offset for offset, _ in groups]
+    steps = {after[1][0] - before[1][0] for before, after in itertools.pairwise(groups)}
+    alike = len({(len(heads), heads.step) for _, heads in groups}) == 1
+    evenly = len(steps) == 1 and min(steps) > 0 and offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+    if not alike or not evenly or len({is_first[h] for _, heads in groups for h in heads}) > 1:
+        return by_offset
+    (step,) = steps
+    return [(offsets[0], 1, slice(h, h + step * (len(groups) - 1) + 1, step)) for h in groups[0][1]]
 
 
 def _equal_segments(
