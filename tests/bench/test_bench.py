@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from dilated_attention_pytorch.bench import contenders, shared
+from dilated_attention_pytorch.bench import contenders, runner, shared
 from dilated_attention_pytorch.bench.contenders import choose_contenders
 from dilated_attention_pytorch.bench.harness import Case, compare, measure
 from dilated_attention_pytorch.bench.results import read_rows
@@ -18,12 +18,20 @@ SMALL = Case(
     tokens=64, heads=2, head_dim=16, segment_lengths=(16, 32), dilation_rates=(1, 2), dtype="float32", device="cpu"
 )
 
+TURNS = dict(runner._TURNS)
+
 
 @pytest.fixture
 def small_suites(monkeypatch):
     """Every suite has one small case, forward and backward."""
     for suite in SUITES:
         monkeypatch.setitem(SUITES, suite, lambda device: iter([SMALL, replace(SMALL, backward=True)]))
+
+
+@pytest.fixture(autouse=True)
+def one_turn(monkeypatch):
+    """Contenders are measured once: what they take is of no interest."""
+    monkeypatch.setattr(runner, "_TURNS", {"cuda": 1, "cpu": 1})
 
 
 def read(results):
@@ -42,6 +50,17 @@ def test_a_suite_prints_a_row_a_case_and_writes_a_line_a_contender(tmp_path, cap
     measured = [line for line in lines if "milliseconds" in line]
     assert [line["contender"] for line in measured] == ["ours", "dense, same FLOPs", "dense, same tokens"]
     assert all(line["milliseconds"] > 0 and line["backward"] for line in measured)
+
+
+def test_on_a_cpu_the_middle_of_three_turns_stands_for_a_contender(tmp_path, monkeypatch, small_suites) -> None:
+    monkeypatch.setattr(runner, "_TURNS", TURNS)
+    taken = iter([3.0, 7.0, 1.0, 9.0, 2.0, 8.0])  # by turns
+    monkeypatch.setattr(runner, "_attempt", lambda setup, case: {"milliseconds": next(taken), "tflops": 1.0})
+    table = dict.fromkeys(["ours", "dense, same FLOPs"])
+    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
+    results = tmp_path / "results.jsonl"
+    assert main(["bench", "short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
+    assert [line["milliseconds"] for line in read(results)[1:]] == [2.0, 8.0]
 
 
 def test_all_runs_every_suite_and_renders_page_and_report(tmp_path, capsys, small_suites) -> None:
