@@ -61,6 +61,7 @@ def test_on_a_cpu_the_middle_of_three_turns_stands_for_a_contender(tmp_path, mon
     results = tmp_path / "results.jsonl"
     assert main(["bench", "short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
     assert [line["milliseconds"] for line in read(results)[1:]] == [2.0, 8.0]
+    assert runner._middle([{"milliseconds": 1.0}, {"failed": "once"}, {"milliseconds": 2.0}]) == {"failed": "once"}
 
 
 def test_all_runs_every_suite_and_renders_page_and_report(tmp_path, capsys, small_suites) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,16 @@ def run_suites(
             row = Row(suite, case, describe(found), {})
             rows.append(row)
             print(f"{case.title:<{_TITLE}}", end="", flush=True)
-            earlier: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-            for _ in range(_TURNS[device] - 1):
+            attempts: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+            for left in reversed(range(_TURNS[device])):
                 for name, setup in contenders.items():
-                    earlier[name].append(_attempt(setup, case))
+                    attempts[name].append(_attempt(setup, case))
+                    if not left:
+                        line = {"suite": suite, "contender": name, **asdict(case), **_middle(attempts[name])}
+                        row.lines[name] = line
+                        append_line(out, line)
+                        print(f"{cell(line):>{_CELL}} ", end="", flush=True)
                     _clear(device, out)
-            for name, setup in contenders.items():
-                found_now = _middle([*earlier[name], _attempt(setup, case)])
-                line = {"suite": suite, "contender": name, **asdict(case), **found_now}
-                row.lines[name] = line
-                append_line(out, line)
-                _clear(device, out)
-                print(f"{cell(line):>{_CELL}} ", end="", flush=True)
             print(*(f"{ratio_cell(value(row, rows)):>{_RATIO}}" for _, value in RATIOS.values()), flush=True)
             reasons |= dict.fromkeys(why_not_measured(row))
         print(*(f"- {reason}" for reason in reasons), sep="\n")
@@ -64,8 +63,9 @@ _TURNS = {"cuda": 1, "cpu": 3}
 
 
 def _middle(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one of several attempts that took neither the least nor the most time; all sat out, or failed, alike."""
-    return sorted(turns, key=lambda turn: turn.get("milliseconds", 0.0))[len(turns) // 2]
+    """The attempt that took neither the least nor the most time; one that failed, or sat out, stands for all."""
+    without = [turn for turn in turns if "milliseconds" not in turn]
+    return without[0] if without else sorted(turns, key=itemgetter("milliseconds"))[len(turns) // 2]
 
 
 def _attempt(setup: Setup, case: Case) -> dict[str, Any]:
