@@ -28,13 +28,12 @@ launch = pytest.importorskip(
 QUERY_ROWS, KEY_ROWS = 64, 128
 
 
-def on_integers(module: types.ModuleType, *functions: str, program: int = 0) -> SimpleNamespace:
+def on_integers(module: types.ModuleType, *functions: str) -> SimpleNamespace:
     """A kernel's own functions, run by Python on whole numbers."""
     language = SimpleNamespace(
         minimum=min,
         maximum=max,
         where=lambda condition, one, other: one if condition else other,
-        program_id=lambda axis: program,
         load=lambda pointer, mask=True, other=None: pointer.read() if mask else other,
         constexpr=int,
     )
@@ -166,10 +165,8 @@ def test_a_long_segment_is_shared_out_where_there_is_memory_for_few_teams() -> N
     assert launch._teams(1000, 8, False, 132, 4) == launch.NOBODY  # no team has more members than key tiles
 
 
-def of_forward(program: int = 0) -> SimpleNamespace:
-    return on_integers(
-        works, "work_at", "_later", "next_work", "tile_of", "offset_of", "segment_rows", "place_of", program=program
-    )
+def of_forward() -> SimpleNamespace:
+    return on_integers(works, "work_at", "_later", "next_work", "tile_of", "offset_of", "segment_rows", "place_of")
 
 
 def sizes_of(

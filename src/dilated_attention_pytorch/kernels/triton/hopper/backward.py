@@ -39,7 +39,6 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     advance,
     barriers,
     copy_rows,
-    locate,
     synchronize_threads,
     wait_for_stores,
 )
@@ -51,6 +50,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     grid_of,
     key_tile_of,
     listed,
+    locate,
     next_listed,
     next_query_tile,
     total_steps,

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: where a (segment, head) lies, and how its rows come into shared memory.
+"""What the Hopper kernels share: how the rows of a (segment, head) come into shared memory.
 
 Row `t` of a segment, for a head with offset `o`, is the token `start + o + t * r`. As the tensor copy engine sees it, a
 tensor `(B, N, H, D)` is `(B, r, H, N // r, D)`: token `x` is `(x % r, x // r)`, and the rows of a tile are consecutive
@@ -18,18 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 synchronize_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.7
-
-
-@gluon.jit
-def locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets):
-    """`(batch row, head, first token, rows)` of the unit-th (segment, key/value head)."""
-    slot = unit // heads
-    head = first_head + unit % heads
-    offset = gl.load(offsets + head)
-    start = slot % slots_a_row * W
-    length = gl.minimum(W, N - start)
-    count = gl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    return slot // slots_a_row, head, start + offset, count
 
 
 @gluon.jit

@@ -51,9 +51,11 @@ def _key_tiles(tile, count, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N
 def _listed(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
     """A query tile's list of key tiles: where it starts, and how many it has; none where there is no such tile."""
     Grids, First, _, rows_a_batch_row = lists
+    _, H, _, _, _, _, _, _, _, _, _ = sizes
+    _, segment, _, _ = work
     b, head, _, count = place
     there = tile * BLOCK_M < count
-    row = gl.load(Grids + work[1] * sizes[1] + head) + b * rows_a_batch_row + tile
+    row = gl.load(Grids + segment * H + head) + b * rows_a_batch_row + tile
     start = gl.load(First + row, mask=there, other=0)
     return start, gl.load(First + row + 1, mask=there, other=0) - start
 
@@ -147,9 +149,10 @@ def _with_rows(
     CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """The first of a program's tiles, from this one on, that has rows, and where that is; no rows after all."""
+    _, _, _, _, _, _, _, _, batch, _, _ = sizes
     b, head, token, count = place
     steps, last = ends
-    while (work[0] < sizes[8]) & (tile * BLOCK_M >= count):
+    while (work[0] < batch) & (tile * BLOCK_M >= count):
         work, second = next_work(work, second, step_work, sizes, CAUSAL)
         tile = tile_of(work, second, sizes, CAUSAL)
         b, head, token, count = place_of(work, offset_of(work, offsets, sizes), rows, sizes)

@@ -1,4 +1,4 @@
-"""In which order a team works in backward: who takes which key tile, the query tiles that it meets, whose turn it is.
+"""Where and in which order a team works in backward: who takes which key tile, which query tiles it meets, and when.
 
 See `backward` for what teams and turns are. `lists` are a block layout's: grids, where the lists of queries start, the
 queries, their turns, where the lists of keys start, and the rows between batch rows.
@@ -10,6 +10,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 BLOCK_N = gl.constexpr(128)  # rows of a key tile
+
+
+@gluon.jit
+def locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets):
+    """`(batch row, head, first token, rows)` of the unit-th (segment, key/value head)."""
+    slot = unit // heads
+    head = first_head + unit % heads
+    offset = gl.load(offsets + head)
+    start = slot % slots_a_row * W
+    length = gl.minimum(W, N - start)
+    count = gl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
+    return slot // slots_a_row, head, start + offset, count
 
 
 @gluon.jit

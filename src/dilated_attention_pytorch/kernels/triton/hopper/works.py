@@ -60,8 +60,8 @@ def tile_of(work, second, sizes, CAUSAL: gl.constexpr):
     Under causality a program takes two tiles in a row, one from either end of a segment, so that all get as much to do.
     A tile in the middle is its own partner: then the second one is the tile behind the last one, which has no rows.
     """
-    tiles = sizes[6]
-    near = work[3]
+    _, _, _, _, _, _, tiles, _, _, _, _ = sizes
+    _, _, _, near = work
     if CAUSAL:
         far = tiles - 1 - near
         return gl.where(second == 0, far, gl.where(near == far, tiles, near))
@@ -71,7 +71,10 @@ def tile_of(work, second, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def offset_of(work, offsets, sizes):
-    return gl.load(offsets + sizes[5] + work[2])
+    """The offset of a work's head, of which `offsets` has one for every query head."""
+    _, _, _, _, _, first_head, _, _, _, _, _ = sizes
+    _, _, head, _ = work
+    return gl.load(offsets + first_head + head)
 
 
 @gluon.jit
