@@ -108,7 +108,7 @@ def _with_presets(settings: dict[str, Any], flags: dict[str, Any], file: Path | 
         settings = {"steps": 0, **settings}  # those of the stages
     concerning = ("device", "engine", "sequence_length", "stages", *PRESETS)
     concerned: dict[str, Any] = {name: together[name] for name in concerning if name in together}
-    if together.get("tokenizer") is not None:
+    if together.get("tokenizer") is not None and any(name in together for name in PRESETS):
         concerned["vocab_size"] = read_tokenizer(together["tokenizer"]).vocab_size
     before = expand_presets(concerned)
     for name in PRESETS:
