@@ -13,6 +13,7 @@ import torch
 
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.train.config import OF_A_STAGE
 from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, Precision
 
@@ -218,7 +219,7 @@ def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
     length = {"sequence_length": given["sequence_length"]} if "sequence_length" in given else {}
     settings = run_preset(size, hardware, **length, **vocabulary)
     if given.get("stages"):  # which say that themselves
-        for name in ("sequence_length", "batch_size", "learning_rate"):
+        for name in OF_A_STAGE:
             settings.pop(name, None)
     if given.get("engine") == "deepspeed":  # which shards the state of AdamW, and in stage 3 weights that tiles need
         settings["memory"] = dataclasses.replace(settings["memory"], optimizer="adamw", mlp_tile=0)
