@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+import inspect
 import os
 import pickle
 import subprocess
@@ -180,3 +181,36 @@ def test_the_kind_of_a_pool_that_is_off_is_refused() -> None:
 def test_every_root_name_exists() -> None:
     for name in dilated_attention_pytorch.__all__:
         assert getattr(dilated_attention_pytorch, name) is not None
+
+
+# The only arguments that a module takes by position: what it is made of. A switch or a rate in the wrong place would
+# be taken for another one, so all of them are named.
+BY_POSITION = {"segment_lengths", "dilation_rates", "embed_dim", "num_heads", "d_model", "nhead", "dim_feedforward"}
+BY_POSITION |= {"head_dim", "period", "config"}
+
+
+def published_modules() -> list[type[torch.nn.Module]]:
+    rooms = [dilated_attention_pytorch, dilated_attention_pytorch.nn, dilated_attention_pytorch.parallel]
+    found = {getattr(room, name) for room in rooms for name in room.__all__}
+    kinds = {kind for kind in found if inspect.isclass(kind) and issubclass(kind, torch.nn.Module)}
+    return sorted(kinds, key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", published_modules())
+def test_a_module_takes_only_its_pattern_and_sizes_by_position(kind) -> None:
+    parameters = inspect.signature(kind).parameters.values()
+    by_position = {p.name for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)}
+    assert by_position <= BY_POSITION
+
+
+@pytest.mark.parametrize("path", [*ATTENTION, *MULTIHEAD])
+def test_a_dropout_in_place_of_a_switch_is_refused(path) -> None:
+    sizes = ([4, 8], [1, 2]) if path in ATTENTION else (16, 4, [4, 8], [1, 2])
+    with pytest.raises(TypeError, match="positional arguments but"):
+        published(path)(*sizes, 0.1)
+
+
+@pytest.mark.parametrize("switch", ["sequence_parallel", "model_parallel"])
+def test_a_switch_across_ranks_is_true_or_false(switch) -> None:
+    with pytest.raises(TypeError, match=f"{switch} must be True or False, got 0.1"):
+        dilated_attention_pytorch.DistributedImprovedDilatedAttention([8], [1], **{switch: 0.1})

@@ -132,7 +132,7 @@ def window_attention(tokens: int) -> BlockSparseDilatedAttention:
     """
     block, before = _window(tokens)
     config = SparsePatternConfig("local_window", 1.0, block, local_window_size=max(1, 2 * before * block))
-    return BlockSparseDilatedAttention([tokens], [1], config)
+    return BlockSparseDilatedAttention([tokens], [1], sparse_config=config)
 
 
 def _window(tokens: int) -> tuple[int, int]:

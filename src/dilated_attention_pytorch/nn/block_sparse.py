@@ -33,9 +33,9 @@ class BlockSparseDilatedAttention(DilatedAttention):
         self,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
+        *,
         sparse_config: SparsePatternConfig | None = None,
         dropout: float = 0.0,
-        *,
         use_pattern_cache: bool = True,
         **settings: Any,
     ) -> None:

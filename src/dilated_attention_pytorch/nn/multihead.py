@@ -49,12 +49,12 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         num_heads: int,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
+        *,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
-        *,
         num_kv_heads: int | None = None,
         batch_first: bool = True,
         device: torch.device | str | None = None,
@@ -215,8 +215,17 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     TF32 here concerns the attention products; the projections follow `torch.set_float32_matmul_precision`.
     """
 
-    def __init__(self, *args: Any, use_tf32: bool = True, **settings: Any) -> None:
-        super().__init__(*args, use_tf32=use_tf32, **settings)
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        use_tf32: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, use_tf32=use_tf32, **settings)
         self.use_tf32 = use_tf32
 
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class RotaryPositions(nn.Module):
     torch.Size([1, 5, 4])
     """
 
-    def __init__(self, head_dim: int, base: float = 10_000.0) -> None:
+    def __init__(self, head_dim: int, *, base: float = 10_000.0) -> None:
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"rotary positions turn pairs of dimensions: head_dim must be even, got {head_dim}")
@@ -79,9 +79,9 @@ class XPosPositions(RotaryPositions):
     """
 
     def __init__(
-        self, head_dim: int, period: int, base: float = 10_000.0, scale_base: float = 512.0, gamma: float = 0.4
+        self, head_dim: int, period: int, *, base: float = 10_000.0, scale_base: float = 512.0, gamma: float = 0.4
     ) -> None:
-        super().__init__(head_dim, base)
+        super().__init__(head_dim, base=base)
         self.period = period
         self.scale_base = scale_base
         self.gamma = gamma

@@ -24,6 +24,7 @@ class FeedForward(nn.Module):
         self,
         d_model: int,
         dim_feedforward: int,
+        *,
         dropout: float = 0.0,
         activation: str = "gelu",
         layer_norm_eps: float = 1e-5,
@@ -79,10 +80,10 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         magneto: dict[str, Any] = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **factory}
         self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
         self.self_attn = MultiheadDilatedAttention(
-            d_model, nhead, segment_lengths, dilation_rates, attention_dropout, **magneto, **settings
+            d_model, nhead, segment_lengths, dilation_rates, dropout=attention_dropout, **magneto, **settings
         )
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
-        self.feed_forward = FeedForward(d_model, dim_feedforward, dropout, activation, **magneto)
+        self.feed_forward = FeedForward(d_model, dim_feedforward, dropout=dropout, activation=activation, **magneto)
         self.dropout = nn.Dropout(dropout)
 
     def _attention(self) -> DilatedAttention:
@@ -138,8 +139,15 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
     torch.Size([2, 100, 32])
     """
 
-    def __init__(self, d_model: int, nhead: int, *args: Any, **settings: Any) -> None:
-        super().__init__(d_model, nhead, *args, **settings)
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        **settings: Any,
+    ) -> None:
+        super().__init__(d_model, nhead, segment_lengths, dilation_rates, **settings)
         factory: dict[str, Any] = {"device": self.norm1.weight.device, "dtype": self.norm1.weight.dtype}
         dropout = self.self_attn.attention.attention_dropout
         self.cross_attn = nn.MultiheadAttention(d_model, nhead, dropout, batch_first=True, **factory)

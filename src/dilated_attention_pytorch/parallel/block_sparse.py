@@ -43,10 +43,10 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
         self,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
+        *,
         sparse_config: SparsePatternConfig | None = None,
         dropout: float = 0.0,
         ring_size: int | None = None,
-        *,
         group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         axis: str = "sequence",
@@ -56,7 +56,13 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
             raise TypeError("memory_budget is for a scheme that is chosen, and tiles travel by gather: leave it out")
         place = Place(group, mesh, axis, ring_size)
         super().__init__(
-            segment_lengths, dilation_rates, sparse_config, dropout, sequence=place, scheme="gather", **settings
+            segment_lengths,
+            dilation_rates,
+            sparse_config=sparse_config,
+            dropout=dropout,
+            sequence=place,
+            scheme="gather",
+            **settings,
         )
 
     @property

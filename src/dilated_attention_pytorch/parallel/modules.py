@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention_pytorch.core.checks import check_flag
 from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.core.pattern_cache import OptimizedPatternCache
 from dilated_attention_pytorch.core.spec import Problem
@@ -55,7 +56,9 @@ class AcrossRanks(DilatedAttention):
 
     def __init__(
         self,
-        *args: Any,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
         sequence: Place | None,
         heads: Place | None = None,
         scheme: Scheme = "auto",
@@ -64,7 +67,7 @@ class AcrossRanks(DilatedAttention):
         use_pattern_cache: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(*args, use_pattern_cache=use_pattern_cache, **settings)
+        super().__init__(segment_lengths, dilation_rates, use_pattern_cache=use_pattern_cache, **settings)
         check_scheme(scheme, token_layout)
         self.sequence, self.heads = sequence, heads
         self.scheme, self.memory_budget, self.token_layout = scheme, memory_budget, token_layout
@@ -186,11 +189,11 @@ class RingDilatedAttention(AcrossRanks):
         self,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
+        *,
         ring_size: int | None = None,
         dropout: float = 0.0,
         use_checkpointing: bool = False,
         block_size: int | None = None,
-        *,
         group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         axis: str = "sequence",
@@ -203,7 +206,7 @@ class RingDilatedAttention(AcrossRanks):
         super().__init__(
             segment_lengths, dilation_rates, attention_dropout=dropout, sequence=place, scheme=scheme, **settings
         )
-        self.use_checkpointing = use_checkpointing
+        self.use_checkpointing = check_flag("use_checkpointing", use_checkpointing)
 
     @property
     def ring_size(self) -> int:
@@ -274,8 +277,15 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
         settings: those of `RingDilatedAttention`.
     """
 
-    def __init__(self, *args: Any, cache_on_gpu: bool | None = None, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        cache_on_gpu: bool | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(segment_lengths, dilation_rates, **settings)
         if cache_on_gpu and not self.use_pattern_cache:
             raise ValueError("cache_on_gpu says where the pattern cache lies: pass use_pattern_cache=True with it")
         self.cache_on_gpu = self.use_pattern_cache if cache_on_gpu is None else cache_on_gpu
@@ -313,7 +323,11 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
 
     def __init__(
         self,
-        *args: Any,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
         model_parallel: bool = False,
         sequence_parallel: bool = True,
         data_parallel: bool = True,
@@ -324,7 +338,9 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         if mesh is not None:
             settings["mesh"] = mesh
             _check_axes(mesh, {"sequence": sequence_parallel, "tensor": model_parallel, "data": data_parallel})
-        super().__init__(*args, **settings, sequence_parallel=sequence_parallel)
+        super().__init__(
+            embed_dim, num_heads, segment_lengths, dilation_rates, **settings, sequence_parallel=sequence_parallel
+        )
         self.options = options
         self.model_parallel, self.data_parallel = model_parallel, data_parallel
         self.sequence_parallel = sequence_parallel
@@ -358,16 +374,16 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
         self,
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
+        *,
         sequence_parallel: bool = False,
         model_parallel: bool = False,
-        *,
         group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         scheme: Scheme = "gather",
         **settings: Any,
     ) -> None:
-        sequence = Place(group, mesh, "sequence") if sequence_parallel else None
-        heads = Place(group, mesh, "tensor") if model_parallel else None
+        sequence = Place(group, mesh, "sequence") if check_flag("sequence_parallel", sequence_parallel) else None
+        heads = Place(group, mesh, "tensor") if check_flag("model_parallel", model_parallel) else None
         if sequence is not None and heads is not None and mesh is None and sequence.ranks().size > 1:
             raise ValueError(
                 f"sequence_parallel and model_parallel cannot both cut one group of {sequence.ranks().size} ranks: "

@@ -167,7 +167,7 @@ def update_attention_config(
     positions = [part for part in model.modules() if isinstance(part, XPosPositions)]
     period = common_period(specs[0])
     for xpos in positions:
-        XPosPositions(xpos.head_dim, period, xpos.base, xpos.scale_base, xpos.gamma)
+        XPosPositions(xpos.head_dim, period, base=xpos.base, scale_base=xpos.scale_base, gamma=xpos.gamma)
     owners: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "config", None), ModelConfig)]
     configs = [dataclasses.replace(owner.config, segment_lengths=lengths, dilation_rates=rates) for owner in owners]
     for part, spec in zip(attentions, specs):
