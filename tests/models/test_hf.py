@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
+import itertools
+
 import transformers
 import transformers.masking_utils as masking
 from transformers import (
@@ -299,6 +301,45 @@ def test_a_padded_batch_equals_its_rows_alone(family, side) -> None:
         torch.testing.assert_close(together[b, where], alone[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:attention_mask has padding between tokens")
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "none"), ("llama", "dynamic"), ("llama", "static"), ("llama", "bounded"), ("modernbert", "none")],
+)
+@torch.no_grad()
+def test_rows_with_padding_between_tokens_equal_the_tokens_alone(family, kind) -> None:
+    model, x = build(family), tokens(2, 60)
+    mask = torch.ones_like(x)
+    mask[1, 5:16] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    cache = {
+        "none": lambda: None,
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=70),
+        "bounded": lambda: dilated_cache(model, 2),
+    }[kind]()
+    cuts = (0, 60) if cache is None else (0, 30, 31, 60)
+    got = []
+    for first, last in itertools.pairwise(cuts):
+        held = {} if cache is None else {"past_key_values": cache}
+        mine = {"attention_mask": mask[:, :last], "position_ids": positions[:, first:last]}
+        got.append(model(x[:, first:last], **mine, **held).logits)
+    for b, real in enumerate(mask.bool()):
+        alone = model(x[b : b + 1, real]).logits[0]
+        torch.testing.assert_close(torch.cat(got, 1)[b, real], alone, rtol=1e-9, atol=1e-9)
+
+
+def test_right_padded_prompts_are_advised_to_pad_on_the_left() -> None:
+    model, x = build("llama"), tokens(2, 20)
+    right = torch.ones_like(x)
+    right[1, 14:] = 0
+    for settings in ({}, {"cache_implementation": "static"}, {"past_key_values": dilated_cache(model, 2)}):
+        with refused("pad (prompts )?on the left"):
+            generate(model, x, attention_mask=right, **settings)
+    with pytest.warns(UserWarning, match="pad prompts on the left"):
+        generate(model, x, attention_mask=right, use_cache=False)
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_packed_documents_equal_each_alone(rows, use_cache) -> None:
@@ -490,10 +531,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     for rows, n in ((2, 2), (1, 2), (3, 3), (1, 3)):  # as few tokens as our masks have numbers
         with refused("masks of its own mask function, got torch.int64"):
             model(x[:, :n], attention_mask=torch.ones(2, 1, rows, n, dtype=torch.long).tril())
-    with refused("row 0 has a hole at 3"):
+    with refused("row 0 has a hole at 3"):  # which a compiled model would have to see before it is traced
         mask = torch.ones_like(x)
         mask[0, 3] = 0
-        model(x, attention_mask=mask)
+        torch.compile(model, backend="eager")(x, attention_mask=mask)
     with refused("MistralConfig has sliding_window=4096"):
         use_dilated_attention(MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2)), SEGMENTS, RATES)
     config = MistralConfig(**SIZES, num_key_value_heads=2)
@@ -593,7 +634,7 @@ def test_a_bounded_cache_refuses_what_it_is_not_for() -> None:
     other = use_dilated_attention(build("llama"), [8, 16], [1, 2])
     with refused("the cache is for DilatedSpec.*, this attention is DilatedSpec"), torch.no_grad():
         model(x, past_key_values=dilated_cache(other, 2))
-    with refused("a cache keeps no gradients"):
+    with refused("a bounded cache keeps no gradients: .*DynamicCache"):
         model(x, past_key_values=dilated_cache(model, 2))
     packed = torch.cat([torch.arange(10), torch.arange(20)])[None]
     with refused("one document in each row"), torch.no_grad():

@@ -16,7 +16,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
-from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
+from dilated_attention_pytorch.functional import autocast_inputs, checked_problem, dilated_attention
 from dilated_attention_pytorch.kernels.decode import attend_cached
 
 
@@ -28,17 +28,21 @@ def attend_full_cache(
     start: Tensor,
     spec: DilatedSpec,
     *,
+    order: Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """The causal rows of `m` new tokens, `(B, m, H, D)`, as a full forward gives them.
+    """The causal rows of `m` new tokens, `(B, m, H, D)`, as a full forward gives them, with its gradients.
 
     Args:
         query: `(B, m, H, D)`, of the tokens at `[begin, begin + m)`.
         key, value: `(B, n, Hkv, D)` of all tokens, the new ones among them; what lies after those plays no part.
         begin: a scalar tensor, where the new tokens lie in every row.
-        start: `(B,)`, each row's first token; those before it are left padding, and so may new ones be.
+        start: `(B,)`, the number of padded tokens per row, which stand before its first token.
         spec: of the attention.
+        order: `(B, begin + m)`, where padding stands elsewhere too: each row's tokens, the padded ones first.
+        dropout_p: of attention probabilities.
 
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> last, first = torch.tensor(99), torch.tensor([0])
@@ -49,8 +53,12 @@ def attend_full_cache(
     m, n = query.shape[1], key.shape[1]
     if n < m:
         raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    # The newest token is the last of its row in any order; of several, some may be padding and stand elsewhere.
+    if needs_gradients or dropout_p or (order is not None and m > 1):
+        return _attend_as_whole(query, key, value, begin, start, spec, order, scale, dropout_p, backend)
+    if order is not None:
+        key, value = reordered(key, order), reordered(value, order)
     problem = checked_problem(
         query, key[:, :m], value[:, :m], spec.segment_lengths, spec.dilation_rates, spec.head_layout, True, scale, 0.0,
         0, None, None, None, backend,
@@ -60,6 +68,48 @@ def attend_full_cache(
     return attend_full_cache_op(
         query, key, value, begin, start, spec.segment_lengths, spec.dilation_rates, spec.head_layout, scale, backend
     )
+
+
+def reordered(x: Tensor, order: Tensor) -> Tensor:
+    """The tokens of `(B, n, ...)` in another `order`, `(B, m)`."""
+    return x.take_along_dim(order.reshape(*order.shape, *[1] * (x.dim() - 2)), dim=1)
+
+
+def _attend_as_whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begin: Tensor,
+    start: Tensor,
+    spec: DilatedSpec,
+    order: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    backend: str,
+) -> Tensor:
+    """A forward over all tokens, in which the earlier ones have queries of 0 and their rows are dropped."""
+    B, m = query.shape[:2]
+    end = begin + m
+    place = (begin + torch.arange(m, device=query.device)).expand(B, m)
+    if order is not None:
+        key, value = reordered(key, order), reordered(value, order)
+        place = reordered(order.argsort(1), place)
+    every = query.new_zeros(B, key.shape[1], *query.shape[2:])
+    every = every.scatter(1, place[:, :, None, None].expand_as(query), query)
+    out = dilated_attention(
+        every,
+        key,
+        value,
+        spec.segment_lengths,
+        spec.dilation_rates,
+        is_causal=True,
+        scale=scale,
+        dropout_p=dropout_p,
+        head_layout=spec.head_layout,
+        spans=torch.stack([start, end.expand_as(start)], dim=1),
+        backend=backend,
+    )
+    return reordered(out, place)
 
 
 # Where it is traced: which rows are picked is arithmetic on values, and of no concern to a compiled graph.

@@ -221,7 +221,10 @@ class DilatedKVCache:
                 f"{query.device}: make the cache with their dtype and device"
             )
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-            raise ValueError("a cache keeps no gradients: call it within torch.no_grad() or torch.inference_mode()")
+            raise ValueError(
+                "a bounded cache keeps no gradients: call it within torch.no_grad(); to train through earlier keys and "
+                "values, as prefix tuning does, use a cache that holds every token, such as transformers' DynamicCache"
+            )
 
     def __repr__(self) -> str:
         return (

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.models.hf.masks import (
 )
 from dilated_attention_pytorch.models.hf.pattern import is_no_window, read_pattern
 from dilated_attention_pytorch.models.hf.requirement import require_transformers
-from dilated_attention_pytorch.nn.full_cache import attend_full_cache
+from dilated_attention_pytorch.nn.full_cache import attend_full_cache, reordered
 
 NAME = "dilated"
 
@@ -73,21 +73,28 @@ def dilated_attention_forward(
     told = read_mask(attention_mask)
     layer = layer_of(key)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if layer is not None or told.begin is not None:
-        if not is_causal:
-            raise ValueError("new tokens after earlier ones are causal, this attention is bidirectional: use no cache")
-        if dropout:
-            raise ValueError(f"a cache is for inference, without attention dropout (it is {dropout}): call eval()")
+    if (layer is not None or told.begin is not None) and not is_causal:
+        raise ValueError("new tokens after earlier ones are causal, this attention is bidirectional: use no cache")
+    order = told.order if told.begin is None else None
+    if order is not None:
+        q, k, v = (reordered(x, order) for x in (q, k, v))
     if layer is not None:
+        if dropout:
+            raise ValueError(
+                f"a bounded cache is for inference, without attention dropout (it is {dropout}): call eval()"
+            )
         if torch.compiler.is_compiling():
             q = _of_one_document(q, told, asked)
         elif told.begin is None:
             told = told._replace(documents=_stated_documents(q.shape[0], q.shape[1], told, asked))
-        return layer.attend(q, k, v, told, spec, scaling), None
-    if told.begin is None:
-        return _whole(q, k, v, told, spec, is_causal, scaling, dropout, asked), None
-    assert told.spans is not None
-    return attend_full_cache(q, k, v, told.begin, told.spans[:, 0], spec, scale=scaling), None
+        out = layer.attend(q, k, v, told, spec, scaling)
+    elif told.begin is None:
+        out = _whole(q, k, v, told, spec, is_causal, scaling, dropout, asked)
+    else:
+        assert told.spans is not None
+        start = told.spans[:, 0]
+        out = attend_full_cache(q, k, v, told.begin, start, spec, order=told.order, scale=scaling, dropout_p=dropout)
+    return (out if order is None else reordered(out, order.argsort(1))), None
 
 
 def _whole(

@@ -117,8 +117,8 @@ class DilatedLayer(CacheLayerMixin):
         if told.spans is None:
             self.held.go_on_from(before)
             return
-        if told.begin is None and bool((told.spans[:, 1] != new).any()):
-            raise ValueError("a cache goes on at the end of every row: pad on the left, or use no cache")
+        if not self._ends_with_new(told, new):
+            raise ValueError("a bounded cache goes on at the end of every row: pad on the left, or use another cache")
         lengths = before - told.spans[:, 0]
         if self._is_first and before and not torch.compiler.is_compiling():
             moved = (lengths != self.held.lengths) & (self.held.lengths > 0)
@@ -128,6 +128,15 @@ class DilatedLayer(CacheLayerMixin):
                     "tokens: use one cache for one batch of prompts, and reset() it before the next"
                 )
         self.held.lengths.copy_(lengths)
+
+    def _ends_with_new(self, told: Told, new: int) -> bool:
+        assert told.spans is not None
+        if told.begin is None:
+            return not bool((told.spans[:, 1] != new).any())
+        if told.order is None:
+            return True
+        place = torch.arange(self.tokens - new, self.tokens, device=told.order.device)
+        return not bool(((told.order[:, -new:] != place) & (place >= told.spans[:, :1])).any())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, self.tokens  # `update` gives the new keys alone

@@ -2,11 +2,14 @@
 
 transformers makes a mask once for all layers of a forward, and hands it to the attention function as `attention_mask`.
 Ours is an int64 tensor of four dimensions, as transformers passes on such tensors untouched. It has more rows than
-columns, as no dense mask has, and all its rows are the same. Its shape says what it is:
+columns, as no dense mask has. Its shape says what it is:
 
 - `(B, 1, 3, 2)`: `[start, end)` of each row's tokens, the queries being all of them;
 - `(B, 1, 4, 3)`: the same and where the queries begin, as there are earlier tokens;
 - `(documents, 1, 5, 2)`: `[start, end)` of packed documents, counted through the rows one after another;
+- `(B, 1, 1 + n, 1)`: the number of padded tokens per row and the order of its `n` tokens that puts those first, as
+  padding stands between tokens. The queries are all of them;
+- `(B, 2, 1 + n, 1)`: the same, and where the queries begin, as there are earlier tokens;
 - `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
 - `(1, 1, 3, 0)`: the same, as an `attention_mask` of ones has said;
 - `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made:
@@ -17,10 +20,12 @@ It is never None: an attention that is not ours would take that for leave to see
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -35,7 +40,8 @@ _UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK = (1, 0), (2, 0), (3, 0)
 class Told(NamedTuple):
     """What a mask tells: at most one of `spans` and `documents`; `begin`, a scalar, where there are earlier tokens."""
 
-    spans: Tensor | None = None  # (B, 2)
+    spans: Tensor | None = None  # (B, 2), of tokens in the stated `order`
+    order: Tensor | None = None  # (B, n), of the tokens, the padded ones first, where padding stands between tokens
     documents: Tensor | None = None  # (documents, 2), through all rows
     begin: Tensor | None = None
     is_whole: bool = False  # every token, and no earlier ones
@@ -46,6 +52,10 @@ def read_mask(mask: Tensor | None) -> Told:
     """What a mask of `dilated_mask` tells; anything else is refused."""
     if mask is None:
         return Told()
+    if mask.dim() == 4 and mask.dtype == torch.int64 and mask.shape[1] in (1, 2) and mask.shape[2] > mask.shape[3] == 1:
+        order = mask[:, 0, 1:, 0]
+        spans = torch.stack([mask[:, 0, 0, 0], torch.full_like(mask[:, 0, 0, 0], order.shape[1])], dim=1)
+        return Told(spans=spans, order=order, begin=mask[0, 1, 0, 0] if mask.shape[1] == 2 else None, is_by_mask=True)
     kind = tuple(mask.shape[2:]) if mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype == torch.int64 else None
     if kind in (_WHOLE, _WHOLE_BY_MASK):
         return Told(is_whole=True, is_by_mask=kind == _WHOLE_BY_MASK)
@@ -118,17 +128,16 @@ def dilated_mask(
         raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
     if first and attention_mask is None:
         return _without_numbers(_WHOLE, device)
+    if attention_mask is not None and isinstance(q_offset, int) and not torch.compiler.is_compiling():
+        ordered = _ordered(attention_mask[:, : q_offset + q_length].bool(), q_offset, q_length)
+        if ordered is not None:
+            return ordered
     spans = _spans(attention_mask, batch_size, q_length, q_offset, device)
     if first:
         if not torch.compiler.is_compiling() and _are_whole(spans, q_length):
             return _without_numbers(_WHOLE_BY_MASK, device)
         return _with_numbers(_SPANS, spans)
     begin = torch.as_tensor(q_offset, device=spans.device).expand(batch_size, 1)
-    if not torch.compiler.is_compiling() and bool((spans[:, 1] != q_offset + q_length).any()):
-        raise ValueError(
-            f"row {int((spans[:, 1] != q_offset + q_length).int().argmax())} of attention_mask ends before its newest "
-            "token: a cache goes on at the end of every row, so pad on the left"
-        )
     return _with_numbers(_SPANS_AND_BEGIN, torch.cat([spans, begin], dim=1))
 
 
@@ -171,6 +180,36 @@ def _spans(
     empty = spans[:, 0] == spans[:, 1]
     later = torch.as_tensor(total, device=spans.device)
     return torch.stack([torch.where(empty, later, spans[:, 0]), torch.where(empty, later, end)], dim=1)
+
+
+def _ordered(real: Tensor, before: int, new: int) -> Tensor | None:
+    """The mask that states an order, where padding stands between tokens, or after them in rows of a cache."""
+    if real.shape[1] < before + new:
+        return None  # which is refused
+    begins = real & ~F.pad(real[:, :-1], (1, 0))  # (B, n)
+    is_apart = begins.sum(1) > 1
+    if before:
+        is_apart |= ~real[:, -1] & real.any(1)
+        went_on = real[:, :before].any(1) & ~real[:, before - 1] & real[:, before:].any(1)
+        if bool(went_on.any()):
+            raise ValueError(
+                f"row {int(went_on.int().argmax())} of attention_mask has padding between the {before} tokens in the "
+                "cache and the new ones, which a right-padded prompt leaves: generate reads the next token from a "
+                "row's last place, so pad prompts on the left (padding_side='left')"
+            )
+    if not bool(is_apart.any()):
+        return None
+    if not before and not torch.is_grad_enabled():
+        warnings.warn(
+            "attention_mask has padding between tokens, which the pattern leaves out of its count. That is right for "
+            "virtual tokens before left padding. If a right-padded prompt has left it in generate, pad prompts on the "
+            "left (padding_side='left')",
+            stacklevel=2,
+        )
+    padded = (~real).sum(1, keepdim=True)
+    numbers = torch.cat([padded, real.int().argsort(dim=1, stable=True)], dim=1)  # (B, 1 + n)
+    planes = [numbers, torch.full_like(numbers, before)] if before else [numbers]
+    return torch.stack(planes, dim=1).unsqueeze(-1)
 
 
 def _are_whole(spans: Tensor, tokens: int) -> bool:
