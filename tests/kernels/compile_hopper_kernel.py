@@ -25,7 +25,7 @@ class CompilesInstead:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *arguments, num_warps, **constants):
+    def compile(self, *arguments, num_warps, launch_cooperative_grid=False, **constants):
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.experimental.gluon._runtime import GluonASTSource
@@ -37,7 +37,7 @@ class CompilesInstead:
         aligned = {place[name]: [["tt.divisibility", 16]] for name, kind in types.items() if kind.startswith("*")}
         signature = types | dict.fromkeys(constants, "constexpr")
         source = GluonASTSource(self.kernel, signature, {place[name]: x for name, x in constants.items()}, aligned)
-        options = {"num_warps": num_warps}
+        options = {"num_warps": num_warps, "launch_cooperative_grid": launch_cooperative_grid}
         raise Compiled(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
 
 
@@ -89,7 +89,7 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         (kernel,) = found.args
     assert len(kernel.asm["cubin"]) > 0
     assert "wgmma.mma_async" in kernel.asm["ptx"]
-    print("compiled")
+    print("compiled", "cooperative" if kernel.metadata.launch_cooperative_grid else "independent")
 
 
 if __name__ == "__main__":

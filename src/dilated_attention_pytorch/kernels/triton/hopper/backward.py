@@ -13,7 +13,8 @@ begin at different query tiles and walk them as a ring, so that a member's turn 
 
 Three kinds of warps: a producer copies tiles in; two warpgroups compute, each for half of the rows of a key tile and, a
 step later, when the other's half of ds is there, half of the columns of dq; two writers add dq to the scratch by the
-copy engine and keep the turns. All programs must be on the GPU at once: there is one a multiprocessor.
+copy engine and keep the turns. All programs must be on the GPU at once: there is one per multiprocessor, and the launch
+is cooperative, so that no program starts before all of them can.
 
 With a block layout a member walks a key tile's list of query tiles, once for each query head, from its beginning.
 Later key tiles are taken, and add, before earlier ones. So whoever has the last of the key tiles that are not done yet

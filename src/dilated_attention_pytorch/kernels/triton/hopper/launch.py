@@ -130,6 +130,9 @@ def _backward_launch(
         "CONTINUES": branch.continues,
         "SPARSE": kept is not None,
         "num_warps": 4,
+        # Members of a team wait for each other. Where another kernel holds multiprocessors, some members would start
+        # and wait for others that cannot: so all programs start together, or none does.
+        "launch_cooperative_grid": True,
     }
     queries, keys = _view(branch.r, _QUERY_ROWS), _view(branch.r, _KEY_ROWS)
     sums = functools.partial(_sums_descriptor, block_d=block_d)
