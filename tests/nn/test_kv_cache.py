@@ -229,6 +229,21 @@ def test_a_shard_whose_heads_are_on_no_branch_gives_zeros(backend, tokens) -> No
     assert not cache.keys.any()
 
 
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("chunks", [[1], [8, 1], [30]])
+def test_a_query_of_nan_gives_a_row_of_nan(backend, chunks, device) -> None:
+    stream = Stream(head_dim=16)
+    q, k, v = (x.to(device) for x in stream.tensors(torch.float32))
+    q[:, 20, 1, 3] = torch.nan
+    found = feed(stream.cache(torch.float32, device=device), (q, k, v), chunks, backend=backend)
+    broken = torch.zeros(found.shape, dtype=torch.bool, device=device)
+    broken[:, 20, 1] = True
+    assert torch.equal(found.isnan(), broken)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_decoding_keeps_the_error_budget(dtype) -> None:
     stream = Stream(segment_lengths=(16, 32), dilation_rates=(1, 4), tokens=100, batch=4, head_dim=16)

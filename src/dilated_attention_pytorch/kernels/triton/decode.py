@@ -283,7 +283,7 @@ def split_kernel(
         v = load_rows(Values + ring, place, D, D, BLOCK_D, C, True)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         highest = higher
-    seen = total > 0
+    seen = total != 0  # NaN is seen too
     line = ((b * m + i) * (Hkv * GROUP) + head) * split_count + split
     tl.store(
         Lse + line, tl.where(seen, (highest + tl.log2(tl.where(seen, total, 1.0))) * LN_2, -float("inf")), mask=i < m
@@ -322,7 +322,7 @@ def combine_kernel(
         real = (split[:, None] < split_count) & (share[:, None] > -float("inf")) & (columns[None, :] < D)
         partial = tl.load(Partial + (line * split_count + split[:, None]) * D + columns[None, :], mask=real, other=0.0)
         acc += tl.sum(weight[:, None] * partial, 0)
-    seen = total > 0
+    seen = total != 0
     out = acc / tl.where(seen, total, 1.0)
     tl.store(Out + line * D + columns, out.to(Out.dtype.element_ty), mask=columns < D)
     tl.store(Lse + line, tl.where(seen, against + tl.log2(tl.where(seen, total, 1.0)) * LN_2, -float("inf")))
