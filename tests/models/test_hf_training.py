@@ -192,8 +192,15 @@ def test_longnet_refuses_what_it_cannot_honour() -> None:
         model(x[:1], position_ids=packed, use_cache=True)
     with pytest.raises(ValueError, match="one document in each row"):
         model(x[:1], cu_seq_lens_q=torch.tensor([0, 9, 19]), use_cache=True)
-    with pytest.raises(ValueError, match="takes input_ids, not inputs_embeds"):
-        model(inputs_embeds=torch.randn(1, 5, 32))
+    for given in ({}, {"input_ids": x, "inputs_embeds": torch.randn(2, 19, 32)}):
+        with pytest.raises(ValueError, match="takes either input_ids or inputs_embeds"):
+            model(**given)
+    with pytest.raises(ValueError, match="tokens must be"):
+        model(inputs_embeds=torch.randn(2, 19, 31))
+    right = (torch.arange(19) < torch.tensor([[19], [12]])).long()
+    for use_cache in (True, False):
+        with pytest.raises(ValueError, match=r"row 1 of attention_mask ends in padding.*pad prompts on the left"):
+            model.generate(x, attention_mask=right, max_new_tokens=2, use_cache=use_cache)
     with pytest.raises(ValueError, match="leave out output_attentions"):
         model(x, output_attentions=True)
     with pytest.raises(ValueError, match="leave out cache_implementation='static'"):
@@ -202,6 +209,73 @@ def test_longnet_refuses_what_it_cannot_honour() -> None:
         LongNetForCausalLM(LongNetConfig(d_model=33, num_heads=4))
     with pytest.raises(ValueError, match=r"holds segment_lengths, dilation_rates and.*'segments'"):
         LongNetConfig(dilated_attention={"segments": [16]})
+
+
+def test_longnet_takes_embeddings_and_returns_hidden_states() -> None:
+    model, x = longnet(), torch.randint(256, (2, 30))
+    mask = (torch.arange(30) >= torch.tensor([[0], [7]])).long()
+    inner, seen = model.model.longnet, []
+    hooks = [layer.register_forward_hook(lambda _, __, out: seen.append(out)) for layer in inner.layers]
+    out = model(x, attention_mask=mask, output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    first, *between, last = out.hidden_states
+    torch.testing.assert_close(first, inner.embedding(x) * 32**0.5)
+    assert len(between) == len(inner.layers) - 1
+    assert all(torch.equal(*pair) for pair in zip(between, seen))
+    assert torch.equal(last, inner.norm(seen[-1]))
+    assert torch.equal(model.lm_head(last), out.logits)
+    assert model(x).hidden_states is None
+    assert len(model.model(x, output_hidden_states=True, return_dict=False)[-1]) == 3
+    embeds = model.get_input_embeddings()(x)
+    assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, out.logits)
+    settings = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    said = model.generate(inputs_embeds=embeds, **settings)
+    assert torch.equal(said, model.generate(x, **settings)[:, 30:])
+
+
+@pytest.mark.filterwarnings("ignore:attention_mask has padding between tokens")
+def test_padding_between_tokens_is_left_out_by_a_longnet() -> None:
+    model, x = longnet(), torch.randint(256, (2, 40))
+    mask = torch.ones_like(x)
+    mask[1, 5:16] = 0
+    out = model(x, attention_mask=mask, output_hidden_states=True)
+    cache = dilated_cache(model, 2)
+    with torch.no_grad():
+        cuts = ((0, 30), (30, 31), (31, 40))
+        pieces = [model(x[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in cuts]
+    for b, real in enumerate(mask.bool()):
+        alone = model(x[b : b + 1, real], output_hidden_states=True)
+        torch.testing.assert_close(out.logits[b, real], alone.logits[0])
+        torch.testing.assert_close(torch.cat(pieces, 1)[b, real], alone.logits[0])
+        for got, expected in zip(out.hidden_states, alone.hidden_states):
+            torch.testing.assert_close(got[b, real], expected[0])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_longnets_layers_are_checkpointed_as_transformers_does(use_reentrant) -> None:
+    model, x = longnet(dropout=0.0).train(), torch.randint(256, (2, 30))
+    runs = []
+    for layer in model.model.longnet.layers:
+        layer.norm1.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        runs.clear()
+        model(x, labels=x).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    assert len(runs) == 2
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    torch.testing.assert_close(gradients(), expected)
+    assert len(runs) == 4  # each layer a second time in backward
+    assert runs.count(False) == (2 if use_reentrant else 0)  # which tells the two kinds apart
+    with pytest.warns(UserWarning, match="setting use_cache=False"):
+        assert model(x, use_cache=True).past_key_values is None
+    model.gradient_checkpointing_disable()
+    gradients()
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "longnet"])

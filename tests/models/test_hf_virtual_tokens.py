@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="needs peft")
 import peft
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dilated_attention_pytorch.models.hf import use_dilated_attention
+from dilated_attention_pytorch.models.hf import LongNetConfig, LongNetForCausalLM, use_dilated_attention
 
 VIRTUAL = 5
 DENSE = ([64], [1])  # one segment over everything
@@ -79,3 +79,25 @@ def test_prefix_tuning_draws_attention_dropout() -> None:
     given = batch("left")
     first, second = trained(model.train(), given, 1), trained(model, given, 1)
     assert not torch.equal(first[1], second[1])
+
+
+def test_a_longnet_trains_a_prompt_with_left_padding() -> None:
+    """The padded rows get the losses and gradients of each row alone; `generate` goes on from its bounded cache."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "num_heads": 4, "num_layers": 2, "segment_lengths": [4, 12], "dilation_rates": [1, 3]}
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL)
+    model = peft.get_peft_model(LongNetForCausalLM(LongNetConfig(**sizes)), config).double().eval()
+    given, (weight,) = batch("left"), model.prompt_encoder.parameters()
+    loss = model(**given).loss
+    gradient = torch.autograd.grad(loss, weight)[0]
+    alone, counts = [], (given["labels"] != -100).sum(1)
+    for b, padded in enumerate((0, 7, 13)):
+        alone.append(model(**{name: x[b : b + 1, padded:] for name, x in given.items()}).loss * counts[b])
+    expected = sum(alone) / counts.sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)  # losses are taken in float32
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0], rtol=1e-5, atol=1e-7)
+    del given["labels"]
+    said = model.generate(**given, max_new_tokens=6, do_sample=False)
+    for b, padded in enumerate((0, 7, 13)):
+        one = {name: x[b : b + 1, padded:] for name, x in given.items()}
+        assert torch.equal(said[b, padded:], model.generate(**one, max_new_tokens=6, do_sample=False)[0])

@@ -126,6 +126,8 @@ class LongNetLM(_Pretrained):
     torch.Size([2, 100, 256])
     """
 
+    _layer_class = DilatedTransformerEncoderLayer
+
     def __init__(self, config: ModelConfig | None = None, **overrides: Any) -> None:
         super().__init__(config, **overrides)
         c = self.config
@@ -133,7 +135,7 @@ class LongNetLM(_Pretrained):
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = self._positions()
         self.dropout = nn.Dropout(c.dropout)
-        self.layers = nn.ModuleList(DilatedTransformerEncoderLayer(**settings) for _ in range(c.num_layers))
+        self.layers = nn.ModuleList(self._layer_class(**settings) for _ in range(c.num_layers))
         self.norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps)
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
         if c.tie_weights:
@@ -156,8 +158,9 @@ class LongNetLM(_Pretrained):
         `finish(hidden, weight)` takes the place of the head, with the final hidden states and the head's weight: a loss
         that needs no logits of all tokens at once. It runs within `forward`, where ranks that share the model have it.
         """
-        lengths = {"key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens}
-        hidden = self.hidden(tokens, **lengths, cache=cache)
+        hidden = self.hidden(
+            tokens, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens, cache=cache
+        )
         return self.head(hidden) if finish is None else finish(hidden, self.head.weight)
 
     def hidden(
@@ -168,16 +171,19 @@ class LongNetLM(_Pretrained):
         seqlens: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: Sequence[DilatedKVCache] | None = None,
+        states: list[Tensor] | None = None,
     ) -> Tensor:
         """The final hidden states `(B, N, d_model)`, before the head. `cache` is one of `new_cache`'s.
 
-        With a cache, `tokens` are the next ones of its rows, and it has taken them when this returns.
+        With a cache, `tokens` are the next ones of its rows, and it has taken them when this returns. `tokens` may be
+        embeddings `(B, N, d_model)`, as `self.embedding` gives them. Each layer's input is appended to `states`.
         """
-        if tokens.dim() != 2 or tokens.is_floating_point():
+        is_embedded = tokens.dim() == 3 and tokens.is_floating_point() and tokens.shape[2] == self.config.d_model
+        if not is_embedded and (tokens.dim() != 2 or tokens.is_floating_point()):
             raise ValueError(
                 f"tokens must be (batch, tokens) of whole numbers, got {tokens.dtype} {tuple(tokens.shape)}"
             )
-        B, N = tokens.shape
+        B, N = tokens.shape[:2]
         spans = self._spans(tokens, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
         if cache is None:
             rotation = None if self.positions is None else self.positions(B, N, spans, tokens.device)
@@ -185,8 +191,11 @@ class LongNetLM(_Pretrained):
             self._check_cache(cache, tokens)
             position = cache[0].lengths[:, None] + torch.arange(N, device=tokens.device)
             rotation = None if self.positions is None else self.positions.of(position.clamp_min(0))
-        x = self.dropout(self.embedding(tokens) * self.config.d_model**0.5)  # (B, N, E)
+        embedded = tokens if is_embedded else self.embedding(tokens)
+        x = self.dropout(embedded * self.config.d_model**0.5)  # (B, N, E)
         for i, layer in enumerate(self.layers):
+            if states is not None:
+                states.append(x)
             held = {} if cache is None else {"cache": cache[i]}
             x = self._run(layer, x, is_causal=True, spans=spans, rotation=rotation, **held)
         return self.norm(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation import GenerationMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from dilated_attention_pytorch.models.config import ModelConfig
@@ -29,7 +31,9 @@ from dilated_attention_pytorch.models.hf.masks import (
 )
 from dilated_attention_pytorch.models.hf.pattern import FIELD, read_pattern, write_pattern
 from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.nn.full_cache import reordered
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
 _DEFAULTS = ModelConfig()
 # What is stated under another name, or concerns an encoder-decoder.
@@ -113,11 +117,24 @@ def refuse_unknown(asked: dict[str, Any], known: set[str]) -> None:
         raise TypeError(f"a LongNet does not take {', '.join(unknown)}: leave it out")
 
 
+class LongNetLayer(GradientCheckpointingLayer, DilatedTransformerEncoderLayer):
+    """A layer that transformers' `gradient_checkpointing_enable` reaches."""
+
+
+class _LongNetBody(LongNetLM):
+    """A `LongNetLM` whose layers checkpoint themselves."""
+
+    _layer_class = LongNetLayer
+
+    def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return layer(*args, **kwargs)
+
+
 class LongNetPreTrainedModel(PreTrainedModel):
     config_class = LongNetConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DilatedTransformerEncoderLayer"]  # noqa: RUF012
+    _no_split_modules = ["LongNetLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_attention_backend = False  # its attention is dilated whatever attn_implementation says
     _supports_sdpa = True
@@ -149,7 +166,7 @@ class LongNetModel(LongNetPreTrainedModel):
 
     def __init__(self, config: LongNetConfig) -> None:
         super().__init__(config)
-        self.longnet = LongNetLM(config.model_config())
+        self.longnet = _LongNetBody(config.model_config())
         self.longnet.head = nn.Identity()  # type: ignore[assignment]
         self.post_init()
 
@@ -172,32 +189,52 @@ class LongNetModel(LongNetPreTrainedModel):
     ) -> Any:
         """`attention_mask` states padding; `position_ids` that begin again, or `cu_seq_lens_q`, packed documents.
 
-        With `use_cache=True` or `past_key_values`, the cache is a bounded one, and the input its next tokens.
+        `inputs_embeds` are `(B, N, d_model)` as `get_input_embeddings()` gives them: the model scales them by
+        sqrt(d_model). With `use_cache=True` or `past_key_values`, the cache is a bounded one, and the input its next
+        tokens.
         """
-        if input_ids is None or inputs_embeds is not None:
-            raise ValueError("a LongNet takes input_ids, not inputs_embeds, which it would scale by sqrt(d_model)")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("a LongNet takes either input_ids or inputs_embeds: pass one of them")
         refuse_unknown(asked, _TAKEN)
-        for name in ("output_attentions", "output_hidden_states"):
-            if asked.get(name) or getattr(self.config, name, False):
-                raise ValueError(f"a LongNet does not return them: leave out {name}")
-        B, N = input_ids.shape
+        if asked.get("output_attentions") or self.config.output_attentions:
+            raise ValueError("a LongNet does not return attentions: leave out output_attentions")
+        x = self.longnet.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        B, N = x.shape[:2]
+        if use_cache and self.training and self.is_gradient_checkpointing:
+            warnings.warn("a cache is incompatible with gradient checkpointing: setting use_cache=False", stacklevel=2)
+            use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache(B)
+        if past_key_values is not None:
+            self._check_cache(past_key_values, B)
         packed = asked.get("cu_seq_lens_q")
         if past_key_values is None or not torch.compiler.is_compiling():
             packed = self._packed(B, N, attention_mask, position_ids, packed)
         elif attention_mask is None and position_ids is not None and N > 1:
-            input_ids = of_one_document(input_ids, position_ids.expand(B, N))
+            x = of_one_document(x, position_ids.expand(B, N))
+        told = self._told(B, N, attention_mask, past_key_values, x.device)
+        order = told.order if told.begin is None else None
+        if order is not None:
+            x = reordered(x, order)
+        wanted = asked.get("output_hidden_states")
+        states: list[Tensor] | None = [] if (self.config.output_hidden_states if wanted is None else wanted) else None
         if past_key_values is None:
             padding = None if attention_mask is None else ~attention_mask.bool()
-            hidden = self.longnet.hidden(input_ids, key_padding_mask=padding, cu_seqlens=packed)
+            if padding is not None and order is not None:
+                padding = reordered(padding, order)
+            hidden = self.longnet.hidden(x, key_padding_mask=padding, cu_seqlens=packed, states=states)
         elif packed is None:
-            hidden = self._next(input_ids, attention_mask, past_key_values)
+            hidden = self._next(x, told, past_key_values, states)
         else:
             raise ValueError("a bounded cache has one document in each row: leave it out for packed documents")
+        every = None if states is None else (*states, hidden)
+        if order is not None:
+            back = order.argsort(1)
+            hidden = reordered(hidden, back)
+            every = None if every is None else tuple(reordered(state, back) for state in every)
         if return_dict is False:
-            return tuple(x for x in (hidden, past_key_values) if x is not None)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+            return tuple(x for x in (hidden, past_key_values, every) if x is not None)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=every)
 
     def new_cache(self, batch: int, rewindable: int = 0) -> DilatedCache:
         return DilatedCache(read_pattern(self.config), self.config.num_layers, batch, rewindable)
@@ -222,13 +259,26 @@ class LongNetModel(LongNetPreTrainedModel):
             raise ValueError(f"packed documents come in one row, got {batch}: put the rows one after another")
         return torch.cat([documents[:1, 0], documents[:, 1]])
 
-    def _next(self, input_ids: Tensor, attention_mask: Tensor | None, cache: DilatedCache) -> Tensor:
+    def _told(
+        self, B: int, N: int, attention_mask: Tensor | None, cache: DilatedCache | None, device: torch.device
+    ) -> Told:
+        """What the mask tells about the rows of a cache, or about padding between tokens."""
+        before = 0 if cache is None else cache.get_seq_length()
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return read_mask(attention_mask)
+        if attention_mask is None and not before:
+            return Told()
+        if cache is None and torch.compiler.is_compiling():
+            return Told()
+        mask = None if attention_mask is None else attention_mask.bool()
+        return read_mask(dilated_mask(B, N, N, before, before, attention_mask=mask, device=device))
+
+    def _check_cache(self, cache: DilatedCache, B: int) -> None:
         if not isinstance(cache, DilatedCache):
             raise ValueError(
                 f"a LongNet's cache is bounded, got {type(cache).__name__}: make it with dilated_cache(model, "
-                "batch), or pass use_cache=True"
+                "batch), or pass use_cache=True; for prefix tuning, which needs another, use prompt tuning"
             )
-        B, N = input_ids.shape
         spec = read_pattern(self.config)
         if len(cache.layers) != len(self.longnet.layers) or cache.layers[0].spec != spec:
             raise ValueError(
@@ -240,16 +290,9 @@ class LongNetModel(LongNetPreTrainedModel):
                 f"the cache is for a batch of {cache.layers[0].batch_size}, the input is for {B}: make it with "
                 f"dilated_cache(model, batch={B})"
             )
-        told = Told()
-        if attention_mask is not None:
-            before = cache.get_seq_length()
-            told = read_mask(
-                attention_mask
-                if attention_mask.dim() == 4
-                else dilated_mask(B, N, N, before, before, attention_mask=attention_mask.bool())
-            )
-        elif cache.get_seq_length():
-            told = read_mask(dilated_mask(B, N, N, cache.get_seq_length(), device=input_ids.device))
+
+    def _next(self, x: Tensor, told: Told, cache: DilatedCache, states: list[Tensor] | None) -> Tensor:
+        B, N = x.shape[:2]
         held: list[DilatedKVCache] = []
         fresh: list[DilatedKVCache] | None = None
         for i, layer in enumerate(cache.layers):
@@ -259,7 +302,7 @@ class LongNetModel(LongNetPreTrainedModel):
             layer.announce(N)
             layer.go_on(told, N)
             held.append(layer.held)
-        hidden = self.longnet.hidden(input_ids, cache=held)
+        hidden = self.longnet.hidden(x, cache=held, states=states)
         for layer in cache.layers:
             layer.attended()
         return hidden
@@ -320,8 +363,10 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **asked)
         if return_dict is False:
-            return tuple(x for x in (loss, logits, out.past_key_values) if x is not None)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+            return tuple(x for x in (loss, logits, out.past_key_values, out.hidden_states) if x is not None)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
 
     def _prepare_cache_for_generation(
         self,
@@ -332,6 +377,12 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         max_cache_length: int,
     ) -> None:
         """The cache that `generate` asks for, bounded: its default one would keep every token."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
+            raise ValueError(
+                f"row {int((mask[:, -1] == 0).int().argmax())} of attention_mask ends in padding, where generate reads "
+                "the next token: pad prompts on the left (padding_side='left')"
+            )
         if generation_config.cache_implementation == "dynamic_full":  # early releases of transformers, for assistants
             generation_config.cache_implementation = None
         if generation_config.cache_implementation is not None:
