@@ -21,6 +21,7 @@ PACKAGE = Path(dilated_attention_pytorch.__file__).parent
 NAME = "dilated_attention_pytorch"
 # A room may import from its own floor's room and from lower floors.
 FLOORS = [
+    {"files"},
     {"core", "measuring", "pages"},
     {"kernels"},
     {"functional"},

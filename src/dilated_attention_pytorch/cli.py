@@ -299,8 +299,7 @@ def _report(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace) -> None:
     import torch
 
-    from dilated_attention_pytorch.models import LongNetLM
-    from dilated_attention_pytorch.train.checkpoint import list_checkpoints
+    from dilated_attention_pytorch.train.checkpoint import list_checkpoints, load_newest
     from dilated_attention_pytorch.train.engine import find_device
     from dilated_attention_pytorch.train.run_folder import holds_run
     from dilated_attention_pytorch.train.tokenizer import saved_tokenizer
@@ -309,8 +308,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     if not checkpoints and holds_run(arguments.run):
         raise FileNotFoundError(f"the run in {arguments.run} has no complete checkpoint yet: wait until it has")
     device = find_device(arguments.device or "auto")
-    folder = checkpoints[-1] if checkpoints else arguments.run
-    model = LongNetLM.from_pretrained(folder, device=device)
+    folder, model = load_newest(checkpoints or [arguments.run], device)
     tokenizer = saved_tokenizer(folder, model.config.vocab_size)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:

@@ -7,6 +7,7 @@ import torch
 
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.models import generation
 from dilated_attention_pytorch.models.generation import Sampling
 
 SIZES = {"d_model": 16, "num_heads": 4, "num_layers": 2, "segment_lengths": (4, 8), "dilation_rates": (1, 2)}
@@ -86,6 +87,36 @@ def test_draws_keep_to_the_likeliest_tokens() -> None:
     assert set(Sampling(top_p=0.81).choose(logits, generator).tolist()) == {0, 1, 2}
     assert set(Sampling(top_p=0.01).choose(logits, generator).tolist()) == {0}
     assert set(Sampling(top_k=3, top_p=0.6).choose(logits, generator).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_k": 3}, {"top_p": 0.9}])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_whose_logits_are_not_finite_is_said_to_be_broken(value, sampling) -> None:
+    model, prompt = model_of(), torch.randint(256, (2, 7))
+    model.norm.bias.data[0] = value
+    with pytest.raises(FloatingPointError, match="not finite, at new token 1 of row 0: its weights are broken"):
+        model.generate(prompt, 3, **sampling)
+
+
+def test_broken_logits_are_looked_at_without_waiting_for_every_token(monkeypatch) -> None:
+    """As on a GPU, where a look waits for it: draws go on for a while, and the first broken token is named."""
+    looks = []
+    real = generation._check_finite
+    monkeypatch.setattr(generation, "_check_finite", lambda *given: looks.append(given[1]) or real(*given))
+
+    def steps(broken: int):
+        for number in range(200):
+            yield torch.full((2, 5), torch.nan if number >= broken else 1.0)
+
+    class Elsewhere:
+        type = "cuda"
+
+    monkeypatch.setattr(torch.Tensor, "device", Elsewhere)
+    model, sampling = torch.nn.Linear(1, 1), Sampling()
+    assert len(list(generation.generated_tokens(model, steps(200), sampling, None, 100, None))) == 100
+    assert looks == [0, 64, 99]
+    with pytest.raises(FloatingPointError, match="at new token 71 of row 0"):
+        list(generation.generated_tokens(model, steps(70), sampling, None, 100, None))
 
 
 def test_what_cannot_be_generated_is_refused() -> None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dilated_attention_pytorch import files
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.models import weights
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_scaler
 from dilated_attention_pytorch.train.records import record_of
@@ -204,7 +204,7 @@ def test_a_full_disk_is_named_with_the_last_complete_checkpoint_by_writers_that_
 
     # As on a disk, what was written of the file is free again when it is gone.
     monkeypatch.setattr(
-        weights.shutil,
+        files.shutil,
         "disk_usage",
         lambda folder: SimpleNamespace(free=0 if list(folder.glob(".*.partial")) else 1_234_567),
     )

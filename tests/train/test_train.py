@@ -59,7 +59,7 @@ def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text
     assert float(to_beat) < float(result)  # after four steps
     assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     newest = checkpoints.list_checkpoints(tmp_path / "run")[-1]
-    assert {path.name for path in newest.iterdir()} == {"config.json", "model.safetensors", "state.pt"}
+    assert {path.name for path in newest.iterdir()} == {"checksums.txt", "config.json", "model.safetensors", "state.pt"}
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text) -> None:

@@ -17,6 +17,9 @@ Steps = Generator[Tensor, Tensor, None]
 """Yields logits `(B, vocab)`, and is sent the tokens `(B,)` that were chosen from them."""
 
 
+_LOOK_EVERY = 64  # new tokens
+
+
 class LanguageModel(Protocol):
     """What generation asks of a model."""
 
@@ -71,7 +74,8 @@ class Sampling:
             falling, order = chances.sort(-1, descending=True)
             before = falling.cumsum(-1) - falling  # the likeliest token always stays
             chances = chances.scatter(-1, order, falling.masked_fill(before >= self.top_p, 0.0))
-        return torch.multinomial(chances, 1, generator=generator)[:, 0]
+        # Without NaN, which would end the process on a GPU before `generated_tokens` can say what is wrong.
+        return torch.multinomial(chances.nan_to_num(1.0), 1, generator=generator)[:, 0]
 
 
 def cached_logits(model: LanguageModel, tokens: Tensor, key_padding_mask: Tensor | None, chunk: int | None) -> Steps:
@@ -105,14 +109,23 @@ def generated_tokens(
     max_new_tokens: int,
     eos: int | None,
 ) -> Iterator[Tensor]:
-    """The chosen tokens, `(B,)` at a time; the model is in eval mode for as long as it computes."""
+    """The chosen tokens, `(B,)` at a time; the model is in eval mode for as long as it computes.
+
+    Logits that are not finite are a `FloatingPointError`: on a CPU before their token is chosen, elsewhere within 64.
+    """
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     ended: Tensor | None = None
     chosen: Tensor | None = None
-    for _ in range(max_new_tokens):
+    greatest: list[Tensor] = []  # logit of each row: NaN or infinite if one is NaN, one infinite, or all are -inf
+    for number in range(max_new_tokens):
         with _evaluating(model):
             logits = next(steps) if chosen is None else steps.send(chosen)
+        greatest.append(logits.amax(-1))
+        # Looking at them waits for a GPU, so not for every token: for the first, then now and then, and for the last.
+        if logits.device.type == "cpu" or number % _LOOK_EVERY == 0 or number == max_new_tokens - 1:
+            _check_finite(greatest, number)
+            greatest.clear()
         chosen = sampling.choose(logits, generator)
         if eos is not None:
             if ended is not None:
@@ -120,7 +133,21 @@ def generated_tokens(
             ended = chosen == eos
         yield chosen
         if ended is not None and bool(ended.all()):
+            if greatest:
+                _check_finite(greatest, number)
             return
+
+
+def _check_finite(greatest: list[Tensor], number: int) -> None:
+    """Raise where the logits of the last tokens, up to that of this number, cannot be drawn from."""
+    broken = ~torch.stack(greatest).isfinite()  # (tokens, B)
+    if broken.any():
+        token, row = broken.nonzero()[0].tolist()
+        raise FloatingPointError(
+            f"the model gives logits that are not finite, at new token {number + 1 - len(greatest) + token + 1} of row "
+            f"{row}: its weights are broken or overflow in {greatest[0].dtype}; load an earlier checkpoint, or compute "
+            "in float32"
+        )
 
 
 class _evaluating:

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.resources import is_plain
+from dilated_attention_pytorch.files import check_files
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.generation import Sampling, cached_logits, generated_tokens, recomputed_logits
-from dilated_attention_pytorch.models.weights import load_weights, save_weights
+from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model, save_weights
 from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, XPosPositions
@@ -72,10 +73,16 @@ class _Pretrained(SharesResources, nn.Module):
     def from_pretrained(
         cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None, **shared: bool
     ) -> Model:
-        """The model that `save_pretrained` wrote; `shared` are `use_pattern_cache`, `enable_memory_pool` and so on."""
-        model = cls(ModelConfig.from_json(Path(folder) / "config.json"), **shared)
-        load_weights(model, Path(folder))
-        return model.to(device)
+        """The model that `save_pretrained` or a checkpoint wrote; `shared` are `use_pattern_cache` and so on.
+
+        The files of a checkpoint are compared with its checksums. Weights that do not fit the config are refused before
+        memory is allocated for them.
+        """
+        folder = Path(folder)
+        check_files(folder, (CONFIG, WEIGHTS))
+        config = ModelConfig.from_json(folder / CONFIG)
+        layers = config.num_layers + (config.num_decoder_layers if issubclass(cls, LongNet) else 0)
+        return load_model(lambda: cls(config, **shared), layers, folder, device)
 
     def _layer_settings(self, gamma: float) -> dict[str, Any]:
         c = self.config

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-WEIGHTS = "model.safetensors"
-_NEXT_TO_NOTHING = 1 << 16  # bytes; not every file system gives away its last block
+from dilated_attention_pytorch.files import CHECKSUMS, write_whole
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# What a model computes in, by the name that safetensors has for it.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def save_weights(model: nn.Module, config: str, folder: Path) -> None:
@@ -23,70 +27,87 @@ def save_tensors(tensors: dict[str, Tensor], config: str, folder: Path) -> None:
     """Write the weights of a model that are no longer in one: each shared tensor under its first name only."""
     safetensors = _safetensors()
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.json", lambda path: path.write_text(config))
+    (folder / CHECKSUMS).unlink(missing_ok=True)  # those of a checkpoint whose weights are replaced
+    write_whole(folder / CONFIG, lambda path: path.write_text(config))
     write_whole(folder / WEIGHTS, lambda path: safetensors.save_file(tensors, path))
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
     found = load_tensors(folder, model)
-    dtypes = {tensor.dtype for tensor in found.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:
-        model.to(dtypes.pop())  # as it was saved
+    model.to(_dtype_of(found))  # as it was saved
     model.load_state_dict(found, strict=False)
 
 
+def load_model(build: Callable[[], Model], layers: int, folder: Path, device: torch.device | str | None) -> Model:
+    """The model of `layers` layers that `build` makes, with the weights in `folder`; others are refused beforehand."""
+    path = _weights_file(folder)
+    with _opened(path) as file:
+        count = len(file.keys())
+    if layers > count:
+        raise ValueError(f"{path} does not fit the model: it has {count:,} tensors, the model {layers:,} layers")
+    with torch.device("meta"):
+        model = build()
+    found = load_tensors(folder, model)
+    # Copied, for a tensor that safetensors gives is the mapped file; the same object under each name that shares it.
+    loaded = {name: tensor.to(device, copy=True) for name, tensor in found.items()}
+    own = {id(p): nn.Parameter(loaded[name], requires_grad=p.requires_grad) for name, p in model.named_parameters()}
+    state = loaded | {name: own[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    if all(name in state for name, _ in model.named_buffers()):
+        model.load_state_dict(state, assign=True)
+    else:  # a subclass computes some that are not saved
+        model = build().to(device, _dtype_of(found))
+        model.load_state_dict(state)
+    return model
+
+
 def load_tensors(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The weights in `folder`, checked to fit `model` by name and shape."""
-    safetensors = _safetensors()
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise FileNotFoundError(f"no weights at {path}: is this the folder of save_pretrained?")
-    try:
-        found = safetensors.load_file(path)
-    except Exception as error:
-        raise ValueError(f"{path} is broken or truncated ({error}): use another copy of the checkpoint") from error
+    """The weights in `folder`; before they are read, they are checked to fit `model` by name, shape and type."""
+    path = _weights_file(folder)
     expected = _without_ties(model)
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        found = {name: (tuple(one.get_shape()), str(one.get_dtype())) for name, one in slices.items()}
     problems = [f"missing {name}" for name in expected.keys() - found.keys()]
     problems += [f"unexpected {name}" for name in found.keys() - expected.keys()]
     problems += [
-        f"{name} is {tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
+        f"{name} is {found[name][0]}, not {tuple(expected[name].shape)}"
         for name in expected.keys() & found.keys()
-        if found[name].shape != expected[name].shape
+        if found[name][0] != tuple(expected[name].shape)
     ]
+    dtypes = {dtype for name, (_, dtype) in found.items() if name in expected and expected[name].is_floating_point()}
+    if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
+        problems.append(f"its tensors are {', '.join(sorted(dtypes))}, not all of one of {', '.join(_DTYPES)}")
     if problems:
         raise ValueError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:8])}")
-    return found
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place at once: no reader sees half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        write(partial)
-        with partial.open("rb+") as stream:
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
+        return _safetensors().load_file(path)
     except Exception as error:
-        # Now, for without the partial file there is room again; and not every writer says why it failed, or where.
-        if is_full(path.parent, error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
+        raise _unreadable(path, error) from error
 
 
-def is_full(folder: Path, error: BaseException | None) -> bool:
-    """Whether writing into `folder` failed with `error` because its disk is full."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            return True
-        error = error.__cause__ or error.__context__
-    return free_bytes(folder) < _NEXT_TO_NOTHING
+def _weights_file(folder: Path) -> Path:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights at {path}: is this the folder of save_pretrained?")
+    return path
 
 
-def free_bytes(folder: Path) -> int:
-    """What is free on the disk of `folder`, which need not be there yet."""
-    return shutil.disk_usage(next(known for known in (folder, *folder.parents) if known.exists())).free
+def _opened(path: Path) -> Any:
+    try:
+        return _safetensors().safe_open(path, framework="pt")
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> Exception:
+    """What to raise where safetensors could not read a file: the disk and the memory are not the file's fault."""
+    if isinstance(error, (OSError, MemoryError)):
+        return error
+    return ValueError(f"{path} is broken or truncated ({error}): use another copy of the checkpoint")
+
+
+def _dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
+    return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
 def _without_ties(model: nn.Module) -> dict[str, Tensor]:

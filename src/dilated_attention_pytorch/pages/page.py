@@ -7,11 +7,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from dilated_attention_pytorch.files import write_whole
+
 
 def write_html(path: Path, title: str, heading: str, body: Sequence[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = _FRAME.format(title=escape(title), style=_STYLE, heading=escape(heading), body="\n".join(body))
-    path.write_text(text, encoding="utf-8")
+    # A lone surrogate, which JSON can spell, is no text.
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8", errors="replace"))
 
 
 def marked(text: str) -> str:

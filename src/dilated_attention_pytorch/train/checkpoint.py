@@ -2,7 +2,8 @@
 
 `checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and what resuming needs. One
 process writes that as `state.pt`, before it goes on. Ranks write it as `state/`, each its own shards, while training
-goes on; any number of ranks reads it, and one process too.
+goes on; any number of ranks reads it, and one process too. `checksums.txt` holds the checksum of every file, with which
+it is compared before it is loaded.
 
 The state is model, optimizer (with its learning rate), the loss scale of float16 and step. Batches, learning rates and
 random numbers are functions of (seed, step, token rank), so that the step is their position, whatever the number of
@@ -15,27 +16,38 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.models.weights import (
+from dilated_attention_pytorch.files import (
+    CHECKSUMS,
+    Checksum,
+    DamagedFile,
+    checking,
     free_bytes,
     is_full,
-    load_weights,
-    save_tensors,
-    untied_names,
+    read_checksums,
+    sum_files,
+    sync_folder,
+    write_checksums,
     write_whole,
 )
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.models.weights import load_weights, save_tensors, untied_names
 from dilated_attention_pytorch.train.engine import Ranks
+
+Result = TypeVar("Result")
 
 _WHOLE = "state.pt"
 _SHARDS = "state"
@@ -47,6 +59,18 @@ _COMPLETE = f"{_SHARDS}/.metadata"  # PyTorch writes it when every rank's shards
 def list_checkpoints(run: Path) -> list[Path]:
     """Checkpoints that were saved to the end, oldest first."""
     return [folder for folder in _step_folders(run) if _is_complete(folder)]
+
+
+def load_newest(folders: Sequence[Path], device: torch.device) -> tuple[Path, LongNetLM]:
+    """The model in the last of these folders that is not damaged, and that folder; names those it passes over."""
+    *older, folder = folders
+    try:
+        return folder, LongNetLM.from_pretrained(folder, device=device)
+    except DamagedFile as damage:
+        if not older:
+            raise
+        print(f"passed over {damage}", file=sys.stderr)
+        return load_newest(older, device)
 
 
 @dataclass(frozen=True)
@@ -113,10 +137,23 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Save the state after `step`, then drop all but the newest checkpoints.
 
-        With ranks this returns when the state is copied, and `settle` says how it ended; at most one save is under way.
+        Weights that are not finite are an error, lest they push out the last ones that are. With ranks this returns
+        when the state is copied, and `settle` says how it ended; at most one save is under way.
         """
         self.settle()
         folder = self._run / "checkpoints" / f"step-{step:08d}"
+        if self._group is not None:
+            from dilated_attention_pytorch.train.shards import gather_state, local_weights, start_saving
+
+            shares = gather_state(self._model, self._optimizer, self._rest(), step)
+            finite = _all_finite(local_weights(shares))
+        else:
+            finite = _all_finite(self._plain.state_dict().values())
+        if not self._ranks.gather(finite).all():
+            raise FloatingPointError(
+                f"the weights are not finite after step {step}, which no further step can mend, so they are not saved: "
+                f"lower --learning-rate; {_kept(self._run)}"
+            )
         partial = self._ranks.on_first(lambda: _open_partial(self._run, folder))
         if self._group is None:
             try:
@@ -129,10 +166,7 @@ class Checkpointer:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         else:
-            from dilated_attention_pytorch.train.shards import start_saving
-
-            rest = self._rest()
-            written = start_saving(self._model, self._optimizer, rest, step, partial / _SHARDS, self._group)
+            written = start_saving(shares, partial / _SHARDS, self._group)
             # The config as it is now: the next stage may have another pattern.
             config = self._plain.config.to_json()
             self._saving = self._thread.submit(self._finish, written, partial, folder, config)
@@ -165,19 +199,37 @@ class Checkpointer:
         for partial in cut_off:
             self._say(f"passed over {partial}: its save was cut off")
         for folder in reversed(found):
-            error, step = None, 0
-            try:
-                step = self._load(folder)
-            except Exception as caught:
-                error = caught
-            # A rank may read its shards well where another cannot.
-            failures = [reason for reason in self._ranks.gather_objects(error and _line(error)) if reason]
-            if not failures:
+            has_checksums, damage = self._on_all(self._check, folder)
+            step = 0
+            if not damage:
+                if not has_checksums:
+                    self._say(f"{folder} has no {CHECKSUMS}, so that damage in it may go unnoticed")
+                step, damage = self._on_all(self._load if has_checksums else self._load_unchecked, folder)
+            if not damage:
                 self._ranks.on_first(lambda: _set_aside(passed))
                 return step
-            self._say(f"passed over {folder}: {failures[0]}")
+            self._say(f"passed over {folder}: {damage}")
             passed.append(folder)
         raise FileNotFoundError(f"nothing to resume in {self._run}: it has no checkpoint that can be read")
+
+    def _on_all(self, act: Callable[[Path], Result], folder: Path) -> tuple[Result, str]:
+        """What `act` gives, and the damage that it found on any rank; any other error of a rank is one of all."""
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = act(folder)
+        except Exception as caught:
+            error = caught
+        damage = str(error) if isinstance(error, DamagedFile) else ""
+        # A rank may read its shards well where another cannot.
+        told = self._ranks.gather_objects((damage, "" if error is None or damage else _line(error)))
+        for _, failure in told:
+            if failure:
+                raise OSError(
+                    f"{folder} could not be loaded, and not because it is damaged ({failure}): nothing was renamed, so "
+                    "resume again when that is mended"
+                ) from error
+        return result, next((found for found, _ in told if found), "")
 
     def _say(self, line: str) -> None:
         if self._ranks.first:
@@ -200,16 +252,47 @@ class Checkpointer:
 
     def _publish(self, partial: Path, folder: Path) -> None:
         for name, content in self._beside.items():
-            (partial / name).write_bytes(content)
+            write_whole(partial / name, methodcaller("write_bytes", content))
+        sums: dict[str, Checksum] = {}
+        for noted in (partial / _SHARDS).glob(f"*.{CHECKSUMS}"):  # by each rank, of its own files
+            sums |= {f"{_SHARDS}/{name}": one for name, one in read_checksums(noted).items()}
+            noted.unlink()
+        sums |= sum_files(partial, [name for name in _files(partial) if name not in sums])
+        write_checksums(partial / CHECKSUMS, sums)
+        if (partial / _SHARDS).is_dir():
+            sync_folder(partial / _SHARDS)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
+        for changed in (folder.parent, self._run):
+            sync_folder(changed)
         for old in list_checkpoints(self._run)[: -self._keep]:
             shutil.rmtree(old)
 
-    def _load(self, folder: Path) -> int:
+    def _check(self, folder: Path) -> bool:
+        """Compare this rank's share of the files with their checksums; whether there are any."""
         if not _is_complete(folder):
-            raise FileNotFoundError(f"it has neither {_WHOLE} nor {_COMPLETE}, so its save was cut off")
+            raise DamagedFile(f"it has neither {_WHOLE} nor {_COMPLETE}, so its save was cut off")
+        ranks = 1 if self._ranks.mesh is None else self._ranks.mesh.size()
+        if not (folder / CHECKSUMS).is_file():
+            sum_files(
+                folder, _files(folder)[self._ranks.rank :: ranks]
+            )  # read here, an error of the disk is told as one
+            return False
+        sums = read_checksums(folder / CHECKSUMS)
+        own = sorted(sums, key=lambda name: sums[name].bytes)[self._ranks.rank :: ranks]
+        deque(checking(folder, {name: sums[name] for name in own}), maxlen=0)
+        return True
+
+    def _load_unchecked(self, folder: Path) -> int:
+        try:
+            return self._load(folder)
+        except Exception as error:
+            if not _may_be_damage(error):
+                raise
+            raise DamagedFile(_line(error)) from error
+
+    def _load(self, folder: Path) -> int:
         if not (folder / _WHOLE).is_file():
             from dilated_attention_pytorch.train.shards import load_shards
 
@@ -220,6 +303,8 @@ class Checkpointer:
         try:
             state = torch.load(folder / _WHOLE, map_location="cpu", weights_only=True)
         except Exception as error:
+            if not _may_be_damage(error):
+                raise
             raise ValueError(f"{_WHOLE} is broken or truncated ({error})") from error
         if self._group is None:
             load_weights(self._plain, folder)
@@ -251,6 +336,22 @@ def _is_complete(folder: Path) -> bool:
     return (folder / _WHOLE).is_file() or (folder / _COMPLETE).is_file()
 
 
+def _files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _may_be_damage(error: Exception) -> bool:
+    """Whether an error of reading may come from what a file holds, rather than from the disk or the memory."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
+        return False
+    # PyTorch has no class of its own for main memory.
+    return not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error)
+
+
 def _open_partial(run: Path, folder: Path) -> Path:
     """Sweep what killed saves left, and make the folder in which `folder` is prepared."""
     for stale in _partials(run):
@@ -267,6 +368,7 @@ def _set_aside(passed: list[Path]) -> None:
         aside = folder.with_name(f"{_DAMAGED}{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
+        sync_folder(folder.parent)
 
 
 @contextmanager
@@ -284,11 +386,14 @@ def _not_saved(run: Path, what: str, error: Exception) -> OSError:
     room = ""
     if is_full(run, error):
         room = f"the disk of {run} is full ({free_bytes(run):,} bytes free are not enough), so make room; "
-    kept = "the run has no complete checkpoint yet"
+    return OSError(f"{what} could not be saved ({_line(error)}): {room}{_kept(run)}")
+
+
+def _kept(run: Path) -> str:
     if found := list_checkpoints(run):
         step = int(found[-1].name.removeprefix("step-"))
-        kept = f"the run's last complete checkpoint is of step {step}, from which --resume {run} goes on"
-    return OSError(f"{what} could not be saved ({_line(error)}): {room}{kept}")
+        return f"the run's last complete checkpoint is of step {step}, from which --resume {run} goes on"
+    return "the run has no complete checkpoint yet"
 
 
 def _line(error: BaseException) -> str:

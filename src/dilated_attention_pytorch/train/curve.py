@@ -8,7 +8,7 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.models.weights import write_whole
+from dilated_attention_pytorch.files import write_whole
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 

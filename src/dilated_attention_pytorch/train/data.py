@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.models.weights import write_whole
+from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.run_folder import holds_run
 from dilated_attention_pytorch.train.token_files import (

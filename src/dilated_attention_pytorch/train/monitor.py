@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from dilated_attention_pytorch.models.weights import write_whole
+from dilated_attention_pytorch.files import write_whole
 
 Kind = Literal["console", "jsonl", "tensorboard", "wandb", "prometheus"]
 KINDS: tuple[str, ...] = get_args(Kind)

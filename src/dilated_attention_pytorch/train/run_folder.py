@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.measuring import machine
-from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.checkpoint import Saved, list_saved, naming_a_full_disk
 
 CONFIG, CORPUS = "config.json", "corpus.json"

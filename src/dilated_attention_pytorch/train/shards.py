@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,27 +28,38 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from dilated_attention_pytorch.files import CHECKSUMS, sum_files, write_checksums
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import load_tensors
 from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
 
-def start_saving(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rest: dict[str, Any],
-    step: int,
-    shards: Path,
-    group: dist.ProcessGroup,
-) -> Future[Any]:
-    """Copy this rank's part of the state, and write it to `shards` in the background; `group` is for nothing else.
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any], step: int) -> dict[str, Any]:
+    """This rank's part of the state. `rest` are further parts of it, the same on all ranks."""
+    return {**_state(model, optimizer), **rest, "step": torch.tensor(step)}
 
-    `rest` are further parts of the state, the same on all ranks.
-    """
-    state = {**_state(model, optimizer), **rest, "step": torch.tensor(step)}
-    written = async_save(state, checkpoint_id=shards, process_group=group)
+
+def local_weights(state: dict[str, Any]) -> list[Tensor]:
+    """What this rank holds of the weights in a state."""
+    return [_local(weight) for weight in state["model"].values()]
+
+
+def start_saving(state: dict[str, Any], shards: Path, group: dist.ProcessGroup) -> Future[Any]:
+    """Copy this rank's part of the state, and write it to `shards` in the background; `group` is for nothing else."""
+    written = async_save(state, storage_writer=_SummingWriter(shards), process_group=group)
     assert isinstance(written, Future)
     return written
+
+
+class _SummingWriter(FileSystemWriter):
+    """Writes a rank's shards, and beside them their checksums."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        folder = Path(self.path)
+        write_checksums(folder / f"{plan.storage_data.prefix}.{CHECKSUMS}", sum_files(folder, names))
+        return written
 
 
 def wait_written(written: Future[Any]) -> None:
@@ -189,6 +201,9 @@ def _read(state: dict[str, Any], shards: Path, group: dist.ProcessGroup | None) 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist asks
             load(state, checkpoint_id=shards, process_group=group, no_dist=group is None)
     except CheckpointException as error:
+        kinds = [type(failure) for failure, _ in error.failures.values()]
+        if any(issubclass(kind, (OSError, MemoryError)) and kind is not FileNotFoundError for kind in kinds):
+            raise OSError(f"{shards.name}/ cannot be read ({_first_failure(error)})") from error
         raise ValueError(f"{shards.name}/ is broken or truncated ({_first_failure(error)})") from error
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from dilated_attention_pytorch.files import check_files
+
 TOKENIZER = "tokenizer.json"  # its name in a run's folder and its checkpoints
 
 # Where a long text may be cut, best first: a word, or a run of white space, should keep its tokens.
@@ -152,6 +154,7 @@ def read_tokenizer(path: str | Path | None) -> Tokenizer:
 def saved_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a model in `folder`, a run or a checkpoint, that has `vocab_size` tokens."""
     path = folder / TOKENIZER
+    check_files(folder, [TOKENIZER])
     tokenizer = read_tokenizer(path if path.is_file() else None)
     if tokenizer.vocab_size != vocab_size:
         kind = f"the tokenizer in {path} has" if tokenizer.content else f"there is no {path}, and bytes have"

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.models.weights import write_whole
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline

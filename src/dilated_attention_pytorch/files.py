@@ -1,0 +1,164 @@
+"""Files that appear whole or not at all, survive a power cut, and are compared with their checksums when they are read.
+
+The checksums of a folder are one small file in it, `checksums.txt`: a line per file with CRC-32, size and name, after a
+first line that is the CRC-32 of the rest. They tell damage, not intent: whoever may write the files may write them too.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHECKSUMS = "checksums.txt"
+_CHUNK = 1 << 22  # bytes that are read at a time
+_NEXT_TO_NOTHING = 1 << 16  # bytes; not every file system gives away its last block
+
+
+class DamagedFile(ValueError):
+    """A file does not hold what was written into it."""
+
+
+class Checksum(NamedTuple):
+    crc: int
+    bytes: int
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, then put it in its place at once: no reader sees half a file."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("ab") as stream:
+            mode = os.fstat(stream.fileno()).st_mode
+        write(partial)
+        with partial.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        if partial.stat().st_mode != mode:  # safetensors makes its file anew, readable by its owner alone
+            partial.chmod(mode & 0o7777)
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except Exception as error:
+        # Now, for without the partial file there is room again; and not every writer says why it failed, or where.
+        if is_full(path.parent, error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sweep_partials(folder: Path) -> None:
+    """Remove what killed processes left of files that `write_whole` wrote; nobody else may be writing in the folder."""
+    for partial in folder.glob(".*.partial"):
+        if partial.is_file() and not partial.name.endswith(f".{os.getpid()}.partial"):
+            partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder, of files that were created or renamed in it, survive a power cut."""
+    if os.name == "nt":  # it opens no folders
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def is_full(folder: Path, error: BaseException | None) -> bool:
+    """Whether writing into `folder` failed with `error` because its disk is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return True
+        error = error.__cause__ or error.__context__
+    return free_bytes(folder) < _NEXT_TO_NOTHING
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of `folder`, which need not be there yet."""
+    return shutil.disk_usage(next(known for known in (folder, *folder.parents) if known.exists())).free
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """Values as one line of JSON, which has no number that is not finite: `null` stands for it.
+
+    >>> json_line({"step": 1, "loss": float("nan"), "branch_bytes": {"w64 r1": 0}})
+    '{"step": 1, "loss": null, "branch_bytes": {"w64 r1": 0}}\\n'
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: plain(one) for name, one in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(values), allow_nan=False) + "\n"
+
+
+def sum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
+    """The checksums of files in a folder, by name."""
+    return {name: deque(_summing(folder / name), maxlen=1)[0] for name in names}
+
+
+def write_checksums(path: Path, sums: Mapping[str, Checksum]) -> None:
+    lines = "".join(f"{one.crc:08x} {one.bytes} {name}\n" for name, one in sorted(sums.items())).encode()
+    write_whole(path, lambda partial: partial.write_bytes(b"%08x\n%b" % (zlib.crc32(lines), lines)))
+
+
+def read_checksums(path: Path) -> dict[str, Checksum]:
+    """What `write_checksums` wrote."""
+    content = path.read_bytes()
+    try:
+        own, lines = content.split(b"\n", 1)
+        if own != b"%08x" % zlib.crc32(lines):
+            raise ValueError("its own checksum is another")
+        rows = [line.split(" ", 2) for line in lines.decode().splitlines()]
+        return {name: Checksum(int(crc, 16), int(size)) for crc, size, name in rows}
+    except ValueError as error:
+        raise DamagedFile(f"{path.name} is broken or truncated ({error})") from None
+
+
+def checking(folder: Path, sums: Mapping[str, Checksum]) -> Iterator[int]:
+    """Compare files with their checksums: yields how many bytes were read each time, raises `DamagedFile`."""
+    for name, noted in sums.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedFile(f"{name} is missing")
+        size = path.stat().st_size
+        if size != noted.bytes:
+            raise DamagedFile(f"{name} is broken or truncated (it has {size:,} bytes, {noted.bytes:,} were written)")
+        found = Checksum(0, 0)
+        for read in _summing(path):
+            yield read.bytes - found.bytes
+            found = read
+        if found != noted:
+            raise DamagedFile(f"{name} is broken (its checksum is {found.crc:08x}, {noted.crc:08x} was written)")
+
+
+def check_files(folder: Path, names: Iterable[str]) -> None:
+    """Compare some files in a folder with the checksums beside them, where there are any."""
+    if not (folder / CHECKSUMS).is_file():
+        return
+    try:
+        known = read_checksums(folder / CHECKSUMS)
+        deque(checking(folder, {name: known[name] for name in names if name in known}), maxlen=0)
+    except DamagedFile as damage:
+        raise DamagedFile(f"{folder}: {damage}") from None
+
+
+def _summing(path: Path) -> Iterator[Checksum]:
+    """The checksum of a file as far as it has been read, again and again: the last is that of the whole."""
+    found, buffer = Checksum(0, 0), memoryview(bytearray(_CHUNK))
+    yield found
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            found = Checksum(zlib.crc32(buffer[:count], found.crc), found.bytes + count)
+            yield found
