@@ -13,6 +13,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
+from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
@@ -152,7 +153,7 @@ def dilated_attention(
     plain = is_plain(query, key, value)
     valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
     settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
-    problem = _valid_problem(
+    problem, is_new = _valid_problem(
         query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config
     )
     if resources is None and plain:
@@ -169,6 +170,9 @@ def dilated_attention(
             spans=spans,
             cache=resources.cache if plain and resources is not None else None,
         )
+    if is_new and plain:
+        H, kv_heads = query.shape[2], key.shape[2]
+        warn_of_reach(problem.spec, _longest_document(spans, query.shape[1]), (total_heads or H) * kv_heads // H)
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
     return attend(query, key, value, spans, seed, problem, backend, plain, return_lse, resources)
 
@@ -231,8 +235,11 @@ def _valid_problem(
     dilation_rates: Sequence[int],
     settings: tuple[Any, ...],
     remember: bool,
-) -> Problem:
-    """The problem that a valid call poses; calls of one kind, as in a model's layers and steps, are checked once."""
+) -> tuple[Problem, bool]:
+    """The problem that a valid call poses, and whether it was checked now.
+
+    Calls of one kind, as in a model's layers and steps, are checked once.
+    """
     lists = (list, tuple)
     # Whole numbers in lists only: True and 1.0 equal 1, so they would be found, but they are to be refused.
     if (
@@ -241,7 +248,7 @@ def _valid_problem(
         or type(dilation_rates) not in lists
         or {*map(type, segment_lengths), *map(type, dilation_rates)} != {int}
     ):
-        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
+        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings), True
     kind = (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
         value.device, tuple(segment_lengths), tuple(dilation_rates), settings,
@@ -249,13 +256,21 @@ def _valid_problem(
     try:
         problem = _known.get(kind)
     except TypeError:  # a setting that cannot be looked up is wrong, and the checks say how
-        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
-    if problem is None:
-        problem = checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
-        if len(_known) >= _MOST_KINDS:
-            _known.clear()
-        _known[kind] = problem
-    return problem
+        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings), True
+    if problem is not None:
+        return problem, False
+    problem = checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
+    if len(_known) >= _MOST_KINDS:
+        _known.clear()
+    _known[kind] = problem
+    return problem, True
+
+
+def _longest_document(spans: Tensor | None, tokens: int) -> int:
+    """Tokens of the longest document, 0 where only the device knows them."""
+    if spans is None:
+        return tokens
+    return int((spans[:, 1] - spans[:, 0]).max()) if spans.device.type == "cpu" and len(spans) else 0
 
 
 _MOST_KINDS = 4096

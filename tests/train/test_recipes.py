@@ -36,7 +36,6 @@ from dilated_attention_pytorch.train.memory import MemoryOptions, loss
 from dilated_attention_pytorch.train.presets import (
     HARDWARE,
     MODEL_SIZES,
-    branches_for,
     expand_presets,
     float32_products,
     hardware_preset,
@@ -79,13 +78,13 @@ def test_a_vocabulary_that_leaves_no_layers_is_refused() -> None:
         model_preset("7b")
 
 
-@pytest.mark.parametrize("tokens", [1, 2048, 2049, 32_768, 1_000_000])
-def test_branches_reach_over_the_sequence_and_cost_little_more_than_twice_the_first(tokens) -> None:
-    lengths, rates = branches_for(tokens)
-    assert lengths[-1] >= tokens
-    assert len(lengths) == 1 or lengths[-2] < tokens
-    assert rates[0] == 1
-    assert sum(w / r**2 for w, r in zip(lengths, rates)) < 2.25 * lengths[0]
+@pytest.mark.parametrize("size", MODEL_SIZES)
+@pytest.mark.parametrize("tokens", [2048, 32_768, 1_000_000])
+def test_presets_connect_the_whole_sequence(size, tokens) -> None:
+    config = model_preset(size, sequence_length=tokens, num_layers=2)
+    assert max(config.segment_lengths) >= tokens
+    assert max(config.dilation_rates) <= config.num_heads
+    assert config.dilation_rates[0] == 1
 
 
 def test_what_a_preset_leaves_open_can_be_said() -> None:

@@ -28,6 +28,7 @@ from dilated_attention_pytorch.core.pattern_cache import (
     get_global_pattern_cache,
     reset_global_pattern_cache,
 )
+from dilated_attention_pytorch.core.reach import ReachWarning, branches_for, reach_shares
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
@@ -44,10 +45,12 @@ __all__ = [
     "OptimizedPatternCache",
     "PatternCache",
     "PatternType",
+    "ReachWarning",
     "Resources",
     "SimpleGPUCache",
     "SparsePatternConfig",
     "WorkspacePool",
+    "branches_for",
     "covered_rows",
     "dense_mask",
     "document_spans",
@@ -58,6 +61,7 @@ __all__ = [
     "layout_for",
     "layout_of",
     "merge",
+    "reach_shares",
     "reference_forward",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",

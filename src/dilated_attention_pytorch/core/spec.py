@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Literal, get_args
 
-import torch
-
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.reach import branches_for, refuse_grouped, warn_once
 
 HeadLayout = Literal["interleaved", "blocked", "grouped"]
 HEAD_LAYOUTS: tuple[str, ...] = get_args(HeadLayout)
 
 # offset[branch][head]; None where the head is absent from the branch
 OffsetTable = tuple[tuple["int | None", ...], ...]
-
-_warned: set[DilatedSpec] = set()
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class DilatedSpec:
         if self.head_layout not in HEAD_LAYOUTS:
             raise ValueError(f"head_layout must be one of {', '.join(HEAD_LAYOUTS)}, got {self.head_layout!r}")
         if all(branch.dilation_rate > 1 for branch in self.branches):
-            self._warn_of_uncovered_rows()
+            warn_once(self, "rows", self._uncovered)
 
     @classmethod
     def of(
@@ -86,6 +81,24 @@ class DilatedSpec:
                 f"{list(segment_lengths)} and {len(dilation_rates)} rates {list(dilation_rates)}"
             )
         return cls(tuple(Branch(w, r) for w, r in zip(segment_lengths, dilation_rates)), head_layout)
+
+    @classmethod
+    def for_length(
+        cls,
+        tokens: int,
+        heads: int | None = None,
+        *,
+        shortest: int = 2048,
+        is_causal: bool = False,
+        head_layout: HeadLayout = "interleaved",
+    ) -> DilatedSpec:
+        """The spec of `branches_for`, which connects all of `tokens` tokens.
+
+        >>> DilatedSpec.for_length(10_000, heads=8).dilation_rates
+        (1, 2, 4, 8)
+        """
+        refuse_grouped(head_layout)
+        return cls.of(*branches_for(tokens, heads, shortest=shortest, is_causal=is_causal), head_layout)
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -119,27 +132,13 @@ class DilatedSpec:
             for g, branch in enumerate(self.branches)
         )
 
-    def _warn_of_uncovered_rows(self) -> None:
-        if torch.compiler.is_compiling() or self in _warned:
-            return
-        _warned.add(self)
+    def _uncovered(self) -> str:
         from dilated_attention_pytorch.core.pattern import uncovered_share
 
-        warnings.warn(
+        return (
             f"no branch of {self} has dilation rate 1: {uncovered_share(self):.0%} of the (row, head) pairs are on "
-            "no branch's grid and give 0; add a branch with rate 1 to cover every row",
-            stacklevel=_frames_within_the_package(),
+            "no branch's grid and give 0; add a branch with rate 1 to cover every row"
         )
-
-
-def _frames_within_the_package() -> int:
-    """The stacklevel that makes the caller's caller's warning point at the user's own line."""
-    package = __name__.split(".")[0]
-    frame, level = sys._getframe(1), 1
-    # A dataclass's __init__ belongs to no module of the package by its globals' name, but to its file.
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 @dataclass(frozen=True, kw_only=True)

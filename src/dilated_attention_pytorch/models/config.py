@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 
 Positions = Literal["rotary", "xpos", "none"]
+
+_LENGTHS, _RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +22,13 @@ class ModelConfig:
     """Sizes of `LongNetLM` and `LongNet`; the defaults are the LongNet paper's base model.
 
     `num_layers` are the layers of `LongNetLM` and of `LongNet`'s encoder; `num_decoder_layers` those of `LongNet`'s
-    decoder, 0 for an encoder alone. `vocab_size` concerns `LongNetLM` only.
+    decoder, 0 for an encoder alone. `vocab_size` concerns `LongNetLM` only. `max_length` takes the place of
+    `segment_lengths` and `dilation_rates`: `branches_for` makes those that connect so many tokens with these heads.
 
     >>> ModelConfig(d_model=128, num_heads=4, num_layers=2).dim_feedforward
     512
+    >>> ModelConfig(d_model=128, num_heads=4, max_length=100_000).segment_lengths
+    (2048, 4096, 131072)
     """
 
     vocab_size: int = 256
@@ -31,8 +38,8 @@ class ModelConfig:
     num_layers: int = 12
     num_decoder_layers: int = 12
     dim_feedforward: int = 0  # 0: four times d_model
-    segment_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
-    dilation_rates: tuple[int, ...] = (1, 2, 4, 6, 12)
+    segment_lengths: tuple[int, ...] = _LENGTHS
+    dilation_rates: tuple[int, ...] = _RATES
     head_layout: HeadLayout = "interleaved"
     positions: Positions = "rotary"
     scale_base: float = 512.0  # of xPos: the distance over which scores decay
@@ -41,10 +48,17 @@ class ModelConfig:
     activation: str = "gelu"
     layer_norm_eps: float = 1e-5
     tie_weights: bool = True
+    max_length: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
-        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+    def __post_init__(self, max_length: int | None) -> None:
+        lengths: Sequence[int] = self.segment_lengths
+        rates: Sequence[int] = self.dilation_rates
+        if max_length is not None:
+            stated = (None if lengths is _LENGTHS else lengths, None if rates is _RATES else rates)
+            heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+            lengths, rates = stated_branches(*stated, max_length, heads=heads, head_layout=self.head_layout)
+        object.__setattr__(self, "segment_lengths", tuple(lengths))
+        object.__setattr__(self, "dilation_rates", tuple(rates))
         object.__setattr__(self, "dim_feedforward", self.dim_feedforward or 4 * self.d_model)
         for name in ("vocab_size", "d_model", "num_heads", "num_layers", "dim_feedforward"):
             if getattr(self, name) < 1:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.memory_pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
+from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
@@ -24,7 +25,8 @@ class DilatedAttention(nn.Module):
     """LongNet's dilated attention without parameters; see `functional.dilated_attention` for what it computes.
 
     Args:
-        segment_lengths, dilation_rates: one entry a branch.
+        segment_lengths, dilation_rates: one entry per branch.
+        max_length: in place of them: the longest sequence, of which `branches_for` connects all tokens.
         softmax_scale: of the scores; `D ** -0.5` by default.
         attention_dropout: probability of dropping an attention weight while training.
         head_layout: `interleaved`, `blocked` or `grouped`.
@@ -44,9 +46,10 @@ class DilatedAttention(nn.Module):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
+        max_length: int | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         head_layout: HeadLayout = "interleaved",
@@ -63,7 +66,8 @@ class DilatedAttention(nn.Module):
         if lightweight_pool and not enable_memory_pool:
             raise ValueError("lightweight_pool chooses the kind of pool: pass enable_memory_pool=True with it")
         check_backend(backend)
-        self.spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
+        branches = stated_branches(segment_lengths, dilation_rates, max_length, head_layout=head_layout)
+        self.spec = DilatedSpec.of(*branches, head_layout)
         self.softmax_scale = softmax_scale
         self.attention_dropout = attention_dropout
         self.backend = backend
@@ -180,8 +184,8 @@ class ImprovedDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         dropout: float = 0.0,
         use_tf32: bool = True,

@@ -31,8 +31,8 @@ class BlockSparseDilatedAttention(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         sparse_config: SparsePatternConfig | None = None,
         dropout: float = 0.0,

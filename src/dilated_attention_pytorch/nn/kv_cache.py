@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
+from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
 from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
@@ -144,6 +145,9 @@ class DilatedKVCache:
         self._check(query, key, value)
         self._note_recording(query)
         known = self.known_lengths
+        if query.shape[1] > 1 and is_plain(query):  # a prompt: a single token must not wait for the question
+            heads = (self.total_heads or self.num_heads) * self.num_kv_heads // self.num_heads
+            warn_of_reach(self.spec, max(known or (0,)) + query.shape[1], heads)
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(query, key, value, state, problem, backend, resources)
         self.lengths.add_(query.shape[1])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import Rotation, rotate
@@ -22,7 +23,9 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
-        segment_lengths, dilation_rates: one entry a branch.
+        segment_lengths, dilation_rates: one entry per branch.
+        max_length: in place of them: the longest sequence, of which `branches_for` connects all tokens with as many
+            key/value heads as the module has.
         dropout: of the attention weights, while training.
         bias: whether projections have a bias.
         layer_norm: whether the output projection is preceded by a LayerNorm (with `layer_norm_eps`).
@@ -47,9 +50,10 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
+        max_length: int | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
@@ -76,7 +80,14 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self.gamma_init = gamma_init
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_projections(bias, factory)
-        self.attention = self._make_attention(segment_lengths, dilation_rates, dropout, settings)
+        branches = stated_branches(
+            segment_lengths,
+            dilation_rates,
+            max_length,
+            heads=num_kv_heads,
+            head_layout=settings.get("head_layout", "interleaved"),
+        )
+        self.attention = self._make_attention(*branches, dropout, settings)
         self.norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **factory) if layer_norm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
@@ -219,8 +230,8 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         use_tf32: bool = True,
         **settings: Any,

@@ -62,8 +62,8 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
@@ -143,8 +143,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         self,
         d_model: int,
         nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(d_model, nhead, segment_lengths, dilation_rates, **settings)

@@ -20,6 +20,7 @@ from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
+from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
@@ -270,6 +271,9 @@ def _schedule(
     budget: int,
 ) -> Schedule:
     batch, _, heads, head_dim = shape
+    if ranks.rank == 0:
+        longest = max((stop - start for _, start, stop in documents), default=0)
+        warn_of_reach(problem.spec, longest, (problem.total_heads or heads) * kv_heads // heads)
     pieces = shards.pieces_of(ranks.rank)
     table = problem.offsets(heads, kv_heads)
     exchanges: list[Exchange] = []

@@ -56,8 +56,8 @@ class AcrossRanks(DilatedAttention):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         sequence: Place | None,
         heads: Place | None = None,
@@ -187,8 +187,8 @@ class RingDilatedAttention(AcrossRanks):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         ring_size: int | None = None,
         dropout: float = 0.0,
@@ -279,8 +279,8 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         cache_on_gpu: bool | None = None,
         **settings: Any,
@@ -325,8 +325,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         model_parallel: bool = False,
         sequence_parallel: bool = True,
@@ -372,8 +372,8 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         sequence_parallel: bool = False,
         model_parallel: bool = False,

@@ -72,9 +72,9 @@ HARDWARE = ("auto", *_HARDWARE)
 
 
 def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LENGTH, **changes: Any) -> ModelConfig:
-    """The config of a `LongNetLM` with so many parameters as `size` says, for sequences of a length.
+    """The config of a `LongNetLM` of `size` parameters, whose branches connect `sequence_length` tokens.
 
-    `changes` are other fields of `ModelConfig`, as they are to be.
+    `changes` are other fields of `ModelConfig`.
 
     >>> config = model_preset("125m", vocab_size=50_257)
     >>> config.d_model, config.num_heads, config.num_layers
@@ -83,10 +83,10 @@ def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LE
     124
     """
     wanted = _size(size)
-    lengths, rates = branches_for(sequence_length)
     sizes = {"d_model": wanted.d_model, "num_heads": wanted.num_heads, "vocab_size": vocab_size}
-    pattern = {"segment_lengths": lengths, "dilation_rates": rates}
-    settings: dict[str, Any] = {**sizes, **pattern, "num_decoder_layers": 0, **changes}
+    settings: dict[str, Any] = {**sizes, "num_decoder_layers": 0, **changes}
+    if not changes.keys() & {"segment_lengths", "dilation_rates"}:
+        settings["max_length"] = sequence_length
     if "num_layers" in settings:
         return ModelConfig(**settings)
     one, two = (parameter_count(ModelConfig(**settings, num_layers=layers)) for layers in (1, 2))
@@ -106,27 +106,6 @@ def text_model(size: str, **changes: Any) -> ModelConfig:
     2048
     """
     return model_preset(size, **{"vocab_size": 50_304, **changes})
-
-
-def branches_for(sequence_length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Segment lengths and dilation rates of which the last reaches over a whole sequence: LongNet's, doubled on.
-
-    Rates grow with lengths, so that all branches together cost little more than twice the first, however many.
-
-    >>> branches_for(8192)
-    ((2048, 4096, 8192), (1, 2, 4))
-    >>> branches_for(100_000)
-    ((2048, 4096, 8192, 16384, 32768, 65536, 131072), (1, 2, 4, 6, 12, 24, 48))
-    """
-    if sequence_length < 1:
-        raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
-    published = ModelConfig()
-    lengths, rates = list(published.segment_lengths), list(published.dilation_rates)
-    while lengths[-1] < sequence_length:
-        lengths.append(2 * lengths[-1])
-        rates.append(2 * rates[-1])
-    reaching = next(i for i, length in enumerate(lengths) if length >= sequence_length) + 1
-    return tuple(lengths[:reaching]), tuple(rates[:reaching])
 
 
 def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> Hardware:
