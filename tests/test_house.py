@@ -57,6 +57,18 @@ def test_imports_go_downward_only() -> None:
         assert room == imported or FLOOR[imported] < FLOOR[room], f"{path}: {room} may not import {imported}"
 
 
+def test_no_line_installs_a_distribution_that_is_another_projects() -> None:
+    # What PyPI has under this name is not this package.
+    repository = PACKAGE.parents[1]
+    texts = [*PACKAGE.rglob("*.py"), *repository.glob("docs/**/*.md"), *repository.glob("*.md"), repository / "run"]
+    assert len(texts) > 100
+    name = "dilated-attention-pytorch"
+    for path in texts:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            installs = f"{name}[" in line or ("pip install" in line and name in line)
+            assert not installs, f"{path}:{number} installs {name} by name: use core.extras.install_extra"
+
+
 def test_every_room_has_a_floor() -> None:
     rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
     assert {room for room in rooms if not room.startswith("_")} == set(FLOOR)

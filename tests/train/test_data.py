@@ -34,7 +34,7 @@ FLAGS = """
 """.split()  # noqa: SIM905
 WORDS = "the quick brown fox jumps over the lazy dög. ".split()  # noqa: SIM905
 needs_tokenizers = pytest.mark.skipif(
-    find_spec("tokenizers") is None, reason="needs tokenizers: pip install 'dilated-attention-pytorch[tokenizers]'"
+    find_spec("tokenizers") is None, reason="needs tokenizers: pip install '.[tokenizers]'"
 )
 
 

@@ -23,7 +23,7 @@ from .test_ranks import launch, losses, without_newest
 WORKER = Path(__file__).with_name("zero_worker.py")
 STEPS = 20
 needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'dilated-attention-pytorch[deepspeed]'"
+    find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install '.[deepspeed]'"
 )
 
 EVERY = ["--checkpoint-every", "10"]
@@ -161,7 +161,7 @@ def test_a_package_that_is_missing_is_named_with_its_installation(monkeypatch) -
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     ranks = engine.Ranks(device=torch.device("cpu"), mesh=object())
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'dilated-attention-pytorch\[deepspeed\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[deepspeed\]' in a checkout"):
         check_zero(Zero(), ranks)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
@@ -86,8 +87,7 @@ def _gpu_words(index: int) -> str:
 def _installation() -> Iterator[Finding]:
     for extra, missing in missing_extras().items():
         checkout = _checkout()
-        where = f"'.[{extra}]'" if checkout is not None else f"'{PACKAGE}[{extra}]'"
-        command = f"pip install -e {where}, in {checkout}" if checkout is not None else f"pip install {where}"
+        command = install_extra(extra) + (f", here {checkout}" if checkout is not None else "")
         yield Finding(
             "option", INSTALLATION, f"the extra {extra} is not complete: {', '.join(missing)} is missing", command
         )

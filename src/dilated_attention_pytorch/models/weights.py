@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.files import CHECKSUMS, write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -126,7 +127,5 @@ def _safetensors() -> ModuleType:
     try:
         import safetensors.torch
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "weights are stored with safetensors: pip install 'dilated-attention-pytorch[train]'"
-        ) from error
+        raise ModuleNotFoundError(f"weights are stored with safetensors: {install_extra('train')}") from error
     return safetensors.torch

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.data import Order
@@ -298,7 +299,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             import tomli as tomllib
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "a config file is read with tomli before Python 3.11: pip install 'dilated-attention-pytorch[train]'"
+                f"a config file is read with tomli before Python 3.11: {install_extra('train')}"
             ) from error
     try:
         stated = tomllib.loads(path.read_text())

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.core.memory_pool import LEAST_THRESHOLD
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
@@ -346,6 +347,5 @@ def _needed(extra: str, module: str, option: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"{option} needs {extra}, which does not import here ({error}): "
-            f"pip install 'dilated-attention-pytorch[{extra}]'"
+            f"{option} needs {extra}, which does not import here ({error}): {install_extra(extra)}"
         ) from error

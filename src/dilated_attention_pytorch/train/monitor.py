@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.files import write_whole
 
 Kind = Literal["console", "jsonl", "tensorboard", "wandb", "prometheus"]
@@ -219,6 +220,4 @@ def _package(name: str) -> Any:
         if error.name != name:  # it is there, and broken
             raise
         extra = name.removesuffix("_client")
-        raise ModuleNotFoundError(
-            f"the monitor needs {name}: pip install 'dilated-attention-pytorch[{extra}]'", name=name
-        ) from error
+        raise ModuleNotFoundError(f"the monitor needs {name}: {install_extra(extra)}", name=name) from error

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.files import check_files
 
 TOKENIZER = "tokenizer.json"  # its name in a run's folder and its checkpoints
@@ -192,9 +193,7 @@ def _parse(content: bytes, path: Path) -> Any:
     try:
         from tokenizers import Tokenizer as Parsed
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{path} is read with tokenizers: pip install 'dilated-attention-pytorch[tokenizers]'"
-        ) from error
+        raise ModuleNotFoundError(f"{path} is read with tokenizers: {install_extra('tokenizers')}") from error
     try:
         return Parsed.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower

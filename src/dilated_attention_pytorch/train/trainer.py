@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
@@ -358,7 +359,5 @@ def _progress_bar() -> Any:
     try:
         from tqdm import tqdm
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "training shows its progress with tqdm: pip install 'dilated-attention-pytorch[train]'"
-        ) from error
+        raise ModuleNotFoundError(f"training shows its progress with tqdm: {install_extra('train')}") from error
     return tqdm

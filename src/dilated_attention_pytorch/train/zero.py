@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.engine import Ranks
@@ -218,7 +219,7 @@ def import_deepspeed(ranks: Ranks) -> Any:
         if error.name != "deepspeed":  # it is there, and broken
             raise
         raise ModuleNotFoundError(
-            "the engine deepspeed needs DeepSpeed: pip install 'dilated-attention-pytorch[deepspeed]'", name="deepspeed"
+            f"the engine deepspeed needs DeepSpeed: {install_extra('deepspeed')}", name="deepspeed"
         ) from error
     # On CPUs it would compile an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

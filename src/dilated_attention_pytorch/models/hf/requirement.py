@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dilated_attention_pytorch.core.extras import install_extra
+
 OLDEST = (5, 4)  # earlier ones tell a mask function neither where queries begin nor how many there are
 
 
@@ -15,9 +17,7 @@ def require_transformers() -> None:
     try:
         from transformers import __version__
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "models.hf works with transformers: pip install 'dilated-attention-pytorch[hf]'"
-        ) from error
+        raise ModuleNotFoundError(f"models.hf works with transformers: {install_extra('hf')}") from error
     if tuple(map(int, __version__.split(".")[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ImportError(
