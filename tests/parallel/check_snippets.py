@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,14 +39,19 @@ def check_ring_attention(rank: int, size: int) -> None:
 
 
 def check_distributed_attention(rank: int, size: int) -> None:
-    """With one group for both a mesh says which ranks share what."""
+    """With one group for both a mesh says which ranks share what, as the guide does not."""
     from dilated_attention_pytorch.improved_distributed_dilated_attention import DistributedImprovedDilatedAttention
 
+    shown = {
+        "segment_lengths": [16, 32, 64],
+        "dilation_rates": [1, 2, 4],
+        "sequence_parallel": True,
+        "model_parallel": True,
+    }
+    with pytest.raises(ValueError, match="cannot both cut one group of 8 ranks: pass mesh="):
+        DistributedImprovedDilatedAttention(**shown)
     distributed_attention = DistributedImprovedDilatedAttention(
-        segment_lengths=[16, 32, 64],
-        dilation_rates=[1, 2, 4],
-        sequence_parallel=True,
-        model_parallel=True,
+        **shown,
         mesh=init_device_mesh("cpu", (4, 2), mesh_dim_names=("sequence", "tensor")),
     )
     x = part(torch.randn(1, 100, 6, 4), rank // 2, 4)
