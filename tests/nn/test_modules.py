@@ -93,11 +93,10 @@ def test_multihead_is_projections_around_the_function() -> None:
 def test_the_fused_projection_is_three_projections() -> None:
     fused = ImprovedMultiheadDilatedAttention(16, 4, **SPEC, num_kv_heads=2).eval()
     apart = MultiheadDilatedAttention(16, 4, **SPEC, num_kv_heads=2).eval()
-    state = fused.state_dict()
+    apart.load_state_dict(fused.state_dict())
     for kind in ("weight", "bias"):
-        parts = state.pop(f"qkv_proj.{kind}").split([16, 8, 8])
-        state |= {f"{name}_proj.{kind}": part for name, part in zip("qkv", parts)}
-    apart.load_state_dict(state)
+        own = torch.cat([getattr(getattr(apart, f"{name}_proj"), kind) for name in "qkv"])
+        assert torch.equal(own, getattr(fused.qkv_proj, kind))
     x, y = torch.randn(2, N, 16), torch.randn(2, N, 16)
     torch.testing.assert_close(fused(x, x, x)[0], apart(x, x, x)[0])
     torch.testing.assert_close(fused(x, y, y)[0], apart(x, y, y)[0])
@@ -107,6 +106,47 @@ def test_the_fused_projection_is_three_projections() -> None:
         (4, 8, 16),
         (1, 2, 3),
     )
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_state_dicts_go_both_ways_between_fused_and_separate_projections(kv_heads, bias, assign) -> None:
+    kinds = (MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention)
+    settings = {**SPEC, "num_kv_heads": kv_heads, "bias": bias}
+    x = torch.randn(2, N, 16)
+    for kind, other in (kinds, kinds[::-1]):
+        source, target = (nn.ModuleDict({"a": k(16, 4, **settings)}) for k in (kind, other))
+        before = set(target.state_dict())
+        target.load_state_dict(source.state_dict(), strict=True, assign=assign)
+        assert set(target.state_dict()) == before
+        torch.testing.assert_close(target["a"](x, x, x)[0], source["a"](x, x, x)[0])
+        memory = [p.untyped_storage().data_ptr() for p in target.parameters()]
+        assert len(set(memory)) == len(memory)
+        assert source.state_dict().keys() != before  # loading leaves the source as it was
+    missing = source.state_dict()
+    missing.pop("a.k_proj.weight" if "a.k_proj.weight" in missing else "a.qkv_proj.weight")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        target.load_state_dict(missing)
+
+
+@pytest.mark.parametrize("build", [MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_it_loads_the_weights_of_pytorchs_attention_and_takes_its_layout(batch_first, build) -> None:
+    dense = nn.MultiheadAttention(16, 4, batch_first=batch_first).double()
+    nn.init.normal_(dense.in_proj_bias)
+    ours = build(16, 4, [N], [1], layer_norm=False, batch_first=batch_first).double()
+    ours.load_state_dict(dense.state_dict(), strict=True)
+    x, y, z = torch.randn(3, *((2, N) if batch_first else (N, 2)), 16, dtype=torch.float64).unbind(0)
+    mask = torch.arange(N) >= torch.tensor([[N], [9]])
+    torch.testing.assert_close(ours(x, x, x)[0], dense(x, x, x)[0])
+    torch.testing.assert_close(ours(x, y, z)[0], dense(x, y, z)[0])
+    # a row of padding is 0 before the projection here, and defined by other rows there
+    found, expected = (m(x, x, x, key_padding_mask=mask)[0] for m in (ours, dense))
+    valid = ~mask if batch_first else ~mask.T
+    torch.testing.assert_close(found[valid], expected[valid])
+    one = (x[0], y[0], z[0]) if batch_first else (x[:, 0], y[:, 0], z[:, 0])
+    torch.testing.assert_close(ours(*one)[0], dense(*one)[0])
 
 
 def test_magneto_initialises_value_and_output_with_the_gain() -> None:
@@ -209,8 +249,6 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         module(x[..., :8], x, x)
     with pytest.raises(ValueError, match="num_heads must divide embed_dim, got embed_dim=16, num_heads=3"):
         MultiheadDilatedAttention(16, 3, **SPEC)
-    with pytest.raises(ValueError, match="leave batch_first True"):
-        MultiheadDilatedAttention(16, 4, **SPEC, batch_first=False)
 
 
 def test_dropout_acts_while_training_only() -> None:

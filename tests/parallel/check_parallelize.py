@@ -79,7 +79,9 @@ def check_gradients(mesh: DeviceMesh, model: nn.Module, plain: nn.Module, loss: 
     total = found.detach().clone()
     dist.all_reduce(total)
     torch.testing.assert_close(total / dist.get_world_size(), expected.detach())
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+    assert len(list(model.parameters())) == len(list(plain.parameters()))
+    for name, ours in model.named_parameters():
+        theirs = plain.get_parameter(name)
         grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
         torch.testing.assert_close(
             grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
@@ -130,7 +132,7 @@ def check_encoder_decoder(mesh: DeviceMesh) -> None:
 
 
 def check_multihead(mesh: DeviceMesh) -> None:
-    """Three different inputs, and rings."""
+    """Three different inputs, rings, and a fused projection, with grouped queries too."""
     x, y, z = torch.randn(3, B, N, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).unbind(0)
     for make in (MultiheadDilatedAttention, RingMultiheadDilatedAttention, RingAdvancedDistributedDilatedAttention):
         plain = built(MultiheadDilatedAttention, 32, 4, **SPEC)
@@ -141,6 +143,18 @@ def check_multihead(mesh: DeviceMesh) -> None:
             return (out if isinstance(out, Tensor) else out[0]).square().sum()
 
         check_gradients(mesh, model, plain, loss)
+    for kv_heads in (2, 4):
+        fused = ImprovedMultiheadDilatedAttention(32, 4, **SPEC, num_kv_heads=kv_heads).double()
+        plain = built(MultiheadDilatedAttention, 32, 4, **SPEC, num_kv_heads=kv_heads)
+        fused.load_state_dict(plain.state_dict())
+        model = parallelize(fused, mesh)
+        check_gradients(mesh, model, plain, loss)
+        whole = {name: x.full_tensor() for name, x in model.state_dict().items()}
+        again = ImprovedMultiheadDilatedAttention(32, 4, **SPEC, num_kv_heads=kv_heads).double()
+        again.load_state_dict(whole)
+        torch.testing.assert_close(again(x, x, x), plain(x, x, x))
+        heads = [x.to_local() for x in (model.q_proj.weight, model.k_proj.weight) if mesh.ndim == 1]
+        assert [x.shape[0] for x in heads] in ([], [16, 4 * kv_heads])
 
 
 def check_attention(mesh: DeviceMesh) -> None:
@@ -192,7 +206,7 @@ def check_bad_meshes() -> None:
     ring = multihead(make=RingMultiheadDilatedAttention, ring_size=4)
     zigzag = multihead(make=RingMultiheadDilatedAttention, scheme="gather", token_layout="zigzag")
     sparse = multihead(make=BlockSparseMultiheadDilatedAttention)
-    fused = multihead(make=ImprovedMultiheadDilatedAttention)
+    fused = multihead(6, make=ImprovedMultiheadDilatedAttention)
     no_names = init_device_mesh("cpu", (2, 2))
     unknown = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "model"))
     scheme = "auto" if rank else "gahter"
@@ -202,7 +216,7 @@ def check_bad_meshes() -> None:
         "4 ranks of the axis 'tensor' must divide the 6 heads of the model": (multihead(6), tensor, {}),
         "must divide the 2 key/value heads": (multihead(4, num_kv_heads=2), tensor, {}),
         "must divide the 30 feed-forward features of 1": (nn.Sequential(multihead(), FeedForward(24, 30)), tensor, {}),
-        "no plan cuts by heads": (fused, tensor, {}),
+        "must divide the 6 heads of the model \\(Improved": (fused, tensor, {}),
         "parameter q_proj.weight": (unlike(), data, {}),
         "must be one of auto": (multihead(), sequence, {"scheme": scheme}),
         "rank 0 has memory_budget=1, rank 1 has memory_budget=0": (multihead(), data, {"memory_budget": int(not rank)}),

@@ -1,4 +1,4 @@
-"""Multihead dilated attention on `(B, N, E)` tensors, in the interface of `nn.MultiheadAttention(batch_first=True)`."""
+"""Multihead dilated attention on `(B, N, E)` tensors, in the interface of `nn.MultiheadAttention`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import check_flag
 from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import Rotation, rotate
+
+_APART = ("q_proj", "k_proj", "v_proj")
 
 
 class MultiheadDilatedAttention(SharesResources, nn.Module):
@@ -20,6 +23,9 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
 
     Follows MAGNETO: an extra LayerNorm before the output projection, and value and output projections initialised with
     gain `gamma_init`.
+
+    `load_state_dict` takes the projections apart, as here; fused, as in `ImprovedMultiheadDilatedAttention`; and, with
+    `layer_norm=False`, those of `nn.MultiheadAttention`.
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
@@ -31,6 +37,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         layer_norm: whether the output projection is preceded by a LayerNorm (with `layer_norm_eps`).
         gamma_init: gain of the initial value and output projections.
         num_kv_heads: fewer key/value heads than query heads (grouped-query attention).
+        batch_first: inputs and outputs are `(B, N, E)`; False for `(N, B, E)`.
         settings: passed on to `DilatedAttention` (`head_layout`, `use_pattern_cache`, `backend`, ...).
 
     >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
@@ -41,10 +48,13 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     """
 
     # What nn.TransformerEncoder(Layer) looks at to see that its own fused path does not apply.
-    batch_first = True
     _qkv_same_embed_dim = False
     in_proj_weight = None
     in_proj_bias = None
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
 
     def __init__(
         self,
@@ -71,12 +81,11 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
             raise ValueError(f"num_heads must divide embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
-        if not batch_first:
-            raise ValueError("inputs are (batch, tokens, embed_dim): transpose them and leave batch_first True")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = embed_dim // num_heads
+        self.batch_first = check_flag("batch_first", batch_first)
         self.gamma_init = gamma_init
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_projections(bias, factory)
@@ -93,10 +102,8 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self.reset_parameters()
 
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
-        kv_dim = self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(self.embed_dim, self.embed_dim, bias=bias, **factory)
-        self.k_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
-        self.v_proj = nn.Linear(self.embed_dim, kv_dim, bias=bias, **factory)
+        for name, features in zip(_APART, self._qkv_dims):
+            setattr(self, name, nn.Linear(self.embed_dim, features, bias=bias, **factory))
 
     def _make_attention(
         self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
@@ -105,6 +112,27 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
 
     def _attention(self) -> DilatedAttention:
         return self.attention
+
+    @property
+    def _qkv_dims(self) -> tuple[int, int, int]:
+        kv_dim = self.num_kv_heads * self.head_dim
+        return self.embed_dim, kv_dim, kv_dim
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._to_own_layout(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _to_own_layout(self, state: dict[str, Any], prefix: str) -> None:
+        """Split or join the projections of a state dict, in place; what does not fit is left for PyTorch to report."""
+        fuses = "qkv_proj" in self._modules
+        for kind in ("weight", "bias"):
+            fused, apart = f"{prefix}qkv_proj.{kind}", [f"{prefix}{name}.{kind}" for name in _APART]
+            for name in (f"{prefix}in_proj_{kind}", *([] if fuses else [fused])):
+                if name in state and state[name].shape[0] == sum(self._qkv_dims):
+                    # Copies: parameters that `assign=True` makes of them must not share memory.
+                    state |= zip(apart, (part.clone() for part in state.pop(name).split(self._qkv_dims)))
+            if fuses and all(name in state for name in apart):
+                state[fused] = torch.cat([state.pop(name) for name in apart])
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -147,6 +175,8 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     ) -> tuple[Tensor, None]:
         """`(out, None)` with `out` `(B, N, E)`, or `(N, E)` for an unbatched input.
 
+        With `batch_first=False` it is `(N, B, E)`, as are the inputs; masks and lengths stay as they are.
+
         `rotation` turns queries and keys by their positions (`RotaryPositions`, `XPosPositions`). With a `cache` the
         inputs are the next tokens of its rows. Weights would take O(N^2) memory, so `need_weights=True` is refused;
         `average_attn_weights` only concerns them.
@@ -157,13 +187,18 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
                 "functional.attention_rows gives those of some rows"
             )
         self._check(query, key, value)
+        if query.dim() == 3 and not self.batch_first:
+            q = query.transpose(0, 1)  # inputs that are one tensor stay one, for a fused projection
+            k = q if key is query else key.transpose(0, 1)
+            query, key, value = q, k, k if value is key else value.transpose(0, 1)
         if query.dim() == 2:
+            batch = 0 if self.batch_first else 1
             mask = None if key_padding_mask is None else key_padding_mask[None]
             out, _ = MultiheadDilatedAttention.forward(
                 self,
-                query[None],
-                key[None],
-                value[None],
+                query.unsqueeze(batch),
+                key.unsqueeze(batch),
+                value.unsqueeze(batch),
                 mask,
                 attn_mask=attn_mask,
                 is_causal=is_causal,
@@ -173,7 +208,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
                 rotation=rotation,
                 cache=cache,
             )
-            return out[0], None
+            return out.squeeze(batch), None
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, heads, D)
         if rotation is not None:
             q, k = rotate(q, k, rotation)
@@ -200,13 +235,15 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         out = out.flatten(-2)  # (B, N, E)
         if self.norm is not None:
             out = self.norm(out)
-        return self.out_proj(out), None
+        out = self.out_proj(out)
+        return out if self.batch_first else out.transpose(0, 1), None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        rows = "batch, tokens" if self.batch_first else "tokens, batch"
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
                 raise ValueError(
-                    f"{name} must be (batch, tokens, {self.embed_dim}), got {tuple(x.shape)}; "
+                    f"{name} must be ({rows}, {self.embed_dim}), got {tuple(x.shape)}; "
                     "for (batch, tokens, heads, head_dim) use DilatedAttention"
                 )
             if x.shape != query.shape:
@@ -240,7 +277,6 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         self.use_tf32 = use_tf32
 
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
-        self._qkv_dims = (self.embed_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim)
         self.qkv_proj = nn.Linear(self.embed_dim, sum(self._qkv_dims), bias=bias, **factory)
 
     def _make_attention(
@@ -248,16 +284,39 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     ) -> DilatedAttention:
         return ImprovedDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
 
+    def unfuse(self) -> None:
+        """Keep the projections of queries, keys and values apart, in place: each can then be cut by heads.
+
+        State dicts fit both forms.
+        """
+        fused = self._modules.pop("qkv_proj")
+        assert isinstance(fused, nn.Linear)
+        weights, biases = _parts(fused, self._qkv_dims)
+        for name, weight, bias in zip(_APART, weights, biases):
+            apart = nn.Linear(self.embed_dim, weight.shape[0], bias=bias is not None, device="meta")
+            apart.weight = nn.Parameter(weight.detach().clone(), requires_grad=fused.weight.requires_grad)
+            if bias is not None:
+                apart.bias = nn.Parameter(bias.detach().clone(), requires_grad=fused.bias.requires_grad)
+            setattr(self, name, apart.train(fused.training))
+
     def _projection_gains(self) -> list[tuple[Tensor, float]]:
+        if "qkv_proj" not in self._modules:
+            return super()._projection_gains()
         # Rows of the fused weight are initialised apart, so that fan-in and fan-out are those of each projection.
         return list(zip(self.qkv_proj.weight.split(self._qkv_dims), (1.0, 1.0, self.gamma_init)))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if "qkv_proj" not in self._modules:
+            return super()._project(query, key, value)
         if query is key and key is value:
             q, k, v = self.qkv_proj(query).split(self._qkv_dims, dim=-1)
             return q, k, v
-        weights = self.qkv_proj.weight.split(self._qkv_dims)
-        bias = self.qkv_proj.bias
-        biases = (None,) * 3 if bias is None else bias.split(self._qkv_dims)
+        weights, biases = _parts(self.qkv_proj, self._qkv_dims)
         q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
         return q, k, v
+
+
+def _parts(fused: nn.Linear, dims: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Weights and biases of the projections that a fused one consists of."""
+    bias = fused.bias
+    return fused.weight.split(dims), (None,) * len(dims) if bias is None else bias.split(dims)

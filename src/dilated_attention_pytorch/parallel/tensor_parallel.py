@@ -26,11 +26,6 @@ def indivisible(model: nn.Module, ranks: int) -> str | None:
     """Why `ranks` cannot share the heads and features of a model, or None where they can."""
     for name, module in model.named_modules():
         counts: dict[str, int] = {}
-        if isinstance(module, ImprovedMultiheadDilatedAttention):
-            return (
-                f"{_called(name, module)} has one projection for queries, keys and values, whose rows no plan cuts by "
-                "heads: use MultiheadDilatedAttention"
-            )
         if isinstance(module, MultiheadDilatedAttention):
             counts = {"heads": module.num_heads, "key/value heads": module.num_kv_heads}
         elif isinstance(module, FeedForward):
@@ -60,6 +55,8 @@ def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
 
     for module in list(model.modules()):
         if isinstance(module, MultiheadDilatedAttention):
+            if isinstance(module, ImprovedMultiheadDilatedAttention):
+                module.unfuse()  # no plan of PyTorch's cuts the rows of three projections, each by heads
             cut(module, ("q_proj", "k_proj", "v_proj"), "out_proj")
             module.register_forward_pre_hook(_EnterOnce(mesh), with_kwargs=True)
         elif isinstance(module, FeedForward):
