@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,12 +13,16 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
+    DistributedImprovedDilatedAttention,
     ImprovedDilatedAttention,
     ImprovedMultiheadDilatedAttention,
     LongNet,
     LongNetLM,
     MultiheadDilatedAttention,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
     RotaryPositions,
+    create_dilated_attention,
 )
 from dilated_attention_pytorch.functional import dilated_attention
 
@@ -198,6 +204,33 @@ def test_modules_pass_their_settings_on() -> None:
     assert ImprovedMultiheadDilatedAttention(16, 4, **SPEC, use_tf32=False).attention.allow_tf32 is False
     with pytest.raises(ValueError, match="got 'magic'"):
         DilatedAttention(**SPEC, backend="magic")
+
+
+def test_a_stated_device_or_dtype_is_where_inputs_must_be() -> None:
+    q, k, v = torch.randn(3, 1, N, 4, 4, dtype=torch.float32)
+    for kind in (DilatedAttention, RingDilatedAttention, DistributedImprovedDilatedAttention, create_dilated_attention):
+        module = kind(**SPEC, device="cpu", dtype=torch.float64)
+        assert "device=cpu, dtype=torch.float64" in repr(module)
+        assert not module.state_dict()
+        module(q.double(), k.double(), v.double())
+        with pytest.raises(ValueError, match=r"made for dtype=torch.float64, got inputs of torch.float32"):
+            module(q, k, v)
+        module.float()  # as parameters follow
+        module(q, k, v)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"got inputs of torch.bfloat16"):
+            module(q, k, v)
+        with pytest.raises(ValueError, match="made for device=cpu, got inputs of meta"):
+            copy.deepcopy(module)(*(x.to("meta") for x in (q, k, v)))
+    only = DilatedAttention(**SPEC, device="cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        only(q.to(dtype), k.to(dtype), v.to(dtype))
+
+
+@pytest.mark.parametrize("build", [LongNetLM, LongNet, MultiheadDilatedAttention, RingMultiheadDilatedAttention])
+def test_parameters_are_made_where_it_is_said(build) -> None:
+    sizes = {"embed_dim": 16} if issubclass(build, MultiheadDilatedAttention) else {"d_model": 16, "num_layers": 1}
+    module = build(**sizes, num_heads=4, **SPEC, device="meta", dtype=torch.bfloat16)
+    assert {(x.device.type, x.dtype) for x in module.parameters()} == {("meta", torch.bfloat16)}
 
 
 def test_lengths_are_stated_once() -> None:

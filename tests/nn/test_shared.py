@@ -327,13 +327,31 @@ def test_factories_take_what_is_stated_as_stated() -> None:
     assert create_dilated_attention(**SPEC, lightweight_pool=True)._memory_pool.lightweight
     assert create_dilated_attention(**SPEC, softmax_scale=0.3).softmax_scale == 0.3
     assert isinstance(create_dilated_attention(**SPEC, attention_type="improved"), ImprovedDilatedAttention)
-    for name, (_, multihead) in ATTENTION_TYPES.items():
-        tiles = {"sparse_config": TILES} if name == "block_sparse" else {}
-        assert type(create_multihead_dilated_attention(16, 4, **SPEC, attention_type=name, **tiles)) is multihead
+    for name, (attention, multihead) in ATTENTION_TYPES.items():
+        tiles = {"sparse_config": TILES} if name.startswith("block_sparse") else {}
+        for made in (
+            create_multihead_dilated_attention(16, 4, **SPEC, attention_type=name, **tiles),
+            create_multihead_dilated_attention(name, embed_dim=16, num_heads=4, **SPEC, **tiles),
+            create_multihead_dilated_attention(name, 16, 4, *SPEC.values(), **tiles),
+        ):
+            assert type(made) is multihead
+            assert made.segment_lengths == tuple(SPEC["segment_lengths"])
+        for made in (
+            create_dilated_attention(*SPEC.values(), attention_type=name, **tiles),
+            create_dilated_attention(name, **SPEC, **tiles),
+            create_dilated_attention(name, *SPEC.values(), dropout=0.25, **tiles),
+        ):
+            assert type(made) is attention
+            assert made.segment_lengths == tuple(SPEC["segment_lengths"])
+        assert made.attention_dropout == 0.25
+    assert {*ATTENTION_TYPES} == {"standard", "improved", "block_sparse", "ring", "distributed", "block_sparse_ring"}
+    assert type(create_multihead_dilated_attention("auto", 16, 4, **SPEC)) is MultiheadDilatedAttention
+    with pytest.raises(TypeError, match="attention_type is stated twice, got 'ring' and 'auto'"):
+        create_dilated_attention("ring", **SPEC, attention_type="auto")
     assert create_dilated_attention(**SPEC, attention_type="block_sparse", sparse_config=TILES).use_pattern_cache
     with pytest.raises(
-        ValueError, match="attention_type must be one of auto, standard, improved, block_sparse, got 'magic'"
+        ValueError, match=r"attention_type must be one of auto, standard, improved, block_sparse, .*; got 'magic'"
     ):
         create_dilated_attention(**SPEC, attention_type="magic")
-    with pytest.raises(ValueError, match="sequence_length must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="sequence_length must be a whole number of at least 1, got 0"):
         create_dilated_attention(**SPEC, sequence_length=0)

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dilated_attention_pytorch import (
     DilatedAttention,
     DistributedImprovedDilatedAttention,
+    DistributedImprovedMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     RingAdvancedDistributedDilatedAttention,
     RingDilatedAttention,
@@ -21,6 +23,7 @@ from dilated_attention_pytorch import (
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
     get_global_pattern_cache,
+    parallelize,
 )
 from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of, zigzag_lengths, zigzag_order
 
@@ -148,7 +151,14 @@ def check_multihead(rank: int, size: int) -> None:
     assert weights is None
     torch.testing.assert_close(found, part(expected, rank, size))
     advanced = RingAdvancedDistributedDilatedAttention(
-        32, 4, **SPEC, num_kv_heads=2, dtype=torch.float64, model_parallel=True, use_deepspeed=True, nvme_offload=True
+        32,
+        4,
+        **SPEC,
+        num_kv_heads=2,
+        dtype=torch.float64,
+        sequence_parallel=True,
+        use_deepspeed=True,
+        nvme_offload=True,
     )
     advanced.load_state_dict(plain.state_dict())
     torch.testing.assert_close(advanced(shard, shard, shard, key_padding_mask=own), found)
@@ -157,6 +167,84 @@ def check_multihead(rank: int, size: int) -> None:
     for ours, theirs in zip(ring.parameters(), plain.parameters()):
         dist.all_reduce(ours.grad)
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def check_axes(rank: int, size: int) -> None:
+    """What is stated about axes decides who shares tokens, who shares heads, and who has a batch of its own."""
+    generator = torch.Generator().manual_seed(2)
+    x, above = torch.randn(2, 2 * size, N, 32, dtype=torch.float64, generator=generator).unbind(0)
+    heads = {"model_parallel": True} if size == 2 else {"model_parallel": 2, "data_parallel": 2}
+    distributed = {
+        "model_parallel": True,
+        "mesh": init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("sequence", "tensor")),
+    }
+    distributed |= {"sequence_parallel": True} if size == 4 else {}
+    cases = (
+        (RingAdvancedDistributedDilatedAttention, {"sequence_parallel": True}, (1, size, 1)),
+        (RingAdvancedDistributedDilatedAttention, {"data_parallel": True}, (size, 1, 1)),
+        (RingAdvancedDistributedDilatedAttention, {"sequence_parallel": False}, (size, 1, 1)),
+        (RingAdvancedDistributedDilatedAttention, heads, (size // 2, 1, 2)),
+        (RingAdvancedDistributedDilatedAttention, {"model_parallel": 2}, (1, size // 2, 2)),
+        (DistributedImprovedMultiheadDilatedAttention, distributed, (1, size // 2, 2)),
+    )
+    for kind, stated, (data, sequence, tensor) in cases:
+        torch.manual_seed(3)
+        settings = {**SPEC, "num_kv_heads": 2, "dtype": torch.float64}
+        plain = MultiheadDilatedAttention(32, 4, **settings)
+        torch.manual_seed(3 + rank % tensor)  # heads begin with the first rank's weights
+        module = kind(32, 4, **settings, **stated)
+        if tensor == 1:
+            module.load_state_dict(plain.state_dict())
+        else:
+            own = {
+                name: value.full_tensor() for name, value in module.state_dict().items() if isinstance(value, DTensor)
+            }
+            dist.broadcast_object_list(shared := [{**module.state_dict(), **own}])
+            plain.load_state_dict(shared[0])
+            assert module.q_proj.weight.to_local().shape == (16, 32)
+
+        def cut(x: Tensor, data=data, sequence=sequence, tensor=tensor) -> Tensor:
+            mine = x.chunk(data)[rank // (sequence * tensor)]
+            return part(mine, rank // tensor % sequence, sequence)
+
+        expected = plain(x, x, x, is_causal=True)[0]
+        found = module(*[cut(x)] * 3, is_causal=True)
+        found = found if isinstance(found, Tensor) else found[0]
+        torch.testing.assert_close(found, cut(expected))
+        (expected * above).sum().backward()
+        (found * cut(above)).sum().backward()
+        for name, ours in module.named_parameters():
+            grad = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
+            dist.all_reduce(grad)
+            torch.testing.assert_close(grad / tensor, grads_of(plain)[name])
+        copy.deepcopy(module)
+    with pytest.raises(ValueError, match="in several ways"):
+        RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, model_parallel=True, sequence_parallel=True)
+    with pytest.raises(ValueError, match="must divide the 1 key/value heads"):
+        RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, num_kv_heads=1, model_parallel=2)
+    with pytest.raises(ValueError, match="got model_parallel=True beside it"):
+        RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, group=dist.group.WORLD, model_parallel=True)
+    refusing = RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, model_parallel=False)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
+    with pytest.raises(ValueError, match=f"model_parallel=False and a mesh with {size} ranks on its axis 'tensor'"):
+        parallelize(refusing, mesh)
+
+
+def grads_of(plain: MultiheadDilatedAttention) -> dict[str, Tensor]:
+    """Gradients by name, of fused and separate projections."""
+    grads = {name: x.grad for name, x in plain.named_parameters()}
+    for kind in ("weight", "bias"):
+        grads[f"qkv_proj.{kind}"] = torch.cat([grads[f"{name}_proj.{kind}"] for name in "qkv"])
+    return grads
+
+
+def check_place(rank: int, size: int) -> None:
+    """Inputs that are not where one rank's module expects them are an error on every rank."""
+    module = RingDilatedAttention(**SPEC, dtype=torch.float64)
+    shard = [part(x, rank, size) for x in whole()]
+    module(*shard)
+    with pytest.raises(ValueError, match=r"dtype=torch.float64, got inputs of torch.float32"):
+        module(*(x.float() if rank == 0 else x for x in shard))
 
 
 def check_groups(rank: int, size: int) -> None:
@@ -196,8 +284,6 @@ def check_heads(rank: int, size: int) -> None:
     both = DistributedImprovedDilatedAttention(**SPEC, **settings, sequence_parallel=True)
     found = both(*(part(x, rank // 2, size // 2) for x in heads))
     torch.testing.assert_close(found, part(expected, rank // 2, size // 2))
-    with pytest.raises(ValueError, match=r"spread its heads with parallelize\(model, mesh\)"):
-        RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, mesh=mesh, model_parallel=True)
     with pytest.raises(ValueError, match="cannot both cut one group"):
         DistributedImprovedDilatedAttention(**SPEC, sequence_parallel=True, model_parallel=True)
 
@@ -205,6 +291,6 @@ def check_heads(rank: int, size: int) -> None:
 def check_names() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     checks = [check_attention, check_zigzag, check_cache, check_memory]
-    checks += [check_aligned_branches_send_nothing, check_multihead]
+    checks += [check_aligned_branches_send_nothing, check_multihead, check_axes, check_place]
     for check in [*checks, *([check_groups, check_heads] if size == 4 else [])]:
         check(rank, size)

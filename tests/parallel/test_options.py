@@ -113,3 +113,43 @@ def test_without_sequence_parallel_the_module_attends_by_itself() -> None:
     assert attention(*[torch.randn(1, 8, 16)] * 3).shape == (1, 8, 16)
     with pytest.raises(TypeError, match="ring_size"):
         RingAdvancedDistributedDilatedAttention(16, 4, [8], [1], sequence_parallel=False, ring_size=1)
+
+
+@pytest.mark.parametrize(
+    ("stated", "ranks", "axes"),
+    [
+        ({}, 8, (1, 8, 1)),
+        ({"sequence_parallel": False}, 8, (8, 1, 1)),
+        ({"data_parallel": True}, 8, (8, 1, 1)),
+        ({"data_parallel": 2}, 8, (2, 4, 1)),
+        ({"model_parallel": True}, 8, (1, 1, 8)),
+        ({"model_parallel": 2, "sequence_parallel": 2, "data_parallel": 2}, 8, (2, 2, 2)),
+        ({"model_parallel": True, "sequence_parallel": 4}, 8, (1, 4, 2)),
+        ({"model_parallel": True, "sequence_parallel": True, "data_parallel": True}, 1, (1, 1, 1)),
+    ],
+)
+def test_what_is_stated_says_how_many_ranks_each_axis_has(stated, ranks, axes) -> None:
+    assert tuple(RunOptions(**stated).axes(ranks).values()) == axes
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"model_parallel": True, "sequence_parallel": True}, "can share 8 ranks in several ways: state numbers"),
+        ({"sequence_parallel": False, "data_parallel": False}, "can share 8 ranks in no way"),
+        ({"model_parallel": 3}, "model_parallel=3 must divide the number of ranks, got 8"),
+        ({"data_parallel": 16}, "data_parallel=16 must divide the number of ranks, got 8"),
+    ],
+)
+def test_ranks_that_cannot_be_shared_as_stated_are_refused(stated, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunOptions(**stated).axes(8)
+
+
+def test_an_axis_is_stated_by_true_false_or_a_number() -> None:
+    with pytest.raises(TypeError, match="model_parallel is True, False or a number of ranks"):
+        RunOptions(model_parallel=0.1)
+    with pytest.raises(ValueError, match="data_parallel is True, False or a number of ranks"):
+        RunOptions(data_parallel=0)
+    with pytest.raises(ValueError, match="model_parallel=2 must divide the number of ranks, got 1"):
+        RingAdvancedDistributedDilatedAttention(16, 4, [8], [1], model_parallel=2)

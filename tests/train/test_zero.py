@@ -176,6 +176,23 @@ def test_the_settings_of_another_engine_are_refused() -> None:
         TrainConfig(engine="ddp", zero=Zero())
 
 
+def test_options_decide_which_ranks_share_a_sequence_and_which_share_heads(folder, flags, capsys) -> None:
+    shared = RunOptions(model_parallel=2, sequence_parallel=True)
+    config = TrainConfig(**settings_of(shared, ranks=8))
+    assert (config.sequence_parallel, config.tensor_parallel) == (4, 2)
+    config = TrainConfig(**settings_of(RunOptions(sequence_parallel=True, data_parallel=2), ranks=6))
+    assert (config.sequence_parallel, config.tensor_parallel) == (3, 1)
+    assert not {"sequence_parallel", "tensor_parallel"} & settings_of(RunOptions(), ranks=6).keys()
+    path = folder / "shared.json"
+    for options, message in (
+        (RunOptions(model_parallel=2, use_deepspeed=True), "tensor_parallel=2 cuts them"),
+        (RunOptions(model_parallel=3), "must divide the number of ranks, got 4"),
+    ):
+        path.write_text(options.to_json())
+        assert main([*flags, "--out", "here", "--ranks", "4", "--options", str(path)]) != 0
+        assert message in capsys.readouterr().err
+
+
 def test_options_decide_what_a_run_is_carried_out_with(folder, flags, monkeypatch) -> None:
     survives = RunOptions(enable_fault_tolerance=True, enable_monitoring=True, checkpoint_interval=7)
     config = TrainConfig(**settings_of(survives))

@@ -32,7 +32,7 @@ class _Pretrained(SharesResources, nn.Module):
     """What every model here shares: a config, layers that can be checkpointed, saving and loading.
 
     `use_pattern_cache`, `enable_memory_pool` and `lightweight_pool` are no part of the config: they change what a run
-    takes, not what a model is.
+    takes, not what a model is. Neither are `device` and `dtype`, those of the parameters.
     """
 
     def __init__(
@@ -42,9 +42,12 @@ class _Pretrained(SharesResources, nn.Module):
         use_pattern_cache: bool = False,
         enable_memory_pool: bool = False,
         lightweight_pool: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **overrides: Any,
     ) -> None:
         super().__init__()
+        self._factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._shared = {
             "use_pattern_cache": use_pattern_cache,
             "enable_memory_pool": enable_memory_pool,
@@ -71,7 +74,7 @@ class _Pretrained(SharesResources, nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None, **shared: bool
+        cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None, **shared: Any
     ) -> Model:
         """The model that `save_pretrained` or a checkpoint wrote; `shared` are `use_pattern_cache` and so on.
 
@@ -100,6 +103,7 @@ class _Pretrained(SharesResources, nn.Module):
             "num_kv_heads": c.num_kv_heads,
             "head_layout": c.head_layout,
             **self._shared,
+            **self._factory,
         }
 
     def _attention(self) -> DilatedAttention:
@@ -139,12 +143,12 @@ class LongNetLM(_Pretrained):
         super().__init__(config, **overrides)
         c = self.config
         settings = self._layer_settings(gamma=math.sqrt(math.log(2 * c.num_layers)) if c.num_layers > 1 else 1.0)
-        self.embedding = nn.Embedding(c.vocab_size, c.d_model)
+        self.embedding = nn.Embedding(c.vocab_size, c.d_model, **self._factory)
         self.positions = self._positions()
         self.dropout = nn.Dropout(c.dropout)
         self.layers = nn.ModuleList(self._layer_class(**settings) for _ in range(c.num_layers))
-        self.norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps)
-        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps, **self._factory)
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False, **self._factory)
         if c.tie_weights:
             self.head.weight = self.embedding.weight
         # With inputs scaled by sqrt(d) and a tied head, this makes both embeddings and first logits of unit variance.
@@ -354,11 +358,11 @@ class LongNet(_Pretrained):
         self.encoder = nn.ModuleList(
             DilatedTransformerEncoderLayer(**self._layer_settings(encoder_gamma)) for _ in range(N)
         )
-        self.encoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps)
+        self.encoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps, **self._factory)
         self.decoder = nn.ModuleList(
             DilatedTransformerDecoderLayer(**self._layer_settings(decoder_gamma)) for _ in range(M)
         )
-        self.decoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps) if M else None
+        self.decoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps, **self._factory) if M else None
 
     def forward(
         self,

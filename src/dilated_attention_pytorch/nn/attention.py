@@ -15,7 +15,7 @@ from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
-from dilated_attention_pytorch.functional import check_backend, dilated_attention, refuse_dense_mask
+from dilated_attention_pytorch.functional import autocast_inputs, check_backend, dilated_attention, refuse_dense_mask
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 _SWITCHES = ("use_pattern_cache", "enable_memory_pool", "lightweight_pool")
@@ -35,6 +35,8 @@ class DilatedAttention(nn.Module):
         enable_profiling: names each call in `torch.profiler` traces.
         enable_memory_pool: borrow large workspaces from the global pool; `lightweight_pool` chooses its simpler twin.
         use_pattern_cache: share tables of lengths and segments between calls through the global cache.
+        device, dtype: where inputs must be, and what dtype the call must have, after autocast; other inputs are an
+            error. There are no parameters to place. Both follow `module.to(...)`.
 
     >>> attention = DilatedAttention(segment_lengths=[16, 64], dilation_rates=[1, 4])
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
@@ -42,6 +44,7 @@ class DilatedAttention(nn.Module):
     torch.Size([1, 100, 4, 8])
     """
 
+    _place: Tensor | None
     sparse_config: SparsePatternConfig | None = None  # all tiles are kept, unless a subclass says otherwise
 
     def __init__(
@@ -59,6 +62,8 @@ class DilatedAttention(nn.Module):
         enable_memory_pool: bool = False,
         lightweight_pool: bool = False,
         use_pattern_cache: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 <= attention_dropout < 1.0:
@@ -78,6 +83,10 @@ class DilatedAttention(nn.Module):
         self.lightweight_pool = lightweight_pool
         self._memory_pool = get_global_memory_pool(lightweight_pool) if enable_memory_pool else None
         self._pattern_cache: PatternCache | None = get_global_pattern_cache() if use_pattern_cache else None
+        self._stated = tuple(name for name, x in (("device", device), ("dtype", dtype)) if x is not None)
+        # An empty buffer, so that `module.to(...)` changes what was stated, as it moves parameters.
+        place = torch.empty(0, device=device, dtype=dtype) if self._stated else None
+        self.register_buffer("_place", place, persistent=False)
 
     @property
     def resources(self) -> Resources:
@@ -109,6 +118,7 @@ class DilatedAttention(nn.Module):
     ) -> Tensor:
         """`(B, N, H, D)` from query `(B, N, H, D)` and key, value `(B, N, Hkv, D)`."""
         refuse_dense_mask(attn_mask)
+        self._check_place(query)
         whole = seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None
         if not whole and query.dim() == 4:
             spans = document_spans(
@@ -124,6 +134,19 @@ class DilatedAttention(nn.Module):
             return self.attend(query, key, value, is_causal=is_causal, spans=spans)
         with torch.profiler.record_function(repr(self)):
             return self.attend(query, key, value, is_causal=is_causal, spans=spans)
+
+    def _check_place(self, query: Tensor) -> None:
+        """Refuse inputs that are not where the module was told they would be."""
+        if self._place is None:
+            return
+        found = autocast_inputs(query)[0]
+        for name in self._stated:
+            stated, given = getattr(self._place, name), getattr(found, name)
+            if stated != given:
+                raise ValueError(
+                    f"this attention was made for {name}={stated}, got inputs of {given}: move them or the module with "
+                    f".to(...), or leave {name} out"
+                )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None) -> Tensor:
         """The one seam: what a subclass replaces to attend across devices or tiles."""
@@ -175,6 +198,8 @@ class DilatedAttention(nn.Module):
             shown.append(f"head_layout={self.spec.head_layout!r}")
         if self.backend != "auto":
             shown.append(f"backend={self.backend!r}")
+        if self._place is not None:
+            shown += [f"{name}={getattr(self._place, name)}" for name in self._stated]
         shown += [f"{name}=True" for name in _SWITCHES if getattr(self, name)]
         return ", ".join(shown)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
+from dilated_attention_pytorch.core.checks import check_choice, check_whole
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.block_sparse import (
@@ -18,65 +19,101 @@ ATTENTION_TYPES: dict[str, tuple[type[DilatedAttention], type[MultiheadDilatedAt
     "improved": (ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention),
     "block_sparse": (BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention),
 }
-"""The classes by type: attention, and multihead around it. `auto` is `standard`, which changes no precision."""
+"""The classes by type: attention, and multihead around it; `parallel` adds `ring`, `distributed` and
+`block_sparse_ring`. `auto` is `standard`, which changes no precision."""
 
 
+@overload
 def create_dilated_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
+    /,
     *,
-    attention_type: str = "auto",
-    sequence_length: int | None = None,
+    attention_type: str = ...,
+    sequence_length: int | None = ...,
     **settings: Any,
-) -> DilatedAttention:
+) -> DilatedAttention: ...
+@overload
+def create_dilated_attention(
+    attention_type: str = ..., /, *pattern: Sequence[int], sequence_length: int | None = ..., **settings: Any
+) -> DilatedAttention: ...
+def create_dilated_attention(*args: Any, sequence_length: int | None = None, **settings: Any) -> DilatedAttention:
     """A `DilatedAttention`, or the class that `attention_type` names, with cache and pool where length pays.
 
-    `sequence_length` is what the module will usually see; by default the longest segment. `use_pattern_cache`,
-    `enable_memory_pool` and other settings that are stated are taken as stated.
+    Args:
+        attention_type: `auto` (`standard`), `standard`, `improved`, `block_sparse`, `ring`, `distributed` or
+            `block_sparse_ring`; by position it comes first.
+        segment_lengths, dilation_rates: as the class takes them.
+        sequence_length: what the module will usually see; by default the longest segment.
+        settings: those of the class. `use_pattern_cache`, `enable_memory_pool` are taken as stated.
 
     >>> attention = create_dilated_attention([2048, 4096], [1, 2], sequence_length=65_536)
     >>> attention.use_pattern_cache, attention.enable_memory_pool
     (True, True)
+    >>> type(create_dilated_attention("ring", segment_lengths=[512], dilation_rates=[1])).__name__
+    'RingDilatedAttention'
     """
-    chosen = _chosen(attention_type, segment_lengths, sequence_length, settings)
-    return _classes(attention_type)[0](segment_lengths, dilation_rates, **chosen)
+    name, args = _type_of(args, settings)
+    kind = ATTENTION_TYPES[name][0]
+    if kind is DilatedAttention and "dropout" in settings:  # which all the other classes call it
+        settings["attention_dropout"] = settings.pop("dropout")
+    return kind(*args, **_chosen(name, args, sequence_length, settings))
 
 
+@overload
 def create_multihead_dilated_attention(
     embed_dim: int,
     num_heads: int,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    *,
-    attention_type: str = "auto",
-    sequence_length: int | None = None,
+    /,
+    *pattern: Sequence[int],
+    attention_type: str = ...,
+    sequence_length: int | None = ...,
     **settings: Any,
+) -> MultiheadDilatedAttention: ...
+@overload
+def create_multihead_dilated_attention(
+    attention_type: str = ..., /, *sizes: Any, sequence_length: int | None = ..., **settings: Any
+) -> MultiheadDilatedAttention: ...
+def create_multihead_dilated_attention(
+    *args: Any, sequence_length: int | None = None, **settings: Any
 ) -> MultiheadDilatedAttention:
-    """As `create_dilated_attention`, with projections around it.
+    """As `create_dilated_attention`, with projections around it: `embed_dim` and `num_heads` precede the pattern.
 
     >>> attention = create_multihead_dilated_attention(32, 4, [512], [1], attention_type="improved")
     >>> type(attention).__name__, attention.use_pattern_cache, attention.enable_memory_pool
     ('ImprovedMultiheadDilatedAttention', False, False)
+    >>> create_multihead_dilated_attention("auto", 32, 4, segment_lengths=[512], dilation_rates=[1]).embed_dim
+    32
     """
-    chosen = _chosen(attention_type, segment_lengths, sequence_length, settings)
-    return _classes(attention_type)[1](embed_dim, num_heads, segment_lengths, dilation_rates, **chosen)
+    name, args = _type_of(args, settings)
+    return ATTENTION_TYPES[name][1](*args, **_chosen(name, args[2:], sequence_length, settings))
 
 
-def _classes(attention_type: str) -> tuple[type[DilatedAttention], type[MultiheadDilatedAttention]]:
-    name = "standard" if attention_type == "auto" else attention_type
-    if name not in ATTENTION_TYPES:
-        raise ValueError(f"attention_type must be one of auto, {', '.join(ATTENTION_TYPES)}, got {attention_type!r}")
-    return ATTENTION_TYPES[name]
+def _type_of(args: tuple[Any, ...], settings: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """The type, which comes first or by name, and the arguments after it."""
+    first = args and isinstance(args[0], str)
+    if first and "attention_type" in settings:
+        raise TypeError(
+            f"attention_type is stated twice, got {args[0]!r} and {settings['attention_type']!r}: leave one out"
+        )
+    name = args[0] if first else settings.pop("attention_type", "auto")
+    check_choice("attention_type", name, ["auto", *ATTENTION_TYPES])
+    return "standard" if name == "auto" else name, args[1:] if first else args
 
 
 def _chosen(
-    attention_type: str, segment_lengths: Sequence[int], sequence_length: int | None, settings: dict[str, Any]
+    name: str, pattern: tuple[Any, ...], sequence_length: int | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    if sequence_length is not None and sequence_length < 1:
-        raise ValueError(f"sequence_length must be at least 1, got {sequence_length}")
-    tokens = max(segment_lengths, default=1) if sequence_length is None else sequence_length
+    tokens = (
+        settings.get("max_length")
+        if sequence_length is None
+        else check_whole("sequence_length", sequence_length, least=1)
+    )
+    if tokens is None:
+        segments = pattern[0] if pattern else settings.get("segment_lengths", ())
+        tokens = max(segments, default=1) if isinstance(segments, Sequence) else 1
     pool = settings.get("lightweight_pool") or tokens >= POOL_FROM_TOKENS
-    cache = (
-        tokens >= CACHE_FROM_TOKENS or attention_type == "block_sparse"
-    )  # a layout always costs more than its search
-    return {"use_pattern_cache": cache, "enable_memory_pool": pool} | settings
+    chosen = {"enable_memory_pool": bool(pool)}
+    if name in ("standard", "improved"):  # layouts and schedules of the others cost more than a search at any length
+        chosen["use_pattern_cache"] = tokens >= CACHE_FROM_TOKENS
+    return chosen | settings

@@ -11,6 +11,7 @@ from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.modules import (
     AcrossRanks,
     DistributedImprovedDilatedAttention,
+    DistributedImprovedMultiheadDilatedAttention,
     RingAdvancedDistributedDilatedAttention,
     RingDilatedAttention,
     RingDilatedAttentionV2,
@@ -34,6 +35,7 @@ __all__ = [
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "DistributedImprovedDilatedAttention",
+    "DistributedImprovedMultiheadDilatedAttention",
     "Job",
     "Place",
     "Plan",

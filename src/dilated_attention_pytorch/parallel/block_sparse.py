@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
+from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.parallel.comm import Place
 from dilated_attention_pytorch.parallel.modules import AcrossRanks
 
@@ -82,3 +83,6 @@ class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttent
     """
 
     _attention_class = BlockSparseRingDilatedAttention
+
+
+ATTENTION_TYPES["block_sparse_ring"] = (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention)

@@ -16,7 +16,11 @@ from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.cross_attention import WholeMemory
 from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks
-from dilated_attention_pytorch.parallel.modules import AcrossRanks
+from dilated_attention_pytorch.parallel.modules import (
+    AcrossRanks,
+    RingAdvancedDistributedDilatedAttention,
+    check_axes,
+)
 from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
 
 if TYPE_CHECKING:
@@ -111,6 +115,9 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
     sizes = {axis: mesh[axis].size() if axis in names else 1 for axis in AXES}
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise ValueError("the model's parameters are on a mesh already: parallelize it once, before any other engine")
+    for part in model.modules():
+        if isinstance(part, RingAdvancedDistributedDilatedAttention):
+            check_axes(mesh, part.options)
     attentions = {name: part for name, part in model.named_modules() if isinstance(part, DilatedAttention)}
     if not attentions:
         raise ValueError(f"{type(model).__name__} has no dilated attention: parallelize is for models that have")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ from dilated_attention_pytorch.core.pattern_cache import OptimizedPatternCache
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
-from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
+from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks
+from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Scheme,
@@ -33,8 +35,9 @@ from dilated_attention_pytorch.parallel.costs import (
     message_bytes,
     wires_of,
 )
-from dilated_attention_pytorch.parallel.options import OPTIONS, RunOptions
+from dilated_attention_pytorch.parallel.options import AXIS_OF, OPTIONS, RunOptions
 from dilated_attention_pytorch.parallel.sharding import Shards, TokenLayout
+from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,6 +97,7 @@ class AcrossRanks(DilatedAttention):
             lightweight_pool=plain.lightweight_pool,
             **places,
         )
+        made._stated, made._place = plain._stated, plain._place
         return made.train(plain.training)
 
     def sequence_ranks(self) -> Ranks | None:
@@ -119,7 +123,13 @@ class AcrossRanks(DilatedAttention):
         }  # fmt: skip
         if _several(self.sequence) is None and _several(self.heads) is None:
             return super().forward(query, key, value, is_causal, attn_mask=attn_mask, **lengths)
-        refuse_dense_mask(attn_mask)
+        try:
+            refuse_dense_mask(attn_mask)
+            self._check_place(query)
+        except ValueError as wrong:
+            if (ranks := _several(self.sequence)) is not None:
+                ranks.agree({}, 0, wrong)  # which raises on every rank, so that none waits for this one
+            raise
         with torch.profiler.record_function(repr(self)) if self.enable_profiling else nullcontext():
             return self.attend(query, key, value, is_causal=is_causal, **lengths)
 
@@ -309,10 +319,12 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     """`RingMultiheadDilatedAttention` that returns a Tensor, and carries how its run is to be carried out.
 
     Args:
-        sequence_parallel, model_parallel, data_parallel: which axes of a mesh (`sequence`, `tensor`, `data`) may have
-            several ranks. Without a mesh all ranks share the sequence, if they may.
-        mesh: the ranks, on named axes; `parallelize(model, mesh)` spreads the heads over several on `tensor`.
-        settings: the fields of `RunOptions` (`use_deepspeed`, `zero_stage`, `checkpoint_interval`, ...), kept as
+        sequence_parallel, model_parallel, data_parallel: ranks on the axes `sequence`, `tensor` and `data` of a mesh;
+            see `RunOptions`. With `sequence_parallel` a rank has a shard of the tokens, with `model_parallel` it has
+            the projections of its heads, and with `data_parallel` a batch of its own.
+        mesh: the ranks, on named axes, which must be what is stated about them; by default the ranks of the default
+            group, of which `options.axes` makes one. All ranks make the module alike.
+        settings: the other fields of `RunOptions` (`use_deepspeed`, `zero_stage`, `checkpoint_interval`, ...), kept as
             `options` for `train`; and the settings of `RingMultiheadDilatedAttention`.
 
     >>> attention = RingAdvancedDistributedDilatedAttention(32, 4, [16, 64], [1, 4], auto_resume=True)
@@ -328,30 +340,40 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] | None = None,
         *,
-        model_parallel: bool = False,
-        sequence_parallel: bool = True,
-        data_parallel: bool = True,
+        model_parallel: bool | int | None = None,
+        sequence_parallel: bool | int | None = None,
+        data_parallel: bool | int | None = None,
+        group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         **settings: Any,
     ) -> None:
-        options = RunOptions(**{name: settings.pop(name) for name in OPTIONS if name in settings})
-        if mesh is not None:
-            settings["mesh"] = mesh
-            _check_axes(mesh, {"sequence": sequence_parallel, "tensor": model_parallel, "data": data_parallel})
-        super().__init__(
-            embed_dim, num_heads, segment_lengths, dilation_rates, **settings, sequence_parallel=sequence_parallel
+        options = RunOptions(
+            sequence_parallel=sequence_parallel,
+            model_parallel=model_parallel,
+            data_parallel=data_parallel,
+            **{name: settings.pop(name) for name in OPTIONS if name in settings},
         )
+        places = _places(options, group, mesh)
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, places=places, **settings)
         self.options = options
-        self.model_parallel, self.data_parallel = model_parallel, data_parallel
-        self.sequence_parallel = sequence_parallel
+        self.model_parallel, self.sequence_parallel = (places[axis] is not None for axis in ("heads", "sequence"))
+        self.data_parallel = data_parallel
+        share_projections(self, places["heads"])
 
     def _make_attention(
         self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
     ) -> DilatedAttention:
-        if settings.pop("sequence_parallel"):
-            return super()._make_attention(segment_lengths, dilation_rates, dropout, settings)
-        settings.pop("mesh", None)
-        return DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **settings)
+        places = settings.pop("places")
+        if (sequence := places["sequence"]) is not None:
+            settings |= {"group": sequence.group, "mesh": sequence.mesh}
+            ring = super()._make_attention(segment_lengths, dilation_rates, dropout, settings)
+            assert isinstance(ring, AcrossRanks)
+            ring.heads = places["heads"]
+            return ring
+        settings["attention_dropout"] = dropout
+        if places["heads"] is not None:
+            return AcrossRanks(segment_lengths, dilation_rates, **places, **settings)
+        return DilatedAttention(segment_lengths, dilation_rates, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """`(B, N, E)`; takes what `MultiheadDilatedAttention` takes."""
@@ -393,19 +415,89 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
         self.sequence_parallel, self.model_parallel = sequence_parallel, model_parallel
 
 
+class DistributedImprovedMultiheadDilatedAttention(ImprovedMultiheadDilatedAttention):
+    """`ImprovedMultiheadDilatedAttention` around `DistributedImprovedDilatedAttention`, whose settings it takes.
+
+    With `model_parallel` the rank has the projections of its heads; ranks begin with the first one's weights.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **settings)
+        assert isinstance(self.attention, AcrossRanks)
+        share_projections(self, self.attention.heads)
+
+    def _make_attention(
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
+    ) -> DilatedAttention:
+        return DistributedImprovedDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
+
+
+ATTENTION_TYPES |= {
+    "ring": (RingDilatedAttention, RingMultiheadDilatedAttention),
+    "distributed": (DistributedImprovedDilatedAttention, DistributedImprovedMultiheadDilatedAttention),
+}
+
+
 def _several(place: Place | None) -> Ranks | None:
     ranks = None if place is None else place.ranks()
     return None if ranks is None or ranks.size == 1 else ranks
 
 
-def _check_axes(mesh: DeviceMesh, allowed: dict[str, bool]) -> None:
-    sizes = {axis: mesh[axis].size() for axis in allowed if axis in (mesh.mesh_dim_names or ())}
-    for axis, size in sizes.items():
-        if size > 1 and not allowed[axis]:
-            keyword = "model_parallel" if axis == "tensor" else f"{axis}_parallel"
-            raise ValueError(f"{keyword}=False and a mesh with {size} ranks on its axis {axis!r}: change one of them")
-    if sizes.get("tensor", 1) > 1:
-        raise ValueError(
-            f"one module cannot cut its own projections for {sizes['tensor']} ranks: make the model without mesh, and "
-            "spread its heads with parallelize(model, mesh)"
-        )
+def _places(options: RunOptions, group: ProcessGroup | None, mesh: DeviceMesh | None) -> dict[str, Place | None]:
+    """The ranks that share the sequence, and those that share the heads, as `options` have them; None for one rank."""
+    if group is not None and mesh is None:  # which states who shares the sequence
+        model = options.model_parallel
+        if model is True or (model or 1) > 1:
+            raise ValueError(
+                f"a group is of the ranks that share a sequence, got model_parallel={model} beside it: "
+                "pass mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
+            )
+        return {"sequence": None if options.sequence_parallel is False else Place(group), "heads": None}
+    if mesh is None:
+        world = ranks_of()
+        axes = options.axes(world.size)
+        if axes["sequence"] == world.size:
+            return {"sequence": None if options.sequence_parallel is False else Place(), "heads": None}
+        if axes["data"] == world.size:
+            return {"sequence": None, "heads": None}
+        mesh = _mesh_of(world, axes)
+    check_axes(mesh, options)
+    names = mesh.mesh_dim_names or ("sequence",)
+    sequence, heads = (Place(group, mesh, axis) if axis in names else None for axis in ("sequence", "tensor"))
+    return {"sequence": None if options.sequence_parallel is False else sequence, "heads": heads}
+
+
+# By the ranks that they are of, so that the layers of a model share the groups of one mesh.
+_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDictionary()
+
+
+def _mesh_of(world: Ranks, axes: dict[str, int]) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    assert world.group is not None
+    known, sizes = _meshes.setdefault(world.group, {}), tuple(axes.values())
+    if sizes not in known:
+        devices = [kind.type for kind in world.group._device_types if torch.get_device_module(kind).is_available()]
+        known[sizes] = init_device_mesh(max(devices, key="cpu".__ne__), sizes, mesh_dim_names=tuple(axes))
+    return known[sizes]
+
+
+def check_axes(mesh: DeviceMesh, options: RunOptions) -> None:
+    """Refuse a mesh whose axes are not what `options` state about them."""
+    names = mesh.mesh_dim_names or ("sequence",)
+    for keyword, stated in options.stated_axes.items():
+        axis = AXIS_OF[keyword]
+        size = (mesh[axis] if mesh.ndim > 1 else mesh).size() if axis in names else 1
+        if stated is True and axis not in names:
+            raise ValueError(f"{keyword}=True and a mesh without an axis {axis!r}: change one of them")
+        if stated is not True and size != (stated or 1):
+            raise ValueError(
+                f"{keyword}={stated} and a mesh with {size} ranks on its axis {axis!r}: change one of them"
+            )

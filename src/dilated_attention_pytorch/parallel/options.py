@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dilated_attention_pytorch.core.checks import check_whole
+
+AXIS_OF = {"data_parallel": "data", "sequence_parallel": "sequence", "model_parallel": "tensor"}
 _RESTARTS = 3  # of a run that is to survive the death of ranks
 
 
@@ -73,6 +77,9 @@ class RunOptions:
     """The run-level keywords of `RingAdvancedDistributedDilatedAttention`.
 
     Args:
+        sequence_parallel, model_parallel, data_parallel: how many ranks share the tokens of a sequence, how many share
+            the heads, and how many have a batch of their own. True is all ranks that the others leave, False is one.
+            None is not stated: the sequence takes what is left, or else data.
         use_deepspeed: DeepSpeed's ZeRO shards the model, instead of FSDP2.
         zero_stage: 1, 2 or 3, the default of a run with DeepSpeed; `Zero` says what each shards.
         cpu_offload: keep what is sharded beside the GPU in main memory.
@@ -87,6 +94,9 @@ class RunOptions:
     (Zero(stage=2, cpu_offload=True, nvme_path=None), 0, 'auto')
     """
 
+    sequence_parallel: bool | int | None = None
+    model_parallel: bool | int | None = None
+    data_parallel: bool | int | None = None
     use_deepspeed: bool = False
     zero_stage: int | None = None
     cpu_offload: bool = False
@@ -98,6 +108,9 @@ class RunOptions:
     checkpoint_interval: int = 100
 
     def __post_init__(self) -> None:
+        for name, ranks in self.stated_axes.items():
+            if not isinstance(ranks, bool):
+                check_whole(f"{name} is True, False or a number of ranks, which", ranks, least=1)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
@@ -114,6 +127,37 @@ class RunOptions:
             self._zero("")  # what else is wrong is said now
         else:
             _ = self.zero
+
+    @property
+    def stated_axes(self) -> dict[str, bool | int]:
+        """What was stated about each axis of a mesh, by keyword."""
+        stated = {name: getattr(self, name) for name in AXIS_OF}
+        return {name: ranks for name, ranks in stated.items() if ranks is not None}
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        """How many of all ranks lie on each axis of a mesh.
+
+        >>> RunOptions(model_parallel=2, sequence_parallel=True).axes(8)
+        {'data': 1, 'sequence': 4, 'tensor': 2}
+        """
+        stated = self.stated_axes
+        sizes = {
+            axis: 1 if stated.get(name) in (None, True) else int(stated[name]) or 1 for name, axis in AXIS_OF.items()
+        }
+        left, over = divmod(ranks, math.prod(sizes.values()))
+        said = ", ".join(f"{name}={value}" for name, value in stated.items())
+        if over or left == 0:
+            raise ValueError(f"{said} must divide the number of ranks, got {ranks}: state other numbers")
+        if left > 1:
+            takers = [name for name, value in stated.items() if value is True]
+            takers = takers or [name for name in ("sequence_parallel", "data_parallel") if name not in stated][:1]
+            if len(takers) != 1:
+                raise ValueError(
+                    f"{said} can share {ranks} ranks in {'several ways' if takers else 'no way'}: state numbers of "
+                    "ranks, such as model_parallel=2, or pass a mesh"
+                )
+            sizes[AXIS_OF[takers[0]]] = left
+        return sizes
 
     @property
     def zero(self) -> Zero | None:

@@ -64,6 +64,19 @@ def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
             module._modules["dropout"] = SharedDropout(module.dropout.p, Place(mesh=mesh, axis="tensor"))
 
 
+def share_projections(module: MultiheadDilatedAttention, heads: Place | None) -> None:
+    """Cut the projections of one attention by heads over some ranks, which begin with the first one's weights."""
+    if heads is None or (ranks := heads.ranks()).size == 1:
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if (problem := indivisible(module, ranks.size)) is not None:
+        raise ValueError(problem)
+    assert ranks.group is not None
+    device_type = module.out_proj.weight.device.type
+    share_features(module, DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("tensor",)))
+
+
 class _EnterOnce:
     """Hands query, key and value to the projections as one replicated tensor where they are one.
 

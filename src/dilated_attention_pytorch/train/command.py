@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def run_command(stated: dict[str, Any]) -> None:
             )
         config = _changed(TrainConfig.from_json(run / "config.json"), {}, flags)
     else:
-        settings = settings_of(before) if isinstance(before, RunOptions) else before
+        started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks or 1
+        settings = settings_of(before, started) if isinstance(before, RunOptions) else before
         try:
             config = _changed(TrainConfig(), _with_presets(settings, flags, file), flags)
         except (TypeError, ValueError) as error:

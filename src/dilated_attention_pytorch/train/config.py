@@ -355,12 +355,15 @@ def _check_keys(stated: Mapping[str, Any], kind: Any, path: Path, table: str) ->
             raise ValueError(f"{table}{key} in {path} must be {said}, got {value!r}")
 
 
-def settings_of(options: RunOptions) -> dict[str, Any]:
+def settings_of(options: RunOptions, ranks: int = 1) -> dict[str, Any]:
     """The fields of a `TrainConfig` that the options of `RingAdvancedDistributedDilatedAttention` decide.
 
-    What else they decide is for `train` (`options.resume`) and for the launcher (`options.max_restarts`).
+    `ranks` is how many train. What else the options decide is for `train` (`options.resume`) and for the launcher
+    (`options.max_restarts`).
     """
+    axes = options.axes(ranks) if options.stated_axes else {}
     return {
+        **{f"{axis}_parallel": axes[axis] for axis in ("sequence", "tensor") if axis in axes},
         "engine": "deepspeed" if options.use_deepspeed else "fsdp",
         "zero": options.zero,
         "checkpoint_every": options.checkpoint_interval,
