@@ -10,7 +10,8 @@ import torch
 
 from dilated_attention_pytorch.core import WorkspacePool, get_global_memory_pool, reset_global_memory_pool
 from dilated_attention_pytorch.core import memory_pool as pooling
-from dilated_attention_pytorch.core.pattern_cache import OptimizedPatternCache
+from dilated_attention_pytorch.core.optimized_pattern_cache import OptimizedPatternCache
+from dilated_attention_pytorch.core.profile import Profile
 
 F32, MIB = torch.float32, 1 << 20
 
@@ -370,3 +371,47 @@ def test_running_out_of_gpu_memory_frees_the_pool_and_tries_again() -> None:
     large = pool.retrying(lambda: torch.empty(int(free * 0.6), dtype=torch.uint8, device="cuda"))
     assert large.numel() == int(free * 0.6)
     assert pool.get_stats()["total_allocated"] == 0
+
+
+def test_a_loan_may_end_before_its_block_does(pool) -> None:
+    with pool.lease() as take:
+        first = take((512,), dtype=F32, device="cpu")
+        place = first.data_ptr()
+        small = take((1,), dtype=F32, device="cpu")  # from PyTorch
+        take.give_back(first, small)
+        assert pool.get_stats()["live_buffers"] == 0
+        assert take((512,), dtype=F32, device="cpu").data_ptr() == place
+    assert pool.get_stats()["live_buffers"] == 0
+
+
+def test_a_failed_block_may_leave_its_buffers_to_those_who_still_use_them(pool) -> None:
+    kept = []
+
+    def crash() -> None:
+        with pool.lease(keep_after_error=False) as take:
+            kept.append(take((512,), dtype=F32, device="cpu").fill_(7.0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crash()
+    stats = pool.get_stats()
+    assert (stats["live_buffers"], stats["live_bytes"], stats["total_allocated"]) == (0, 0, 0)
+    with pool.lease(keep_after_error=False) as take:
+        take((512,), dtype=F32, device="cpu").fill_(1.0)
+    assert (kept[0] == 7.0).all()
+    assert pool.get_stats()["total_allocated"] == 2048
+
+
+def test_a_profile_tells_of_loans_and_of_what_was_left_to_the_allocator(pool) -> None:
+    profile = Profile()
+    for _ in range(3):
+        with pool.lease(profile=profile) as take:
+            take((512,), dtype=F32, device="cpu")
+            take((4,), dtype=F32, device="cpu")
+    loans = profile.totals()["loans"]
+    assert (loans["new"], loans["reused"], loans["bytes"]) == (1, 2, 3 * 2048)
+    assert loans["seconds"] >= loans["seconds_waiting"] > 0
+    assert profile.totals()["workspaces left to PyTorch"] == {"count": 3, "bytes": 48}
+    assert pool.get_stats()["profile"]["loans"] == loans
+    pool.reset()
+    assert "profile" not in pool.get_stats()

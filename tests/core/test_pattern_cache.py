@@ -1,23 +1,30 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 import threading
 
 import pytest
 import torch
 
+from dilated_attention_pytorch import memory_cleanup
 from dilated_attention_pytorch.core import (
     DilatedPatternCache,
     OptimizedPatternCache,
     PatternCache,
     SimpleGPUCache,
+    SparsePatternConfig,
+    WorkspacePool,
     document_spans,
+    get_global_memory_pool,
     get_global_pattern_cache,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.core import pattern_cache as pattern_caching
-from dilated_attention_pytorch.core.cache_entries import SameTensor, spans_key
+from dilated_attention_pytorch.core.cache_entries import SameTensor, size_of, spans_key
+from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache, hot_device
+from dilated_attention_pytorch.functional import dilated_attention
 
 
 def rows(n: int = 4) -> torch.Tensor:
@@ -132,7 +139,7 @@ def test_a_size_that_holds_nothing_is_refused(size) -> None:
 
 
 def test_a_memory_limit_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="gpu_memory_limit_mb must be above 0, got 0"):
+    with pytest.raises(ValueError, match="gpu_memory_limit_mb must be a finite number above 0, got 0"):
         OptimizedPatternCache(gpu_memory_limit_mb=0)
 
 
@@ -172,9 +179,20 @@ def test_keys_are_the_documented_ones() -> None:
     assert DilatedPatternCache.dilated_key(64, (16, 32), (1, 2)) == "dilated_s64_seg[16, 32]_dil[1, 2]"
     assert DilatedPatternCache.sparse_key(64, "dilated_sparse", 0.25, 16) == "sparse_s64_tdilated_sparse_r0.250_b16"
     cache = DilatedPatternCache()
-    cache.put_sparse(64, "dilated_sparse", 0.25, 16, rows())
-    assert list(cache._cache) == ["sparse_s64_tdilated_sparse_r0.250_b16"]
-    assert torch.equal(cache.get_sparse(64, "dilated_sparse", 0.25, 16), rows())
+    cache.put_sparse_pattern(rows(), rows(2), 64, "dilated_sparse", 0.25, 16)
+    cache.put_dilated_indices(rows(3), 64, (16, 32), (1, 2))
+    assert list(cache._cache) == ["sparse_s64_tdilated_sparse_r0.250_b16", "dilated_s64_seg[16, 32]_dil[1, 2]"]
+    found = cache.get_sparse_pattern(64, "dilated_sparse", 0.25, 16, device="cpu")
+    assert [one.tolist() for one in found] == [[0, 1, 2, 3], [0, 1]]
+    assert torch.equal(cache.get_dilated_indices(64, [16, 32], [1, 2]), rows(3))
+
+
+def test_two_ratios_never_share_a_key() -> None:
+    ratios = [0.1, 0.125, 0.1004, 0.10049, 1 / 3, 0.333, 1]
+    keys = [DilatedPatternCache.sparse_key(64, "random", ratio, 16) for ratio in ratios]
+    assert len(set(keys)) == len(keys)
+    assert [keys[0], keys[1], keys[5]] == [f"sparse_s64_trandom_r{text}_b16" for text in ("0.100", "0.125", "0.333")]
+    assert DilatedPatternCache.sparse_key(64, "random", 0.1) == "sparse_s64_trandom_r0.100"
 
 
 def test_the_environment_sets_the_global_cache_when_it_is_reset(monkeypatch) -> None:
@@ -351,7 +369,7 @@ def test_a_copy_on_a_side_stream_is_ordered_with_its_reader() -> None:
     for _ in range(6):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            got = cache.get("large", "cuda")
+            got = cache.get("large", target_device="cuda")
             assert got.is_cuda
             same = (got == torch.arange(1 << 26, device="cuda")).all()
         stream.synchronize()
@@ -395,4 +413,197 @@ def test_spans_on_a_gpu_are_found_by_the_tensor_and_never_during_capture() -> No
 def test_a_stored_pattern_lies_on_the_cpu(cache) -> None:
     cache.put("a", rows())
     assert cache._cache["a"].value.device.type == "cpu"
-    assert pattern_caching.hot_device().type in ("cpu", "cuda")
+    assert hot_device().type in ("cpu", "cuda")
+
+
+def test_a_default_is_given_for_a_missing_pattern_and_never_read_as_a_device(cache) -> None:
+    missing = object()
+    assert cache.get("a", missing) is missing
+    assert cache.get("a", 0) == 0
+    cache.put("a", rows())
+    assert torch.equal(cache.get("a", 0), rows())
+    assert torch.equal(cache.get("a", target_device="cpu"), rows())
+    for device in (torch.device("cpu"), "cuda:0", "cpu"):
+        with pytest.raises(TypeError, match=r"not a device: pass target_device="):
+            cache.get("a", device)
+
+
+def test_statistics_can_be_off_and_be_reset(cache) -> None:
+    cache.put("a", rows())
+    cache.get("a")
+    cache.reset_stats()
+    assert (cache.get_stats()["hits"], len(cache)) == (0, 1)
+    for quiet in (PatternCache(1, enable_stats=False), OptimizedPatternCache(max_cpu_patterns=1, enable_stats=False)):
+        for key in "abab":
+            quiet.get(key)
+            quiet.put(key, rows())
+            quiet.get(key)
+            quiet.remember("parts", key, object)
+        stats = quiet.get_stats()
+        assert (stats["hits"], stats["misses"], stats["evictions"], stats["size"]) == (0, 0, 0, 1)
+    with pytest.raises(TypeError, match="enable_stats must be True or False, got 'yes'"):
+        PatternCache(enable_stats="yes")
+
+
+def test_bytes_are_bounded_and_the_least_recently_used_goes_first() -> None:
+    for cache in (PatternCache(max_bytes=100_000), OptimizedPatternCache(max_bytes=100_000)):
+        for key in "abc":
+            cache.put(key, torch.zeros(10_000))
+        assert [key for key in "abc" if key in cache] == ["b", "c"]
+        stats = cache.get_stats()
+        assert 80_000 < stats["bytes"] <= stats["max_bytes"] == 100_000
+        assert stats["evictions"] >= 1
+        cache.put("c", rows())
+        assert cache.get_stats()["bytes"] < 50_000
+        cache.clear()
+        assert cache.get_stats()["bytes"] == 0
+
+
+def test_python_objects_and_keys_count_towards_the_bytes() -> None:
+    cache = PatternCache(max_bytes=100_000)
+    for key in range(10):
+        cache.remember("parts", (key, tuple(range(1000))), lambda: [str(i) for i in range(500)])
+    stats = cache.get_stats()
+    assert 50_000 < stats["bytes"] <= 100_000
+    assert 1 <= stats["size"] < 4
+    assert size_of([1000] * 10) < size_of(list(range(1000, 1010)))  # one object is counted once
+
+
+def test_what_is_larger_than_the_cache_is_refused_or_made_every_time() -> None:
+    cache = PatternCache(max_bytes=10_000)
+    cache.put("small", rows())
+    with pytest.raises(ValueError, match=r"does not fit beside 0 pinned patterns into a cache of max_bytes=10000"):
+        cache.put("large", torch.zeros(10_000))
+    made = [cache.remember("lengths", "large", lambda: torch.zeros(10_000)) for _ in range(2)]
+    assert made[0] is not made[1]
+    assert list(cache._cache) == ["small"]
+    cache.pin("small")
+    cache.put("other", torch.zeros(2000))
+    with pytest.raises(ValueError, match="1 pinned patterns"):
+        cache.put("third", torch.zeros(2480))
+
+
+def test_the_global_cache_is_bounded_in_bytes(monkeypatch) -> None:
+    assert get_global_pattern_cache().max_bytes == 256 << 20
+    monkeypatch.setenv("PATTERN_CACHE_MAX_BYTES", "30000")
+    try:
+        reset_global_pattern_cache()
+        config = SparsePatternConfig("random", sparsity_ratio=0.5, block_size=4)
+        q = torch.randn(1, 400, 2, 8)
+        for tokens in range(200, 400, 40):
+            dilated_attention(*[q[:, :tokens]] * 3, [64, 128], [1, 2], sparse_config=config)
+        stats = get_global_pattern_cache().get_stats()
+        assert stats["evictions"] > 0
+        assert 0 < stats["bytes"] <= 30_000
+    finally:
+        monkeypatch.undo()
+        reset_global_pattern_cache()
+
+
+def test_the_environment_and_a_reset_reach_the_two_tier_cache(monkeypatch) -> None:
+    cache = get_optimized_pattern_cache()
+    assert pickle.loads(pickle.dumps(cache)) is copy.deepcopy(cache) is cache
+    monkeypatch.setenv("PATTERN_CACHE_MAX_SIZE", "2")
+    monkeypatch.setenv("PATTERN_CACHE_ENABLE_PROFILING", "1")
+    try:
+        reset_global_pattern_cache()
+        for key in range(3):
+            cache.remember("parts", key, object)
+        stats = cache.get_stats()
+        assert (stats["size"], stats["max_size"], cache.max_cpu_patterns) == (2, 2, 2)
+        assert stats["profile"]["parts"]["misses"] == 3
+    finally:
+        monkeypatch.undo()
+        reset_global_pattern_cache()
+    assert (len(cache), cache.max_cpu_patterns, cache.enable_profiling) == (0, 500, False)
+
+
+def test_memory_cleanup_empties_both_shared_caches() -> None:
+    for cache in (get_global_pattern_cache(), get_optimized_pattern_cache()):
+        cache.put("a", rows())
+    memory_cleanup()
+    assert len(get_global_pattern_cache()) == len(get_optimized_pattern_cache()) == 0
+
+
+def test_a_pattern_is_pinned_where_it_is_asked_for(cache) -> None:
+    assert cache.pin_pattern("a") is False
+    cache.put("a", rows())
+    assert cache.pin_pattern("a") is True
+    for i in range(9):
+        cache.put(i, rows())
+    assert "a" in cache
+    assert cache.get_stats()["pinned"] == 1
+    if isinstance(cache, OptimizedPatternCache):
+        assert cache.pin_pattern("a", "cpu") is True
+        assert ("a", torch.device("cpu")) in cache._hot
+
+
+def test_forgetting_a_kind_forgets_its_pins(cache) -> None:
+    cache.remember("parts", 1, object)
+    cache.pin(("parts", 1))
+    cache.forget("parts")
+    assert cache.get_stats()["pinned"] == 0
+
+
+def test_profiling_tells_seconds_and_bytes_of_lookups(cache) -> None:
+    assert "profile" not in cache.get_stats()
+    cache.enable_profiling = True
+    cache.put("a", rows())
+    for key in "aab":
+        cache.get(key)
+    for _ in range(3):
+        cache.remember("lengths", 1, lambda: rows(100))
+    profile = cache.get_stats()["profile"]
+    assert (profile["put"]["count"], profile["put"]["bytes"]) == (1, rows().nbytes)
+    assert (profile["get"]["hits"], profile["get"]["misses"]) == (2, 1)
+    lengths = profile["lengths"]
+    assert (lengths["hits"], lengths["misses"]) == (2, 1)
+    assert lengths["seconds_of_hits"] > 0 < lengths["seconds_of_misses"]
+    assert lengths["bytes"] > 3 * rows(100).nbytes
+    cache.reset_stats()
+    assert cache.get_stats()["profile"] == {}
+
+
+def test_the_documented_path_of_the_two_tier_cache() -> None:
+    from dilated_attention_pytorch.core import optimized_pattern_cache
+
+    assert optimized_pattern_cache.OptimizedPatternCache is OptimizedPatternCache
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system with fork")
+def test_a_forked_child_finds_no_lock_held_and_nothing_half_changed() -> None:
+    caches = [get_global_pattern_cache(), get_optimized_pattern_cache(), PatternCache(4)]
+    pools = [get_global_memory_pool(), WorkspacePool(threshold_bytes=1)]
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for cache in caches:
+                cache.put("a", rows())
+                cache.remember("parts", 1, object)
+            for pool in pools:
+                pool.give_back(pool.checkout((4096,), torch.uint8, "cpu"))
+
+    threads = [threading.Thread(target=churn, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # a lock that was held would be waited for until this ends the child
+                try:
+                    for cache in caches:
+                        cache.put("b", rows())
+                        assert cache.get_stats()["bytes"] == sum(entry.size for entry in cache._cache.values())
+                    for pool in pools:
+                        pool.give_back(pool.checkout((4096,), torch.uint8, "cpu"))
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        reset_global_pattern_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -355,3 +356,67 @@ def test_factories_take_what_is_stated_as_stated() -> None:
         create_dilated_attention(**SPEC, attention_type="magic")
     with pytest.raises(ValueError, match="sequence_length must be a whole number of at least 1, got 0"):
         create_dilated_attention(**SPEC, sequence_length=0)
+
+
+def profiled() -> DilatedAttention:
+    module = DilatedAttention(**SPEC, use_pattern_cache=True, enable_memory_pool=True, enable_profiling=True)
+    module._pattern_cache, module._memory_pool = PatternCache(), WorkspacePool(threshold_bytes=1)
+    return module
+
+
+def test_profiling_counts_calls_lookups_and_loans_of_a_module() -> None:
+    module = profiled()
+    for _ in range(3):
+        inputs = tensors(torch.bfloat16)
+        module(*inputs, cu_seqlens=torch.tensor([0, 19, 53])).sum().backward()
+    profile = module.get_profile()
+    assert profile["calls"]["count"] == 3
+    assert (profile["lookups of parts"]["misses"], profile["lookups of parts"]["hits"]) == (1, 5)
+    assert (profile["lookups of lengths"]["misses"], profile["lookups of lengths"]["hits"]) == (1, 2)
+    assert profile["lookups of parts"]["bytes"] > 0 < profile["lookups of parts"]["seconds_of_hits"]
+    stats = module._memory_pool.get_stats()
+    assert profile["loans"]["new"] == stats["allocation_count"]
+    assert profile["loans"]["reused"] == stats["reuse_count"] > 0
+    assert stats["profile"]["loans"] == profile["loans"]
+    assert module._pattern_cache.get_stats()["profile"]["parts"] == profile["lookups of parts"]
+    module.reset_profile()
+    assert module.get_profile() == {}
+
+
+def test_modules_that_share_a_cache_have_profiles_of_their_own() -> None:
+    one, other = profiled(), profiled()
+    other._pattern_cache = one._pattern_cache
+    inputs = [x.detach() for x in tensors()]
+    for module in (one, other, other):
+        module(*inputs)
+    assert one.get_profile()["lookups of parts"]["misses"] == 1
+    assert other.get_profile()["lookups of parts"]["hits"] == 2
+    assert one._pattern_cache.get_stats()["profile"]["parts"]["hits"] == 2
+
+
+def test_without_profiling_nothing_is_counted_and_the_cache_is_asked_itself() -> None:
+    module = DilatedAttention(**SPEC, use_pattern_cache=True, enable_memory_pool=True)
+    assert module.resources == Resources(module._pattern_cache, module._memory_pool)
+    with pytest.raises(ValueError, match="nothing is counted without enable_profiling=True"):
+        module.get_profile()
+
+
+def test_a_model_sums_the_profiles_of_its_layers() -> None:
+    model = LongNetLM(d_model=16, num_heads=4, num_layers=3, num_decoder_layers=0, **SPEC, enable_profiling=True)
+    model(torch.randint(256, (1, 20)))
+    assert model.get_profile()["calls"]["count"] == 3
+    layer = MultiheadDilatedAttention(16, 4, **SPEC, enable_profiling=True)
+    x = torch.randn(1, 20, 16)
+    layer(x, x, x)
+    assert layer.get_profile()["calls"]["count"] == 1
+
+
+def test_a_compiled_call_is_not_counted_and_not_logged(caplog) -> None:
+    module = profiled()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    q, k, v = (x.detach() for x in tensors())
+    expected = module(q, k, v)
+    module.reset_profile()
+    with caplog.at_level(logging.DEBUG, "dilated_attention_pytorch"):
+        torch.testing.assert_close(compiled(q, k, v), expected)
+    assert module.get_profile() == {}

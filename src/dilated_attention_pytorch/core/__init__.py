@@ -11,6 +11,11 @@ from dilated_attention_pytorch.core.memory_pool import (
     reset_global_memory_pool,
 )
 from dilated_attention_pytorch.core.merge import merge
+from dilated_attention_pytorch.core.optimized_pattern_cache import (
+    OptimizedPatternCache,
+    SimpleGPUCache,
+    get_optimized_pattern_cache,
+)
 from dilated_attention_pytorch.core.pattern import (
     covered_rows,
     dense_mask,
@@ -22,9 +27,7 @@ from dilated_attention_pytorch.core.pattern import (
 )
 from dilated_attention_pytorch.core.pattern_cache import (
     DilatedPatternCache,
-    OptimizedPatternCache,
     PatternCache,
-    SimpleGPUCache,
     get_global_pattern_cache,
     reset_global_pattern_cache,
 )
@@ -57,6 +60,7 @@ __all__ = [
     "forward_flops",
     "get_global_memory_pool",
     "get_global_pattern_cache",
+    "get_optimized_pattern_cache",
     "keys_seen",
     "layout_for",
     "layout_of",

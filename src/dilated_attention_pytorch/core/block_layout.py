@@ -29,7 +29,7 @@ from dilated_attention_pytorch.core.block_pattern import (
     visible_tiles,
 )
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset, segments
-from dilated_attention_pytorch.core.pattern_cache import PatternCache
+from dilated_attention_pytorch.core.pattern_cache import Remembers
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable, Problem
 
 # Tiles whose order is worked out at once: it takes some 40 bytes each.
@@ -138,7 +138,7 @@ def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[
                 yield index, head, segment, range(start + offset, start + length, branch.dilation_rate)
 
 
-def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: PatternCache | None = None) -> BlockLayout:
+def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | None = None) -> BlockLayout:
     """The layout of a call whose problem has a block pattern, through the cache if there is one."""
     config = problem.sparse
     assert config is not None

@@ -7,7 +7,7 @@ is the way to borrow within a call: what was taken goes back when the block ends
 from __future__ import annotations
 
 import os
-import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,6 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from dilated_attention_pytorch.core.guarded import Guarded
+from dilated_attention_pytorch.core.log import debugging, log
+from dilated_attention_pytorch.core.profile import Profile
 
 Result = TypeVar("Result")
 
@@ -28,7 +32,7 @@ _STEPS = 16  # of bucket sizes between powers of two: at most a sixteenth of a b
 Place = tuple[torch.device, bool]  # and whether it is pinned host memory
 
 
-class WorkspacePool:
+class WorkspacePool(Guarded):
     """Buffers by device and bucketed size.
 
     Args:
@@ -54,6 +58,7 @@ class WorkspacePool:
     def __init__(
         self, *, limit_bytes: int | None = None, threshold_bytes: int | None = None, lightweight: bool = False
     ) -> None:
+        super().__init__()
         if threshold_bytes is not None and threshold_bytes < 1:
             raise ValueError(f"threshold_bytes must be at least 1, or None to adapt it, got {threshold_bytes}")
         least = LEAST_THRESHOLD if threshold_bytes is None else threshold_bytes
@@ -65,7 +70,7 @@ class WorkspacePool:
         self.limit_bytes = limit_bytes
         self.threshold_bytes = threshold_bytes
         self.lightweight = lightweight
-        self._lock = threading.RLock()
+        self._profile = Profile()
         self._shelves: dict[Place, _Shelf] = {}
         self._counts = _Counts()
         self._thresholds: dict[Place, int] = {}
@@ -88,13 +93,15 @@ class WorkspacePool:
             found = self._thresholds[place] = max(LEAST_THRESHOLD, _memory_of(place[0]) // share)
         return found
 
-    def lease(self) -> AbstractContextManager[Take]:
+    def lease(self, *, keep_after_error: bool = True, profile: Profile | None = None) -> AbstractContextManager[Loans]:
         """`take(shape, dtype=, device=)` for the length of the block: uninitialised, from the pool where it serves.
 
-        It does not where a workspace is below the threshold or beyond the limit, and while a CUDA graph is captured,
-        whose memory must be its own; then PyTorch's allocator gives it.
+        PyTorch's allocator serves instead where a workspace is below the threshold or beyond the limit, and while a
+        CUDA graph is captured, whose memory must be its own. `take.give_back(buffer)` ends a loan before the block
+        does. Without `keep_after_error`, a block that fails leaves its buffers to whoever still uses them, such as a
+        message under way, and the pool forgets them. `profile` notes the loans of a module.
         """
-        return _Lease(self)
+        return _Lease(self, keep_after_error, profile)
 
     def checkout(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, *, pinned: bool = False
@@ -113,6 +120,26 @@ class WorkspacePool:
 
     def give_back(self, buffer: Tensor) -> None:
         """End a loan. What is not borrowed from this pool, or no longer, is refused."""
+        shelf, block = self._end_loan(buffer)
+        if not self.lightweight:
+            buffer.set_()  # type: ignore[call-overload]
+        shelf.note_use(block)
+        with self._lock:
+            shelf.idle.setdefault(block.nbytes, []).append(block)
+            stale = [] if self.lightweight else shelf.stale()
+            self._counts.held -= sum(block.nbytes for block in stale)
+        if stale:
+            log.debug("freed %d buffers on %s that lay idle", len(stale), shelf.device)
+        shelf.free(stale)
+
+    def abandon(self, buffer: Tensor) -> None:
+        """End a loan and leave the memory to whoever still uses it; it is freed with the last tensor that has it."""
+        shelf, block = self._end_loan(buffer)
+        with self._lock:
+            self._counts.held -= block.nbytes
+        shelf.free([block])
+
+    def _end_loan(self, buffer: Tensor) -> tuple[_Shelf, _Block]:
         loan = getattr(buffer, "_loan", None)
         if loan is None or loan.pool is not self:
             raise ValueError(
@@ -123,17 +150,10 @@ class WorkspacePool:
             block, loan.block = loan.block, None
         if block is None:
             raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
-        if not self.lightweight:
-            buffer.set_()  # type: ignore[call-overload]
-        shelf = loan.shelf
-        shelf.note_use(block)
         with self._lock:
             self._counts.live -= block.nbytes
             self._counts.buffers -= 1
-            shelf.idle.setdefault(block.nbytes, []).append(block)
-            stale = [] if self.lightweight else shelf.stale()
-            self._counts.held -= sum(block.nbytes for block in stale)
-        shelf.free(stale)
+        return loan.shelf, block
 
     def release_idle(self, device: torch.device | str | None = None) -> int:
         """Free the buffers that nobody has borrowed, on all devices or on one; returns their bytes."""
@@ -158,17 +178,21 @@ class WorkspacePool:
             if not is_out_of_memory(error) or self._counts.held == self._counts.live:
                 raise
         # Outside the handler: the error is gone, and with it the tensors that its traceback kept alive.
-        self.release_idle()
+        log.debug("memory ran out: released %d idle bytes of the pool, trying once more", self.release_idle())
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         return run()
 
     def get_stats(self) -> dict[str, Any]:
-        """`total_allocated, peak_allocated` (bytes held now and at most), `allocation_count, reuse_rate` and more."""
+        """`total_allocated, peak_allocated` (bytes held now and at most), `allocation_count, reuse_rate` and more.
+
+        With loans of a module that has `enable_profiling`, also `profile`: their number, bytes and seconds.
+        """
+        profile = self._profile.totals()
         with self._lock:
             counts = replace(self._counts)
         asked = counts.allocations + counts.reuses
-        return {
+        stats = {
             "total_allocated": counts.held,
             "peak_allocated": counts.peak,
             "allocation_count": counts.allocations,
@@ -179,6 +203,7 @@ class WorkspacePool:
             "cleanups": counts.cleanups,
             "limit_bytes": self.limit_bytes,
         }
+        return stats | {"profile": profile} if profile else stats
 
     def reset(self) -> None:
         """Free what is idle and start the statistics anew; buffers that are borrowed stay their owners'."""
@@ -186,9 +211,19 @@ class WorkspacePool:
         with self._lock:
             now = self._counts
             self._counts = _Counts(held=now.held, peak=now.held, live=now.live, buffers=now.buffers)
+        self._profile.clear()
 
-    def _checkout(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pinned: bool) -> Tensor | None:
+    def _checkout(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        pinned: bool,
+        profile: Profile | None = None,
+    ) -> Tensor | None:
         """A buffer, or None where the limit leaves no room."""
+        clock = _no_time if profile is None else time.perf_counter
+        began = clock()
         if pinned and (device.type != "cpu" or not torch.cuda.is_available()):
             raise ValueError(f"pinned is for host memory that a CUDA GPU copies from or to, got device {device}")
         if device.type == "cuda" and device.index is None:
@@ -208,9 +243,11 @@ class WorkspacePool:
         shelf.free(dropped)
         if not room:
             return None
+        new, waits_from = block is None, clock()
         if block is not None:
             shelf.wait_until_free(block)
-        else:
+        waits_to = clock()
+        if block is None:
             try:
                 block = self.retrying(lambda: shelf.allocate(size))
             except BaseException:
@@ -222,6 +259,12 @@ class WorkspacePool:
             buffer = torch.empty(0, dtype=dtype, device=device)
             buffer.set_(block.memory.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
         buffer._loan = _Loan(self, shelf, block)  # type: ignore[attr-defined]
+        if profile is not None:
+            times = {"seconds": clock() - began, "seconds_waiting": waits_to - waits_from}
+            for one in (self._profile, profile):
+                one.add("loans", new=int(new), reused=int(not new), bytes=block.nbytes, **times)
+        if debugging():
+            log.debug("lent %d bytes on %s, %s", block.nbytes, device, "new" if new else "reused")
         return buffer
 
     def _drop_for(self, shelf: _Shelf, size: int) -> list[_Block]:
@@ -234,42 +277,77 @@ class WorkspacePool:
         return dropped
 
 
+class Take(Protocol):
+    """Called as `torch.empty` is, which takes its place where there is no pool."""
+
+    def __call__(
+        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
+    ) -> Tensor: ...
+
+
+class Loans(Take, Protocol):
+    """What `lease` gives: `take`, and a way to end a loan before the block does."""
+
+    def give_back(self, *buffers: Tensor) -> None: ...
+
+
+class Lends(Protocol):
+    """What a call needs of a pool."""
+
+    def lease(self, *, keep_after_error: bool = True) -> AbstractContextManager[Loans]: ...
+
+    def threshold(self, device: torch.device | str, *, pinned: bool = False) -> int: ...
+
+    def retrying(self, run: Callable[[], Result]) -> Result: ...
+
+
+class ProfiledPool:
+    """A pool as a module with `enable_profiling` sees it: its loans are noted in the module's profile."""
+
+    def __init__(self, pool: WorkspacePool, profile: Profile) -> None:
+        self._pool, self._profile = pool, profile
+        self.threshold, self.retrying = pool.threshold, pool.retrying
+
+    def lease(self, *, keep_after_error: bool = True) -> AbstractContextManager[Loans]:
+        return self._pool.lease(keep_after_error=keep_after_error, profile=self._profile)
+
+
 class _Lease:
     """What one block borrows. A class: a generator and its closures would cost short calls what a pool saves."""
 
-    __slots__ = ("_pool", "_taken")
+    __slots__ = ("_keep_after_error", "_pool", "_profile", "_taken")
 
-    def __init__(self, pool: WorkspacePool) -> None:
-        self._pool = pool
-        self._taken: list[Tensor] = []
+    def __init__(self, pool: WorkspacePool, keep_after_error: bool, profile: Profile | None) -> None:
+        self._pool, self._keep_after_error, self._profile = pool, keep_after_error, profile
+        self._taken: dict[int, Tensor] = {}
 
-    def __enter__(self) -> Take:
-        return self._take
+    def __enter__(self) -> _Lease:
+        return self
 
-    def __exit__(self, *error: object) -> None:
-        for buffer in self._taken:
-            self._pool.give_back(buffer)
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        end = self._pool.give_back if error is None or self._keep_after_error else self._pool.abandon
+        for buffer in self._taken.values():
+            end(buffer)
 
-    def _take(
+    def __call__(
         self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
     ) -> Tensor:
         device = torch.device(device)
         large = _size(shape, dtype) >= self._pool.threshold(device, pinned=pin_memory)
         on_stream = pin_memory or device.type == "cuda"
         if large and not (on_stream and torch.cuda.is_current_stream_capturing()):
-            buffer = self._pool._checkout(shape, dtype, device, pin_memory)
+            buffer = self._pool._checkout(shape, dtype, device, pin_memory, self._profile)
             if buffer is not None:
-                self._taken.append(buffer)
+                self._taken[id(buffer)] = buffer
                 return buffer
+        if self._profile is not None:
+            self._profile.add("workspaces left to PyTorch", count=1, bytes=_size(shape, dtype))
         return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
-
-class Take(Protocol):
-    """What `lease` gives: it is called as `torch.empty` is, which takes its place where there is no pool."""
-
-    def __call__(
-        self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
-    ) -> Tensor: ...
+    def give_back(self, *buffers: Tensor) -> None:
+        for buffer in buffers:
+            if self._taken.pop(id(buffer), None) is not None:
+                self._pool.give_back(buffer)
 
 
 @dataclass
@@ -296,7 +374,7 @@ class _Counts:
 
 
 class _Loan:
-    """Whose a handed-out buffer is; without a block once it was given back."""
+    """Owner of a lent buffer; without a block after it is returned."""
 
     __slots__ = ("block", "pool", "shelf")
 
@@ -322,15 +400,15 @@ _STALE_AFTER = 64  # checkouts
 _MOST_TOO_LARGE = 8  # times what is asked for: a block that a small workspace takes is missing for a large one
 
 
-class _Shelf:
+class _Shelf(Guarded):
     """The idle blocks of one device, and how its memory is got, ordered and freed."""
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
+        super().__init__(lock_order=2)
         self.device = device
         self.pinned = pinned
         self.clock = 0
         self.idle: dict[int, list[_Block]] = {}
-        self._lock = threading.Lock()
         self._blocks = 0  # allocated and not freed
         self._cuda_pool: Any = None
 
@@ -422,6 +500,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
+def _no_time() -> float:
+    return 0.0
+
+
 def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
     elements = 1
     for n in shape:
@@ -449,12 +531,12 @@ def _memory_of(device: torch.device) -> int:
 
 
 _global: dict[bool, WorkspacePool] = {}
-_global_lock = threading.Lock()
+_making = Guarded(lock_order=0)
 
 
 def get_global_memory_pool(lightweight: bool = False) -> WorkspacePool:
     """The pool that modules with `enable_memory_pool=True` share; there is one more for `lightweight_pool=True`."""
-    with _global_lock:
+    with _making._lock:
         if lightweight not in _global:
             _global[lightweight] = WorkspacePool(lightweight=lightweight)
         return _global[lightweight]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dilated_attention_pytorch.core.memory_pool import Take, WorkspacePool
-from dilated_attention_pytorch.core.pattern_cache import PatternCache
+from dilated_attention_pytorch.core.memory_pool import Lends, Loans, ProfiledPool, Take, WorkspacePool
+from dilated_attention_pytorch.core.pattern_cache import PatternCache, ProfiledCache, Remembers
+from dilated_attention_pytorch.core.profile import Profile
 
 Result = TypeVar("Result")
 
@@ -22,14 +23,28 @@ POOL_FROM_TOKENS = 8192
 
 
 class Resources(NamedTuple):
-    """The cache and the pool of a call; None is off. They change what it takes, never what it gives."""
+    """The cache, the pool and the profile of a call; None is off. They change what it takes, never what it gives."""
 
-    cache: PatternCache | None = None
-    pool: WorkspacePool | None = None
+    cache: Remembers | None = None
+    pool: Lends | None = None
+    profile: Profile | None = None
+
+    @classmethod
+    def profiled(cls, cache: PatternCache | None, pool: WorkspacePool | None, profile: Profile) -> Resources:
+        """Those of a module whose lookups, loans and messages are noted in `profile`."""
+        return cls(
+            None if cache is None else ProfiledCache(cache, profile),
+            None if pool is None else ProfiledPool(pool, profile),
+            profile,
+        )
 
     def workspaces(self) -> AbstractContextManager[Take]:
         """`take(shape, dtype=, device=)`: workspaces that must not be used after the block, uninitialised."""
         return _from_allocator if self.pool is None else self.pool.lease()
+
+    def message_buffers(self) -> AbstractContextManager[Loans]:
+        """As `workspaces`, and `take.give_back`; if the block fails, messages under way keep their buffers."""
+        return _loans_from_allocator if self.pool is None else self.pool.lease(keep_after_error=False)
 
     def retrying(self, run: Callable[[], Result]) -> Result:
         """`run()`, which has no side effects; where memory runs out, once more after freeing what the pool can."""
@@ -38,6 +53,17 @@ class Resources(NamedTuple):
 
 FROM_ALLOCATOR: Take = torch.empty  # type: ignore[assignment]
 _from_allocator: AbstractContextManager[Take] = nullcontext(FROM_ALLOCATOR)
+
+
+class _LoansFromAllocator:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty(*args, **kwargs)
+
+    def give_back(self, *buffers: Tensor) -> None:
+        """PyTorch has a buffer back when its last tensor goes."""
+
+
+_loans_from_allocator: AbstractContextManager[Loans] = nullcontext(_LoansFromAllocator())
 
 NO_RESOURCES = Resources()
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.pattern_cache import PatternCache
+from dilated_attention_pytorch.core.pattern_cache import Remembers
 
 
 def document_spans(
@@ -20,7 +20,7 @@ def document_spans(
     cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     spans: Tensor | None = None,
-    cache: PatternCache | None = None,
+    cache: Remembers | None = None,
 ) -> Tensor | None:
     """The spans that one of `seqlens`, `cu_seqlens`, `key_padding_mask` or `spans` states, or None when none is given.
 

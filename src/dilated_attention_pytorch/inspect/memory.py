@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
-from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
+from dilated_attention_pytorch.core.pattern_cache import global_caches
 from dilated_attention_pytorch.inspect.report import size
 from dilated_attention_pytorch.measuring import host_memory, peak_resident, resident
 
@@ -224,8 +224,12 @@ def idle_in_pools() -> int:
 
 
 def cache_facts() -> dict[str, Any]:
-    stats = get_global_pattern_cache().get_stats()
-    return {"patterns in the cache": stats["size"], "hit rate of the cache": f"{stats['hit_rate']:.0%}"}
+    stats = [cache.get_stats() for cache in global_caches()]
+    hits, misses = (sum(one[name] for one in stats) for name in ("hits", "misses"))
+    return {
+        "patterns in the cache": sum(one["size"] for one in stats),
+        "hit rate of the cache": f"{hits / max(hits + misses, 1):.0%}",
+    }
 
 
 def less_fragmentation() -> str:
@@ -248,7 +252,8 @@ def memory_cleanup() -> int:
     gc.collect()
     for lightweight in (False, True):
         get_global_memory_pool(lightweight).release_idle()
-    get_global_pattern_cache().clear()
+    for cache in global_caches():
+        cache.clear()
     if before.gpus:
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
-from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
+from dilated_attention_pytorch.core.pattern_cache import global_caches
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.inspect.memory import (
@@ -180,15 +180,17 @@ def _slow_objects(reading: MemoryReading) -> Iterator[Finding]:
                 "model.gradient_checkpointing_enable(False): a step saves a forward pass",
             )
             break
-    stats = get_global_pattern_cache().get_stats()
-    if stats["evictions"] and stats["hit_rate"] < 0.5:
-        yield Finding(
-            "option",
-            SLOW,
-            f"the pattern cache is too small: {stats['hit_rate']:.0%} of lookups hit, {stats['evictions']:,} evictions "
-            f"at a size of {stats['max_size']:,}",
-            f"PATTERN_CACHE_MAX_SIZE={4 * stats['max_size']}",
-        )
+    for stats in (cache.get_stats() for cache in global_caches()):
+        if stats["evictions"] and stats["hit_rate"] < 0.5:
+            by_number = stats["size"] >= stats["max_size"]
+            variable, limit = ("MAX_SIZE", stats["max_size"]) if by_number else ("MAX_BYTES", stats["max_bytes"])
+            yield Finding(
+                "option",
+                SLOW,
+                f"the pattern cache is too small: {stats['hit_rate']:.0%} of lookups hit, {stats['evictions']:,} "
+                f"evictions at a size of {limit:,}{'' if by_number else ' bytes'}",
+                f"PATTERN_CACHE_{variable}={4 * limit}",
+            )
 
 
 def _slow_step(step: Callable[[], object], facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.kernels import vendor
 
 BACKENDS = ("triton", "vendor", "eager", "reference")
@@ -21,6 +22,8 @@ def choose_backend(
     `vendor` is by name only: our own kernels are as fast, and round less often.
     """
     check_backend(backend)
+    if debugging():
+        _tell_choice(backend, device, dtype, head_dim, block_size)
     if backend == "auto":
         # Triton's interpreter, which runs on a CPU, is for tests that name it.
         can = device.type == "cuda" and why_not("triton", device, dtype, head_dim, block_size) is None
@@ -30,6 +33,19 @@ def choose_backend(
         able = [name for name in BACKENDS if why_not(name, device, dtype, head_dim, block_size) is None]
         raise ValueError(f"backend {backend!r} cannot take this call: {reason}; {' or '.join(able)} can")
     return backend
+
+
+@functools.lru_cache(maxsize=1024)  # once per kind of call
+def _tell_choice(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> None:
+    kind = f"{dtype} on {device}, head_dim {head_dim}" + ("" if block_size is None else f", tiles of {block_size}")
+    if backend != "auto":
+        log.debug("engine %s for %s: the call names it", backend, kind)
+        return
+    reason = why_not("triton", device, dtype, head_dim, block_size)
+    if reason is None and device.type == "cuda":
+        log.debug("engine triton for %s: auto takes it on a GPU", kind)
+    else:
+        log.debug("engine eager for %s: no triton, %s", kind, reason or "whose interpreter is for calls that name it")
 
 
 def check_backend(backend: str) -> None:

@@ -219,7 +219,7 @@ def _forward(
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            inputs = (query, key, value, problem, spans, seed, layout, *resources)
+            inputs = (query, key, value, problem, spans, seed, layout, resources.cache, resources.pool)
             return resources.retrying(lambda: engine.forward(*inputs))
         if backend == "vendor":
             vendor.refuse(problem, query.shape[3], seed)
@@ -251,7 +251,10 @@ def _backward(
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            inputs = (grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, *resources)
+            inputs = (
+                grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, resources.cache,
+                resources.pool,
+            )  # fmt: skip
             return resources.retrying(lambda: engine.backward(*inputs))
         if backend == "vendor":
             vendor.refuse(problem, query.shape[3], seed, grad_lse)

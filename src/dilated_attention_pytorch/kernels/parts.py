@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_entries import spans_key
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
-from dilated_attention_pytorch.core.pattern_cache import PatternCache
+from dilated_attention_pytorch.core.pattern_cache import Remembers
 from dilated_attention_pytorch.core.spans import documents
 from dilated_attention_pytorch.core.spec import Problem
 
@@ -87,6 +87,11 @@ class Partition:
         self.parts = tuple(_parts(problem, spans, shape, kv_heads))
         self._places: dict[tuple[Any, ...], list[Place]] = {}
 
+    @property
+    def estimated_bytes(self) -> int:
+        """For a cache: with the places of a few kinds of tensor, which calls add."""
+        return len(self.parts) * _BYTES_PER_PART
+
     def viewer(self, x: Tensor, groups: int = 1) -> Callable[..., Tensor]:
         """`view(i, group)`: the rows of part `i` in `x`, `(B, N, H, ...)`, as `(S, M, heads, ...)`."""
         shape, strides = x.shape, x.stride()
@@ -107,10 +112,11 @@ class Partition:
 
 
 _MOST_KINDS_OF_TENSOR = 32
+_BYTES_PER_PART = 800
 
 
 def partition_for(
-    problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: int, cache: PatternCache | None
+    problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: int, cache: Remembers | None
 ) -> Partition:
     """The partition of a `(B, N, H, D)` call, remembered where there is a cache."""
     lengths = None if cache is None else spans_key(spans)

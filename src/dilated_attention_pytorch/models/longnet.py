@@ -31,8 +31,8 @@ _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reen
 class _Pretrained(SharesResources, nn.Module):
     """What every model here shares: a config, layers that can be checkpointed, saving and loading.
 
-    `use_pattern_cache`, `enable_memory_pool` and `lightweight_pool` are no part of the config: they change what a run
-    takes, not what a model is. Neither are `device` and `dtype`, those of the parameters.
+    `use_pattern_cache`, `enable_memory_pool`, `lightweight_pool` and `enable_profiling` are no part of the config: they
+    change what a run takes and counts, not what a model is. Neither are `device` and `dtype`, those of the parameters.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class _Pretrained(SharesResources, nn.Module):
         use_pattern_cache: bool = False,
         enable_memory_pool: bool = False,
         lightweight_pool: bool = False,
+        enable_profiling: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **overrides: Any,
@@ -52,6 +53,7 @@ class _Pretrained(SharesResources, nn.Module):
             "use_pattern_cache": use_pattern_cache,
             "enable_memory_pool": enable_memory_pool,
             "lightweight_pool": lightweight_pool,
+            "enable_profiling": enable_profiling,
         }
         if config is not None and overrides:
             raise TypeError(f"pass a config or its fields, not both: got a config and {sorted(overrides)}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.memory_pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
+from dilated_attention_pytorch.core.profile import Profile
 from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spans import document_spans
@@ -18,6 +21,7 @@ from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.functional import autocast_inputs, check_backend, dilated_attention, refuse_dense_mask
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
+_NOT_PROFILING = nullcontext()
 _SWITCHES = ("use_pattern_cache", "enable_memory_pool", "lightweight_pool")
 
 
@@ -32,8 +36,12 @@ class DilatedAttention(nn.Module):
         head_layout: `interleaved`, `blocked` or `grouped`.
         backend: `auto`, or the engine to run.
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
-        enable_profiling: names each call in `torch.profiler` traces.
+        enable_profiling: count calls, lookups and loans with their seconds and bytes (`get_profile`), and name each
+            call in `torch.profiler` traces.
         enable_memory_pool: borrow large workspaces from the global pool; `lightweight_pool` chooses its simpler twin.
+            On a CPU, bfloat16, float16, dropout and block sparsity take workspaces; plain float32 takes none. On a GPU
+            only workspaces above 1/512 of its memory come from the pool: for smaller ones PyTorch's allocator is as
+            good.
         use_pattern_cache: share tables of lengths and segments between calls through the global cache.
         device, dtype: where inputs must be, and what dtype the call must have, after autocast; other inputs are an
             error. There are no parameters to place. Both follow `module.to(...)`.
@@ -83,6 +91,7 @@ class DilatedAttention(nn.Module):
         self.lightweight_pool = lightweight_pool
         self._memory_pool = get_global_memory_pool(lightweight_pool) if enable_memory_pool else None
         self._pattern_cache: PatternCache | None = get_global_pattern_cache() if use_pattern_cache else None
+        self._profile = Profile() if enable_profiling else None
         self._stated = tuple(name for name, x in (("device", device), ("dtype", dtype)) if x is not None)
         # An empty buffer, so that `module.to(...)` changes what was stated, as it moves parameters.
         place = torch.empty(0, device=device, dtype=dtype) if self._stated else None
@@ -91,9 +100,33 @@ class DilatedAttention(nn.Module):
     @property
     def resources(self) -> Resources:
         """What this module's calls share with others: for `attend`."""
+        if self._profile is not None:
+            return Resources.profiled(self._pattern_cache, self._memory_pool, self._profile)
         if self._pattern_cache is None and self._memory_pool is None:
             return NO_RESOURCES
         return Resources(self._pattern_cache, self._memory_pool)
+
+    def get_profile(self) -> dict[str, dict[str, float]]:
+        """What `enable_profiling` has counted of this module's calls, by event; `reset_profile` starts anew.
+
+        `calls` of forward, with the seconds of the host; `lookups of` each kind of entry in the pattern cache; `loans`
+        from the memory pool and `workspaces left to PyTorch`; across ranks, the bytes of `messages` and the seconds of
+        waiting for them. Compiled calls are not counted.
+
+        >>> attention = DilatedAttention([16, 64], [1, 4], use_pattern_cache=True, enable_profiling=True)
+        >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
+        >>> _ = attention(q, k, v), attention(q, k, v)
+        >>> profile = attention.get_profile()
+        >>> profile["calls"]["count"], profile["lookups of parts"]["hits"] >= 1
+        (2, True)
+        """
+        if self._profile is None:
+            raise ValueError("nothing is counted without enable_profiling=True: make the module with it")
+        return self._profile.totals()
+
+    def reset_profile(self) -> None:
+        if self._profile is not None:
+            self._profile.clear()
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -128,12 +161,22 @@ class DilatedAttention(nn.Module):
                 cu_seqlens=cu_seqlens,
                 key_padding_mask=key_padding_mask,
                 spans=spans,
-                cache=self._pattern_cache if self._pattern_cache is not None and is_plain(query) else None,
+                cache=self.resources.cache if self._pattern_cache is not None and is_plain(query) else None,
             )
-        if not self.enable_profiling:
+        with self._profiling():
             return self.attend(query, key, value, is_causal=is_causal, spans=spans)
+
+    def _profiling(self) -> AbstractContextManager[Any]:
+        """Names a call in traces and counts it, if asked to; a compiled call is left as it is."""
+        return _NOT_PROFILING if self._profile is None or torch.compiler.is_compiling() else self._profiled_call()
+
+    @contextmanager
+    def _profiled_call(self) -> Iterator[None]:
+        assert self._profile is not None
+        began = time.perf_counter()
         with torch.profiler.record_function(repr(self)):
-            return self.attend(query, key, value, is_causal=is_causal, spans=spans)
+            yield
+        self._profile.add("calls", count=1, seconds=time.perf_counter() - began)
 
     def _check_place(self, query: Tensor) -> None:
         """Refuse inputs that are not where the module was told they would be."""
@@ -233,6 +276,22 @@ class SharesResources:
     @property
     def enable_memory_pool(self) -> bool:
         return self._attention().enable_memory_pool
+
+    def get_profile(self) -> dict[str, dict[str, float]]:
+        """As `DilatedAttention.get_profile`, of all attention within."""
+        total = Profile()
+        for attention in self._all_attention():
+            for event, amounts in attention.get_profile().items():
+                total.add(event, **amounts)
+        return total.totals()
+
+    def reset_profile(self) -> None:
+        for attention in self._all_attention():
+            attention.reset_profile()
+
+    def _all_attention(self) -> list[DilatedAttention]:
+        assert isinstance(self, nn.Module)
+        return [module for module in self.modules() if isinstance(module, DilatedAttention)]
 
     @property
     def _pattern_cache(self) -> PatternCache | None:

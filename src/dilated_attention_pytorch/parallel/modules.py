@@ -7,9 +7,9 @@ the whole sequence, `key_padding_mask` of the rank's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.checks import check_flag
+from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache
 from dilated_attention_pytorch.core.pattern import training_bytes
-from dilated_attention_pytorch.core.pattern_cache import OptimizedPatternCache
+from dilated_attention_pytorch.core.pattern_cache import PatternCache
+from dilated_attention_pytorch.core.profile import Profile
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
@@ -42,6 +44,9 @@ from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+Value = TypeVar("Value")
 
 
 class AcrossRanks(DilatedAttention):
@@ -130,7 +135,7 @@ class AcrossRanks(DilatedAttention):
             if (ranks := _several(self.sequence)) is not None:
                 ranks.agree({}, 0, wrong)  # which raises on every rank, so that none waits for this one
             raise
-        with torch.profiler.record_function(repr(self)) if self.enable_profiling else nullcontext():
+        with self._profiling():
             return self.attend(query, key, value, is_causal=is_causal, **lengths)
 
     def attend(
@@ -232,9 +237,11 @@ class RingDilatedAttentionV2(RingDilatedAttention):
     """`RingDilatedAttention` that tells what it takes, and drops what it keeps between calls."""
 
     def cleanup_buffers(self) -> None:
-        """Forget schedules of earlier calls; message buffers do not outlive a call."""
+        """Forget schedules of earlier calls, and free the message buffers that the memory pool holds idle."""
         if self._pattern_cache is not None:
             self._pattern_cache.forget("ring schedule")
+        if self._memory_pool is not None:
+            self._memory_pool.release_idle()
 
     def get_memory_estimate(
         self,
@@ -279,12 +286,15 @@ class RingDilatedAttentionV2(RingDilatedAttention):
 
 
 class RingDilatedAttentionV3(RingDilatedAttentionV2):
-    """`RingDilatedAttentionV2` with a pattern cache of its own that has two tiers.
+    """`RingDilatedAttentionV2` with a pattern cache in two tiers, which all modules of this class share.
 
     Args:
         cache_on_gpu: keep what calls share on their GPU as long as the hot tier of `OptimizedPatternCache` has room,
             and on the CPU beyond that; False shares the global cache. By default wherever the pattern cache is on.
         settings: those of `RingDilatedAttention`.
+
+    A branch is a stride and has no table of its own, so there is nothing to make before a length is known;
+    `pregenerate` makes and pins what calls of a known length share.
     """
 
     def __init__(
@@ -300,7 +310,55 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
             raise ValueError("cache_on_gpu says where the pattern cache lies: pass use_pattern_cache=True with it")
         self.cache_on_gpu = self.use_pattern_cache if cache_on_gpu is None else cache_on_gpu
         if self.cache_on_gpu:
-            self._pattern_cache = OptimizedPatternCache()
+            self._pattern_cache = get_optimized_pattern_cache()
+
+    def pregenerate(
+        self,
+        seq_len: int,
+        batch_size: int = 1,
+        num_heads: int = 8,
+        head_dim: int = 64,
+        *,
+        num_kv_heads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        is_causal: bool = False,
+    ) -> int:
+        """Make and pin what calls of `seq_len` tokens share, before the first of them; the number of entries pinned.
+
+        It makes one such call, of zeros and without gradients, so kernels are compiled too. On ranks, `seq_len` is the
+        length of the whole sequence, and every rank must call this. It spares the first call a few milliseconds, and
+        calls of other lengths never evict the entries; `cleanup_buffers` and `reset_global_pattern_cache` drop them.
+
+        >>> attention = RingDilatedAttentionV3(segment_lengths=[16, 64], dilation_rates=[1, 4])
+        >>> attention.pregenerate(100, num_heads=4, head_dim=8)
+        1
+        """
+        if self._pattern_cache is None:
+            raise ValueError("pregenerate fills the pattern cache: make the module with use_pattern_cache=True")
+        ranks = self.sequence_ranks() or ALONE
+        tokens = Shards.cut(seq_len, ranks.size, self.token_layout).tokens_of(ranks.rank)
+        heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        q, k = (torch.zeros(batch_size, tokens, H, head_dim, dtype=dtype, device=device) for H in heads)
+        twin = copy.copy(self)
+        twin._pattern_cache = pinning = _Pinning(self._pattern_cache)  # type: ignore[assignment]
+        with torch.no_grad():
+            twin(q, k, k, is_causal=is_causal)
+        return len(pinning.pinned)
+
+
+class _Pinning:
+    """A cache whose entries are pinned as they are looked up."""
+
+    def __init__(self, cache: PatternCache) -> None:
+        self._cache = cache
+        self.pinned: set[Hashable] = set()
+
+    def remember(self, kind: str, key: Hashable, make: Callable[[], Value], profile: Profile | None = None) -> Value:
+        value = self._cache.remember(kind, key, make, profile)
+        if self._cache.pin_pattern((kind, key)):
+            self.pinned.add((kind, key))
+        return value
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.files import (
     CHECKSUMS,
     Checksum,
@@ -266,6 +267,7 @@ class Checkpointer:
         partial.rename(folder)
         for changed in (folder.parent, self._run):
             sync_folder(changed)
+        log.debug("saved checkpoint %s", folder)
         for old in list_checkpoints(self._run)[: -self._keep]:
             shutil.rmtree(old)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
 from dilated_attention_pytorch.core.cache_entries import spans_key
-from dilated_attention_pytorch.core.memory_pool import Take, WorkspacePool
-from dilated_attention_pytorch.core.pattern_cache import PatternCache
+from dilated_attention_pytorch.core.memory_pool import Lends, Take
+from dilated_attention_pytorch.core.pattern_cache import Remembers
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
@@ -39,8 +39,8 @@ def forward(
     spans: Tensor | None,
     seed: Tensor | None,
     layout: BlockLayout | None = None,
-    cache: PatternCache | None = None,
-    pool: WorkspacePool | None = None,
+    cache: Remembers | None = None,
+    pool: Lends | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)`. `pool`, if any, lends what does not leave the call."""
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
@@ -85,8 +85,8 @@ def backward(
     spans: Tensor | None,
     seed: Tensor | None,
     layout: BlockLayout | None = None,
-    cache: PatternCache | None = None,
-    pool: WorkspacePool | None = None,
+    cache: Remembers | None = None,
+    pool: Lends | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
@@ -131,7 +131,7 @@ def backward(
         return (dq, dk, dv) if dq.dtype == dtype or problem.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
-def _lease(pool: WorkspacePool | None, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
+def _lease(pool: Lends | None, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
     """Loans of a pass; none where the pool would leave even the largest to PyTorch, asking costs short calls time."""
     return _NO_LEASE if pool is None or largest < pool.threshold(plan.device) else pool.lease()
 
@@ -176,7 +176,7 @@ def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
     return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
 
 
-def _table(branch: PlannedBranch, spans: Tensor | None, cache: PatternCache | None) -> Tensor:
+def _table(branch: PlannedBranch, spans: Tensor | None, cache: Remembers | None) -> Tensor:
     """`(slots, 3)`: batch row, start and length of every segment when documents have lengths."""
     if spans is None:
         return branch.offsets  # not read

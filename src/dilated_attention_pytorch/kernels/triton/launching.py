@@ -17,12 +17,15 @@ import contextlib
 import copy
 import functools
 import operator
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from dilated_attention_pytorch.core.log import log
 
 _KNOWN_TRITON = ("3.6.", "3.7.")
 _MOST_ADDRESSES = 1024  # whose arguments a launch remembers
@@ -53,6 +56,7 @@ class Launch:
         self._settings = settings
         self._views = views
         self._compiled: _Compiled | None = None
+        self._launched = False
         self._may_compile = triton.__version__.startswith(_KNOWN_TRITON) and torch.version.cuda is not None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -64,7 +68,11 @@ class Launch:
             return
         descriptors = [view(x) for view, x in zip(self._views, tensors)]
         first = [*(one for some in descriptors for one in some), *tensors[len(descriptors) :], *self._numbers]
+        began = time.perf_counter()
         kernel = self._kernel[(self._programs,)](*first, **self._settings)
+        if not self._launched:
+            self._launched, seconds = True, time.perf_counter() - began
+            log.debug("%s: compiled or loaded, and launched, in %.3f s", _name(self._kernel), seconds)
         if self._may_compile and not together % 16 and kernel is not None:  # the interpreter returns nothing
             self._may_compile = False
             constants = (self._settings[name] for name in self._kernel.arg_names[len(first) :])
@@ -72,6 +80,10 @@ class Launch:
             # Under a Triton that looks otherwise inside its front end goes on launching.
             with contextlib.suppress(AttributeError, KeyError, TypeError):
                 self._compiled = _Compiled(kernel, self._programs, views, (*self._numbers, *constants))
+
+
+def _name(kernel: Any) -> str:
+    return getattr(kernel, "__name__", type(kernel).__name__)
 
 
 class _Compiled:

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.pattern import grid_rows, rounds_little
 from dilated_attention_pytorch.core.spec import OffsetTable, Problem
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
@@ -62,6 +63,10 @@ def plan_for(
         plan = _plans.get((id(problem), kind))
     if plan is None:
         plan = _plans[id(problem), kind] = Plan(problem, spans, seed is not None, tf32, tensors)
+        if debugging():
+            stage = "forward" if grad_out is None else "backward"
+            kernels = ["plain" if branch.hopper is None else "hopper" for branch in plan.branches]
+            log.debug("planned and remembered: %s of %s, kernels by branch %s", stage, tuple(query.shape), kernels)
     return plan
 
 

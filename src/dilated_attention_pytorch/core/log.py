@@ -1,0 +1,27 @@
+"""The package's logger: silent by default, at DEBUG it tells what calls decide, make, share, send and save."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+
+log = logging.getLogger("dilated_attention_pytorch")
+
+
+class _WhenNobodyListens(logging.NullHandler):
+    """Writes to stderr where no handler is configured: lowering the level is then enough to see the records."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        if log.handlers == [self] and not logging.getLogger().handlers:
+            print(f"{record.name}: {record.getMessage()}", file=sys.stderr)
+        return True
+
+
+log.addHandler(_WhenNobodyListens())
+
+
+def debugging() -> bool:
+    """Whether records at DEBUG are wanted: ask before preparing one. A compiler that traces a call sees no logging."""
+    return not torch.compiler.is_compiling() and log.isEnabledFor(logging.DEBUG)

@@ -1,0 +1,338 @@
+"""Patterns in two tiers, those asked for often on the GPU, and a cache that has everything there from the start."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.cache_entries import Device, Entry, copy_to
+from dilated_attention_pytorch.core.checks import check_flag, check_number
+from dilated_attention_pytorch.core.log import log
+from dilated_attention_pytorch.core.pattern import on_grid
+from dilated_attention_pytorch.core.pattern_cache import PatternCache, at_least_one, refuse_device, shared_cache
+from dilated_attention_pytorch.core.spec import Branch
+
+_ACCESSES_OF_A_COLD_PATTERN = 3  # one more makes it hot
+
+HotKey = tuple[Hashable, torch.device]
+
+
+class OptimizedPatternCache(PatternCache):
+    """Patterns on the CPU, and those asked for more than three times on the asking GPU as well.
+
+    Copies run on a stream of their own (`enable_async`), from pinned memory, and whoever gets a pattern is ordered
+    behind its copy. With `enable_prefetch`, the pattern that followed this one last time is copied ahead. Where there
+    is no GPU, the hot tier lies on the CPU, and everything else is the same.
+
+    Promotion and prefetching are for patterns that you `put`. What the library remembers is hot from the start, on the
+    device where it was made, so that there is nothing to promote or to fetch ahead; pushed out by the limits, it comes
+    back from its copy on the CPU.
+
+    Args:
+        max_gpu_patterns, max_cpu_patterns: the most patterns that each tier holds.
+        gpu_memory_limit_mb: the most MiB that the hot tier holds.
+        enable_async: copy on a stream of its own.
+        enable_prefetch: copy the likely next pattern ahead.
+        enable_stats, enable_profiling: as in `PatternCache`.
+        max_bytes: the most bytes that the CPU's tier holds; None for no limit.
+
+    >>> cache = OptimizedPatternCache()
+    >>> cache.put("rows", torch.arange(4))
+    >>> for _ in range(5):
+    ...     rows = cache.get("rows")
+    >>> stats = cache.get_stats()
+    >>> stats["cpu_hits"], stats["gpu_hits"]
+    (4, 1)
+    """
+
+    _size_of_global = 500
+
+    def __init__(
+        self,
+        max_gpu_patterns: int = 50,
+        max_cpu_patterns: int = 500,
+        gpu_memory_limit_mb: float = 100.0,
+        enable_async: bool = True,
+        enable_prefetch: bool = True,
+        *,
+        enable_stats: bool = True,
+        enable_profiling: bool = False,
+        max_bytes: int | None = None,
+    ) -> None:
+        super().__init__(
+            at_least_one("max_cpu_patterns", max_cpu_patterns),
+            enable_stats=enable_stats,
+            enable_profiling=enable_profiling,
+            max_bytes=max_bytes,
+        )
+        self.max_gpu_patterns = at_least_one("max_gpu_patterns", max_gpu_patterns)
+        self.gpu_memory_limit_mb = check_number("gpu_memory_limit_mb", gpu_memory_limit_mb, above=0)
+        self.enable_async = check_flag("enable_async", enable_async)
+        self.enable_prefetch = check_flag("enable_prefetch", enable_prefetch)
+        self._hot: OrderedDict[HotKey, Entry] = OrderedDict()
+        self._hot_bytes = 0
+        self._gpu_hits = self._prefetches = 0
+        self._asked_last = threading.local()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("max_gpu_patterns", "gpu_memory_limit_mb", "enable_async", "enable_prefetch")
+        settings = super()._settings()
+        settings["max_cpu_patterns"] = settings.pop("max_size")
+        return settings | {name: getattr(self, name) for name in names}
+
+    @property
+    def max_cpu_patterns(self) -> int:
+        return self.max_size
+
+    def get(self, key: Hashable, default: Any = None, *, target_device: Device = None) -> Any:
+        """A copy of the pattern on `target_device`, by default where hot patterns live; `default` if it is missing."""
+        refuse_device(default)
+        found = self.get_batch([key], target_device)[0]
+        return default if found is None else found
+
+    def get_batch(self, keys: Sequence[Hashable], target_device: Device = None) -> list[Any]:
+        """Copies of several patterns in the order of `keys`, None for a missing one; cold ones are copied together."""
+        began = time.perf_counter()
+        place = hot_device() if target_device is None else torch.device(target_device)
+        found: list[Entry | None] = []
+        rising: dict[int, Hashable] = {}  # those to be copied into the hot tier, by their place in `keys`
+        with self._lock:
+            for i, key in enumerate(keys):
+                hot = self._hot.get((key, place))
+                cold = self._cache.get(key)
+                if cold is not None:
+                    cold.accesses += 1
+                    self._cache.move_to_end(key)
+                if hot is not None:
+                    self._hot.move_to_end((key, place))
+                    self._gpu_hits += self.enable_stats
+                elif cold is not None and cold.accesses > _ACCESSES_OF_A_COLD_PATTERN:
+                    rising[i] = key
+                found.append(hot or cold)
+                missing = hot is None and cold is None
+                self._hits += self.enable_stats and not missing
+                self._misses += self.enable_stats and missing
+            ahead = self._likely_next(keys, place)
+        copying = {**{key: found[i] for i, key in rising.items()}, **ahead}
+        hot_now = self._copy_to(place, copying)
+        for i, key in rising.items():
+            found[i] = hot_now[key]
+        copies = [None if entry is None else entry.copy_for(place) for entry in found]
+        if self.enable_profiling:
+            seconds = (time.perf_counter() - began) / max(len(keys), 1)
+            for entry in found:
+                self._note("get", entry, entry is not None, seconds)
+        return copies
+
+    def put(self, key: Hashable, pattern: Any, *, store_on_gpu: bool = False, pin: bool = False) -> None:
+        """Keep a copy of a pattern on the CPU; `store_on_gpu` makes it hot at once, and `pin` keeps it for good."""
+        entry = self._put(key, pattern)
+        with self._lock:
+            dropped = [self._cool(one) for one in list(self._hot) if one[0] == key]  # what it was before
+        del dropped
+        if store_on_gpu:
+            self._copy_to(_hot_place(entry), {key: entry})
+        if pin:
+            self.pin(key)
+
+    def pin_pattern(self, key: Hashable, device: Device = None) -> bool:
+        """Make a pattern hot, on `device` or where hot patterns live, and keep it; False if there is no such one."""
+        with self._lock:
+            entry = self._cache.get(key)
+        if entry is None:
+            return False
+        self._copy_to(_hot_place(entry) if device is None else torch.device(device), {key: entry})
+        return super().pin_pattern(key)
+
+    def forget(self, kind: str) -> None:
+        super().forget(kind)
+        with self._lock:
+            found = [hot for hot in self._hot if isinstance(hot[0], tuple) and hot[0][:1] == (kind,)]
+            dropped = [self._cool(hot) for hot in found]
+        del dropped
+
+    def _find_shared(self, key: Hashable) -> Entry | None:
+        with self._lock:
+            cold = self._find(key)
+            if cold is None:
+                return None
+            hot = self._hot.get((key, _place_of(cold)))
+            if hot is not None:
+                self._hot.move_to_end((key, _place_of(cold)))
+                self._gpu_hits += self.enable_stats
+                return hot
+        return self._copy_to(_place_of(cold), {key: cold})[key]
+
+    def _share(self, key: Hashable, made: Any) -> Entry:
+        cold = Entry.copied(made)
+        kept, _ = self._store(key, cold, keep_earlier=True)
+        place = _place_of(kept)
+        if kept is not cold:
+            return self._hot.get((key, place)) or self._copy_to(place, {key: kept})[key]
+        hot = Entry(made, place)
+        hot.size = cold.size
+        self._warm((key, place), hot, cold)
+        return hot
+
+    def clear(self) -> None:
+        with self._lock:
+            super().clear()
+            dropped, self._hot = self._hot, OrderedDict()
+            self._hot_bytes = 0
+        dropped.clear()
+
+    def reset_stats(self) -> None:
+        with self._lock:
+            super().reset_stats()
+            self._gpu_hits = self._prefetches = 0
+
+    def _stats(self) -> dict[str, Any]:
+        return super()._stats() | {
+            "gpu_hits": self._gpu_hits,
+            "cpu_hits": self._hits - self._gpu_hits,
+            "gpu_patterns": len(self._hot),
+            "max_gpu_patterns": self.max_gpu_patterns,
+            "gpu_memory_used_mb": self._hot_bytes / 2**20,
+            "prefetches": self._prefetches,
+        }
+
+    def _likely_next(self, keys: Sequence[Hashable], place: torch.device) -> dict[Hashable, Entry]:
+        """The pattern that this thread asked for after the last of `keys` when it was here before, unless it is hot."""
+        if not keys:
+            return {}
+        before, self._asked_last.key = getattr(self._asked_last, "key", None), keys[-1]
+        if before in self._cache and before != keys[0]:
+            self._cache[before].next = keys[0]
+        last = self._cache.get(keys[-1])
+        if not self.enable_prefetch or last is None or last.next is None or (last.next, place) in self._hot:
+            return {}
+        entry = self._cache.get(last.next)
+        if entry is None or not self._has_room(entry.bytes):
+            return {}  # what is hot now is worth more than a guess
+        self._prefetches += self.enable_stats
+        return {last.next: entry}
+
+    def _copy_to(self, place: torch.device, entries: dict[Hashable, Any]) -> dict[Hashable, Entry]:
+        """Hot entries of cold ones: one after another on the copies' stream, and ready for any other."""
+        made: dict[Hashable, Entry] = {}
+        if not entries:
+            return made
+        stream = self._stream_for(place)
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            for key, entry in entries.items():
+                made[key] = Entry(copy_to(entry.value, place), place)
+                made[key].size = entry.size
+        for key, entry in made.items():
+            self._warm((key, place), entry, entries[key])
+        return made
+
+    def _stream_for(self, place: torch.device) -> torch.cuda.Stream | None:
+        if place.type != "cuda" or not self.enable_async or torch.cuda.is_current_stream_capturing():
+            return None
+        stream = self._streams.get(place)
+        if stream is None:
+            stream = self._streams.setdefault(place, torch.cuda.Stream(place))
+        return stream
+
+    def _has_room(self, size: int) -> bool:
+        limit = self.gpu_memory_limit_mb * 2**20
+        return len(self._hot) < self.max_gpu_patterns and self._hot_bytes + size <= limit
+
+    def _warm(self, hot: HotKey, entry: Entry, cold: Entry) -> None:
+        """Take an entry into the hot tier, if its limits leave room beside what is pinned."""
+        dropped: list[Entry] = []  # freed when this returns, outside the lock
+        with self._lock:
+            if (
+                hot in self._hot
+                or self._cache.get(hot[0]) is not cold
+                or entry.bytes > self.gpu_memory_limit_mb * 2**20
+            ):
+                return  # somebody was faster, the pattern was put anew meanwhile, or it never fits
+            while not self._has_room(entry.bytes):
+                oldest = next((one for one in self._hot if one[0] not in self._pinned), None)
+                if oldest is None:
+                    return
+                dropped.append(self._cool(oldest))
+                self._evictions += self.enable_stats
+            self._hot[hot] = entry
+            self._hot_bytes += entry.bytes
+        for old in dropped:
+            log.debug("evicted from the hot tier of the pattern cache: %d bytes", old.bytes)
+
+    def _cool(self, hot: HotKey) -> Entry:
+        entry = self._hot.pop(hot)
+        self._hot_bytes -= entry.bytes
+        return entry
+
+
+def generate_pattern(key: str) -> tuple[Tensor, ...]:
+    """The rows on each branch's grid, for heads of offset 0, of a pattern that `DilatedPatternCache.dilated_key` names.
+
+    >>> generate_pattern("dilated_s8_seg[4, 8]_dil[1, 3]")
+    (tensor([0, 1, 2, 3, 4, 5, 6, 7]), tensor([0, 3, 6]))
+    """
+    found = re.fullmatch(r"dilated_s(\d+)_seg\[([\d, ]+)\]_dil\[([\d, ]+)\]", key)
+    if found is None:
+        raise ValueError(f"{key!r} names no dilated pattern: pass the pattern itself, as in {{{key!r}: tensor}}")
+    lengths, rates = ([int(number) for number in found[i].split(",")] for i in (2, 3))
+    positions = torch.arange(int(found[1]))
+    return tuple(positions[on_grid(Branch(w, r), 0, positions)] for w, r in zip(lengths, rates))
+
+
+class SimpleGPUCache:
+    """Every pattern on the GPU from the start, and nothing to manage: for few patterns that are always used.
+
+    `patterns_to_cache` are keys of dilated patterns, which are generated, or a mapping of keys to patterns. They live
+    on `device`: the current GPU, or the CPU where there is none.
+
+    >>> cache = SimpleGPUCache(["dilated_s8_seg[4]_dil[2]"])
+    >>> cache.get("dilated_s8_seg[4]_dil[2]")[0].tolist(), list(cache.gpu_patterns)
+    ([0, 2, 4, 6], ['dilated_s8_seg[4]_dil[2]'])
+    """
+
+    def __init__(self, patterns_to_cache: Mapping[str, Any] | Iterable[str], device: Device = None) -> None:
+        place = hot_device() if device is None else torch.device(device)
+        if isinstance(patterns_to_cache, Mapping):
+            made: Mapping[str, Any] = patterns_to_cache
+        else:
+            made = {key: generate_pattern(key) for key in patterns_to_cache}
+        on_device = {key: copy_to(one, place) for key, one in made.items()}
+        self._entries = {key: Entry(one, place) for key, one in on_device.items()}
+        self.gpu_patterns: Mapping[str, Any] = MappingProxyType(on_device)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A copy of the pattern on the device; `default` if it is not there."""
+        refuse_device(default)
+        entry = self._entries.get(key)
+        return default if entry is None else entry.copy_for(None)
+
+
+def hot_device() -> torch.device:
+    """Where patterns live that are always at hand: the current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _hot_place(entry: Entry) -> torch.device:
+    """Where a pattern is hot: on the GPU that it was put from, else on the current one."""
+    place = _place_of(entry)
+    return place if place.type != "cpu" else hot_device()
+
+
+def _place_of(entry: Entry) -> torch.device:
+    """Where an entry was put from or made; what has no tensors is nowhere, which is as good as the CPU."""
+    return torch.device("cpu") if entry.home is None else entry.home
+
+
+def get_optimized_pattern_cache() -> OptimizedPatternCache:
+    """The two-tier cache that modules of `RingDilatedAttentionV3` share; see `get_global_pattern_cache`."""
+    return shared_cache(OptimizedPatternCache)
