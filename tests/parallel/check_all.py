@@ -18,6 +18,7 @@ from .check_invariance import check_invariance
 from .check_names import check_names
 from .check_parallelize import check_parallelize
 from .check_plan import check_plan
+from .check_resources import check_resources
 from .check_snippets import check_snippets
 
 
@@ -40,6 +41,7 @@ def main() -> None:
         passed(f"plan on {size}", check_plan)
     if size in (2, 3, 4):
         passed(f"block-sparse on {size}", lambda: check_block_sparse(seed))
+        passed(f"resources on {size}", check_resources)
     if size == 4:
         passed("parallelize", check_parallelize)
     dist.destroy_process_group()

@@ -73,7 +73,7 @@ def check(ranks: Ranks, job: Job) -> None:
     ranks.traffic.clear()
     saved, buffers = [], LiveBytes()
 
-    def post(sends, receives, entry):
+    def post(sends, receives, entry, profile=None):
         sends, receives = list(sends), list(receives)
         buffers.look([mail.buffer for mail in (*sends, *receives)])
         return Ranks.post(ranks, sends, receives, entry)

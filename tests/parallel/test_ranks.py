@@ -32,6 +32,11 @@ def test_published_classes_give_their_rows_on_every_rank(ranks) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_pool_profile_and_log_serve_messages(ranks) -> None:
+    check_passed(f"resources on {ranks}", ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_kept_tiles_are_those_of_a_single_device(ranks) -> None:
     check_passed(f"block-sparse on {ranks}", ranks)
 

@@ -18,8 +18,9 @@ from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for,
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.kept import kept
+from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge_
-from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
+from dilated_attention_pytorch.core.pattern_cache import Remembers, get_global_pattern_cache
 from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
@@ -251,7 +252,7 @@ class Schedule(NamedTuple):
     allow_tf32: bool | None
 
 
-def schedule_for(ranks: Ranks, kind: tuple[Any, ...], cache: PatternCache | None) -> Schedule:
+def schedule_for(ranks: Ranks, kind: tuple[Any, ...], cache: Remembers | None) -> Schedule:
     """The schedule of calls of a kind on these ranks, found again in the cache if there is one."""
     if cache is None:
         return _schedule(ranks, *kind)
@@ -349,20 +350,29 @@ def _forward(
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    empty = query.new_empty(0)
-    x = Tensors(query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty)
+    with resources.message_buffers() as take:
+        empty = query.new_empty(0)
+        x = Tensors(
+            query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty, resources, take
+        )  # fmt: skip
+        return _merged(schedule, x)
+
+
+def _merged(schedule: Schedule, x: Tensors) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of a rank's rows; neither is lent."""
+    query, key, value, seed, empty = x.q, x.k, x.v, x.seed, x.out
     begun = [exchange.begin_forward(x) for exchange in schedule.exchanges]
     for call in schedule.calls:
         q, k, v = (call.of(y) for y in (query, key, value))
-        partial = op.forward(q, k, v, call.spans, seed, call.problem, backend, resources, call.tiles(q, k))
+        partial = op.forward(q, k, v, call.spans, seed, call.problem, x.backend, x.resources, call.tiles(q, k))
         if x.out is empty and len(call.at) == query.shape[1]:
             x.out, x.lse = partial
             continue
         if x.out is empty:
-            x.out, x.lse = _nothing_seen(query)
+            x.out, x.lse = _nothing_seen(query, x.take)
         merge_(call.of(x.out), call.of(x.lse), *partial)
     if x.out is empty:
-        x.out, x.lse = _nothing_seen(query)
+        x.out, x.lse = _nothing_seen(query, x.take)
     with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
         for exchange, pending in zip(schedule.exchanges, begun):
             exchange.end_forward(pending, x)
@@ -382,34 +392,47 @@ def _backward(
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    empty = query.new_empty(0)
-    x = Tensors(query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty)
+    with resources.message_buffers() as take:
+        empty = query.new_empty(0)
+        x = Tensors(
+            query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty, resources, take
+        )  # fmt: skip
+        return _gradients(schedule, x)
+
+
+def _gradients(schedule: Schedule, x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` of a rank's rows; none is lent."""
+    query, key, value, empty = x.q, x.k, x.v, x.dq
     begun = [exchange.begin_backward(x) for exchange in schedule.exchanges]
     for call in schedule.calls:
-        above = None if grad_lse is None else call.of(grad_lse)
-        do, q, k, v, mine, its_lse = (call.of(y) for y in (grad_out, query, key, value, out, lse))
-        rest = (call.spans, seed, call.problem, backend, resources, call.tiles(q, k))
+        above = None if x.through_lse is None else call.of(x.through_lse)
+        do, q, k, v, mine, its_lse = (call.of(y) for y in (x.do, query, key, value, x.out, x.lse))
+        rest = (call.spans, x.seed, call.problem, x.backend, x.resources, call.tiles(q, k))
         grads = op.backward(do, above, q, k, v, mine, its_lse, *rest)
         if x.dq is empty and len(call.at) == query.shape[1]:
             x.dq, x.dk, x.dv = grads
             continue
         if x.dq is empty:
-            x.dq, x.dk, x.dv = _zeros(query), _zeros(key), _zeros(value)
+            x.dq, x.dk, x.dv = (_sums(y, x.take) for y in (query, key, value))
         for total, grad in zip((x.dq, x.dk, x.dv), grads):
             call.of(total).add_(grad)
         del grads, grad  # before the next call makes as many
     if x.dq is empty:
-        x.dq, x.dk, x.dv = _zeros(query), _zeros(key), _zeros(value)
+        x.dq, x.dk, x.dv = (_sums(y, x.take) for y in (query, key, value))
     with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
         for exchange, pending in zip(schedule.exchanges, begun):
             exchange.end_backward(pending, x)
     return x.dq.to(query.dtype), x.dk.to(key.dtype), x.dv.to(value.dtype)
 
 
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=op.lse_dtype(x.dtype), device=x.device)
+def _sums(x: Tensor, take: Take) -> Tensor:
+    """Zeros to add into: lent where the result has another dtype, else the result itself."""
+    dtype = op.lse_dtype(x.dtype)
+    if x.dtype == dtype:
+        return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    return take(x.shape, dtype=dtype, device=x.device).zero_()
 
 
-def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
-    out = _zeros(q)
+def _nothing_seen(q: Tensor, take: Take) -> tuple[Tensor, Tensor]:
+    out = _sums(q, take)
     return out, out.new_full(q.shape[:3], -torch.inf)

@@ -6,7 +6,7 @@ rows and heads an offset; the rows of several ranks at one offset, one after ano
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.dropout import keep_mask
+from dilated_attention_pytorch.core.memory_pool import Loans, Take
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset
-from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
+from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spec import Problem
 from dilated_attention_pytorch.kernels import dense, vendor
-from dilated_attention_pytorch.parallel.comm import Ranks
+from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
 from dilated_attention_pytorch.parallel.costs import Wire
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
@@ -65,11 +66,10 @@ class Block(dict[int, Piece]):
                 super().__setitem__(offset, Piece(segment.rows, grid, heads[found]))
         self.rows = sum(piece.count for piece in self.values())
 
-    def pack(self, tensors: Sequence[Tensor], first: int, dtype: torch.dtype, groups: Sequence[int]) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor], first: int, groups: Sequence[int], take: Take) -> Tensor:
         """The block's rows of tensors `(B, L, heads, ...)` as one flat buffer, piece by piece; see `unpack`."""
-        like = tensors[0]
         trailing = [tuple(x.shape[3:]) for x in tensors]
-        buffer = like.new_empty(self.size(trailing, groups), dtype=dtype)
+        buffer = self.buffer(trailing, groups, tensors[0], take)
         for offset, parts in self.unpack(buffer, trailing, groups).items():
             for part, x, g in zip(parts, tensors, groups):
                 part.copy_(self[offset].view(x, first, groups=g))
@@ -89,6 +89,10 @@ class Block(dict[int, Piece]):
                 at += size
             found[offset] = parts
         return found
+
+    def buffer(self, trailing: Sequence[tuple[int, ...]], groups: Sequence[int], like: Tensor, take: Take) -> Tensor:
+        """A packed buffer from `take`, uninitialised, of the dtype of `like`."""
+        return take((self.size(trailing, groups),), dtype=like.dtype, device=like.device)
 
     def size(self, trailing: Sequence[tuple[int, ...]], groups: Sequence[int]) -> int:
         """The elements of a packed buffer."""
@@ -111,6 +115,8 @@ class Tensors:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    resources: Resources
+    take: Loans  # of buffers for messages and sums, which end with the pass or before it
 
     @cached_property
     def delta(self) -> Tensor:
@@ -157,11 +163,13 @@ class Rows:
         for g in range(self.wire.groups):
             q, out, lse = (piece.view(y, self.first, g, self.wire.groups) for y in (x.q, x.out, x.lse))
             keep = self.keep(x.seed, piece, keys, g, lse.dtype)
-            merge_(out, lse, *block_forward(q, k, v, self.problem.softmax_scale(q.shape[-1]), False, keep))
+            with x.resources.workspaces() as take:
+                scale = self.problem.softmax_scale(q.shape[-1])
+                merge_(out, lse, *block_forward(q, k, v, scale, False, keep, take))
 
     def backward(self, x: Tensors, piece: Piece, k: Tensor, v: Tensor, keys: Sequence[range]) -> tuple[Tensor, Tensor]:
-        """Add to the piece's dq, and give its share of the gradients of those keys and values."""
-        dk, dv = (torch.zeros(y.shape, dtype=x.lse.dtype, device=y.device) for y in (k, v))
+        """Add to the piece's dq, and give its share of the gradients of those keys and values, which `x.take` lent."""
+        dk, dv = (x.take(y.shape, dtype=x.lse.dtype, device=y.device).zero_() for y in (k, v))
         for g in range(self.wire.groups):
             q, do, out, lse, delta, dq = (
                 piece.view(y, self.first, g, self.wire.groups) for y in (x.q, x.do, x.out, x.lse, x.delta, x.dq)
@@ -169,22 +177,26 @@ class Rows:
             keep = self.keep(x.seed, piece, keys, g, lse.dtype)
             merged = out if x.through_lse is None else None
             scale = self.problem.softmax_scale(q.shape[-1])
-            grads = block_backward(do, q, k, v, merged, delta, lse, scale, False, keep)
-            for total, grad in zip((dq, dk, dv), grads):
-                total += grad
+            with x.resources.workspaces() as take:
+                grads = block_backward(do, q, k, v, merged, delta, lse, scale, False, keep, take)
+                for total, grad in zip((dq, dk, dv), grads):
+                    total += grad
         return dk, dv
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: dense.Keep | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: dense.Keep | None, take: Take
 ) -> tuple[Tensor, Tensor]:
-    """The partial `(out, lse)` of dense attention on `(S, M, H, D)` tensors, in float32 or float64."""
+    """The partial `(out, lse)` of dense attention on `(S, M, H, D)` tensors, in float32 or float64.
+
+    It may be a workspace of `take`, as in `block_backward`.
+    """
     if keep is None and vendor.fits(q, scale):
         return vendor.forward(q, k, v, scale, is_causal)
-    q, k, v = (_working(x) for x in (q, k, v))
+    q, k, v = (_working(x, take) for x in (q, k, v))
     if keep is None and dense.flash_fits(q, scale):
         return dense.flash_forward(q, k, v, scale, is_causal)
-    return dense.chunked_forward(q, k, v, scale, is_causal, keep, FROM_ALLOCATOR)
+    return dense.chunked_forward(q, k, v, scale, is_causal, keep, take)
 
 
 def block_backward(
@@ -198,18 +210,21 @@ def block_backward(
     scale: float,
     is_causal: bool,
     keep: dense.Keep | None,
+    take: Take,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A partial's share of dq, dk, dv, from the merged lse and delta; the merged `out` lets it be flash attention."""
     if keep is None and out is not None and vendor.fits(q, scale):
         return vendor.backward(do, q, k, v, out, lse, scale, is_causal)
-    do, q, k, v = (_working(x) for x in (do, q, k, v))
+    do, q, k, v = (_working(x, take) for x in (do, q, k, v))
     if keep is None and out is not None and dense.flash_fits(q, scale):
-        return dense.flash_backward(do, q, k, v, _working(out), lse, scale, is_causal)
-    return dense.chunked_backward(do, q, k, v, delta, lse, scale, is_causal, keep, FROM_ALLOCATOR)
+        return dense.flash_backward(do, q, k, v, _working(out, take), lse, scale, is_causal)
+    return dense.chunked_backward(do, q, k, v, delta, lse, scale, is_causal, keep, take)
 
 
-def _working(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _working(x: Tensor, take: Take) -> Tensor:
+    if x.dtype in (torch.float32, torch.float64):
+        return x
+    return take(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
 def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
@@ -219,7 +234,8 @@ def _positions(ranges: Sequence[range], device: torch.device) -> Tensor:
 class Exchange:
     """One branch's shared segments under one scheme: `begin_` starts messages, `end_` waits where it needs them.
 
-    Between the two the rank computes what is its own. `segments` are those that this rank shares, each with a number
+    Between the two the rank computes what is its own. A buffer goes back to `x.take` only after its messages were
+    waited for. `segments` are those that this rank shares, each with a number
     that is the same on all ranks.
     """
 
@@ -232,6 +248,9 @@ class Exchange:
         """What marks a message: no two that may be under way between two ranks have the same."""
         steps, branches = 2 * self.ranks.size, len(self.rows.problem.spec.branches)
         return (number * steps + step) * branches + self.rows.index
+
+    def post(self, sends: Iterable[Mail], receives: Iterable[Mail], stage: str, x: Tensors) -> Posted:
+        return self.ranks.post(sends, receives, (stage, self.rows.index), x.resources.profile)
 
     def begin_forward(self, x: Tensors) -> Any:
         raise NotImplementedError

@@ -8,6 +8,7 @@ step), so that they meet whatever the backend matches them by.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dilated_attention_pytorch.core.log import debugging, log
+from dilated_attention_pytorch.core.profile import Profile
 from dilated_attention_pytorch.parallel.costs import Traffic
 
 if TYPE_CHECKING:  # some builds of PyTorch have none
@@ -40,10 +43,15 @@ class Posted:
 
     works: list[Any]
     buffers: list[Tensor]
+    profile: Profile | None = None
 
     def wait(self) -> None:
+        """Afterwards the current stream may read what came and write to what was sent."""
+        began = time.perf_counter()
         for work in self.works:
             work.wait()
+        if self.profile is not None and self.works:
+            self.profile.add("messages", seconds_waiting=time.perf_counter() - began)
         self.works, self.buffers = [], []
 
 
@@ -63,7 +71,9 @@ class Ranks:
         self._agreed: set[str] = set()
         self._host: ProcessGroup | None = None
 
-    def post(self, sends: Iterable[Mail], receives: Iterable[Mail], entry: tuple[str, int]) -> Posted:
+    def post(
+        self, sends: Iterable[Mail], receives: Iterable[Mail], entry: tuple[str, int], profile: Profile | None = None
+    ) -> Posted:
         """Start sending and receiving; empty messages are left out on both sides."""
         sends = [mail for mail in sends if mail.buffer.numel()]
         receives = [mail for mail in receives if mail.buffer.numel()]
@@ -75,7 +85,15 @@ class Ranks:
             for mail in mails
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return Posted(works, [mail.buffer for mail in (*sends, *receives)])
+        if profile is not None and ops:
+            profile.add("messages", count=len(ops), bytes_sent=weight.sent, bytes_received=weight.received)
+        if ops and debugging():
+            log.debug(
+                "rank %d, %s of branch %d: sends %d bytes to ranks %s, receives %d from ranks %s",
+                self.rank, *entry, weight.sent, [mail.rank for mail in sends], weight.received,
+                [mail.rank for mail in receives],
+            )  # fmt: skip
+        return Posted(works, [mail.buffer for mail in (*sends, *receives)], profile)
 
     def share_from_first(self, x: Tensor) -> Tensor:
         """The first rank's value of `x`, in place."""

@@ -22,6 +22,22 @@ Buffers = dict[int, Tensor]
 """Packed rows by the piece that holds them."""
 
 
+@dataclass
+class Fetched:
+    """Rows under way: those of this rank, and buffers for those of others, by segment."""
+
+    posted: Posted
+    sent: list[Tensor]
+    received: list[Buffers]
+
+    def settle(self, x: Tensors) -> list[Buffers]:
+        """The rows that came; the buffers of those that were sent go back."""
+        self.posted.wait()
+        x.take.give_back(*self.sent)
+        self.sent.clear()
+        return self.received
+
+
 @dataclass(frozen=True)
 class Share:
     """A segment as one rank sees it; blocks by piece."""
@@ -64,37 +80,35 @@ class Gather(Exchange):
         """What travels forward, and again before backward; gradients are of K and V in any case."""
         return x.k, x.v
 
-    def begin_forward(self, x: Tensors) -> tuple[Posted, list[Buffers]]:
+    def begin_forward(self, x: Tensors) -> Fetched:
         return self._fetch(x, "forward")
 
-    def begin_backward(self, x: Tensors) -> tuple[Posted, list[Buffers]]:
+    def begin_backward(self, x: Tensors) -> Fetched:
         return self._fetch(x, "backward")
 
-    def _fetch(self, x: Tensors, stage: str) -> tuple[Posted, list[Buffers]]:
-        sends, receives, fetched = [], [], []
+    def _fetch(self, x: Tensors, stage: str) -> Fetched:
+        sends, receives, sent, received = [], [], [], []
         for share in self.shares:
             for piece, to in share.to.items():
                 if to:
                     packed = self._pack(share, piece, x)
                     sends += [Mail(rank, packed, share.tags[piece]) for rank in to]
-            sizes = {piece: block.size(self.trailing, self.groups) for piece, block in share.seen.items()}
-            buffers = {piece: x.k.new_empty(size) for piece, size in sizes.items()}
+                    sent.append(packed)
+            blocks = share.seen.items()
+            buffers = {piece: block.buffer(self.trailing, self.groups, x.k, x.take) for piece, block in blocks}
             receives += [Mail(self.rank_of(piece), buffer, share.tags[piece]) for piece, buffer in buffers.items()]
-            fetched.append(buffers)
-        return self.ranks.post(sends, receives, (stage, self.rows.index)), fetched
+            received.append(buffers)
+        return Fetched(self.post(sends, receives, stage, x), sent, received)
 
-    def end_forward(self, begun: tuple[Posted, list[Buffers]], x: Tensors) -> None:
-        posted, fetched = begun
-        posted.wait()
-        for share, buffers in zip(self.shares, fetched):
+    def end_forward(self, begun: Fetched, x: Tensors) -> None:
+        for share, buffers in zip(self.shares, begun.settle(x)):
             self.attend(share, buffers, x)
+            x.take.give_back(*buffers.values())
 
-    def end_backward(self, begun: tuple[Posted, list[Buffers]], x: Tensors) -> None:
-        posted, fetched = begun
-        posted.wait()
+    def end_backward(self, begun: Fetched, x: Tensors) -> None:
         sends, receives, returned = [], [], []
-        for share, buffers in zip(self.shares, fetched):
-            grads = {piece: x.dk.new_zeros(_gradients_size(block, x)) for piece, block in share.seen.items()}
+        for share, buffers in zip(self.shares, begun.settle(x)):
+            grads = {piece: _gradients_of(block, x).zero_() for piece, block in share.seen.items()}
             into = {piece: _gradients_in(share.seen[piece], grad, x) for piece, grad in grads.items()}
             for offset, holders, found in self.gradients(share, buffers, x):
                 split = [grad.split(list(holders.values()), 1) for grad in found]
@@ -106,18 +120,18 @@ class Gather(Exchange):
                     )
                     for total, grad in zip(totals, split):
                         total += grad[at]
+                x.take.give_back(*found)
+            x.take.give_back(*buffers.values())
             sends += [Mail(self.rank_of(piece), grad, share.tags[piece]) for piece, grad in grads.items()]
-            back = [
-                (piece, rank, x.dk.new_empty(_gradients_size(share.own[piece], x)))
-                for piece, to in share.to.items()
-                for rank in to
-            ]
+            back = [(piece, rank, _gradients_of(share.own[piece], x)) for piece, to in share.to.items() for rank in to]
             receives += [Mail(rank, buffer, share.tags[piece]) for piece, rank, buffer in back]
             returned.append(back)
-        self.ranks.post(sends, receives, ("backward", self.rows.index)).wait()
+        self.post(sends, receives, "backward", x).wait()
+        x.take.give_back(*(mail.buffer for mail in sends))
         for share, back in zip(self.shares, returned):
             for piece, _, buffer in back:
                 add_gradients(share.own[piece], buffer, x, self.rows_of[piece].first)
+                x.take.give_back(buffer)
 
     def attend(self, share: Share, buffers: Buffers, x: Tensors) -> None:
         """Merge what this rank's rows of a segment see of the pieces that came."""
@@ -161,11 +175,12 @@ class Gather(Exchange):
         return [rows.view(x, first, groups=groups) for x, groups in zip(tensors, self.groups)]
 
     def _pack(self, share: Share, piece: int, x: Tensors) -> Tensor:
-        return share.own[piece].pack(self.sent(x), self.rows_of[piece].first, x.k.dtype, self.groups)
+        return share.own[piece].pack(self.sent(x), self.rows_of[piece].first, self.groups, x.take)
 
 
-def _gradients_size(block: Block, x: Tensors) -> int:
-    return block.size(((x.dk.shape[3],),) * 2, (1, 1))
+def _gradients_of(block: Block, x: Tensors) -> Tensor:
+    """A buffer for a block's packed gradients of K and V."""
+    return block.buffer(((x.dk.shape[3],),) * 2, (1, 1), x.dk, x.take)
 
 
 def _gradients_in(block: Block, buffer: Tensor, x: Tensors) -> dict[int, list[Tensor]]:

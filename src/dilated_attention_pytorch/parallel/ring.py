@@ -9,7 +9,7 @@ segment's last rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -51,10 +51,18 @@ class _Circle:
 
 @dataclass
 class _Hop:
-    """The blocks of one hop on their way, by circle."""
+    """The blocks of one hop on their way, by circle, and those of the hop before, which are being sent on."""
 
     posted: Posted
-    buffers: list[Tensor | None] = field(default_factory=list)
+    buffers: list[Tensor | None]
+    before: list[Tensor | None]
+
+    def settle(self, x: Tensors) -> list[Tensor | None]:
+        """The blocks of this hop; those of the hop before go back."""
+        self.posted.wait()
+        x.take.give_back(*_present(self.before))
+        self.before.clear()
+        return self.buffers
 
 
 class Ring(Exchange):
@@ -84,28 +92,27 @@ class Ring(Exchange):
 
     def end_forward(self, begun: _Hop, x: Tensors) -> None:
         for hop in range(1, self.hops + 1):
-            begun.posted.wait()
-            held = begun.buffers
+            held = begun.settle(x)
             begun = self._hop(hop + 1, held, x, "forward")
             for circle, buffer in zip(self.circles, held):
                 block = circle.block_at(hop)
                 if block is not None and buffer is not None:
                     self._visit(circle, circle.blocks[block], buffer, x, None)
-        begun.posted.wait()
+        begun.settle(x)
 
     def end_backward(self, begun: _Hop, x: Tensors) -> None:
         carried: list[Tensor | None] = [None] * len(self.circles)
-        coming = self.ranks.post((), (), ("backward", self.rows.index))
+        sent: list[Tensor] = []
+        coming = self.post((), (), "backward", x)
         for hop in range(1, self.hops + 1):
-            begun.posted.wait()
-            held = begun.buffers
+            held = begun.settle(x)
             begun = self._hop(hop + 1, held, x, "backward")
             found: list[Tensor | None] = []
             for circle, buffer in zip(self.circles, held):
                 block = circle.block_at(hop)
                 grads = None
                 if block is not None and buffer is not None:
-                    grads = x.dk.new_zeros(buffer.shape)
+                    grads = x.take(buffer.shape, dtype=x.dk.dtype, device=x.dk.device).zero_()
                     self._visit(circle, circle.blocks[block], buffer, x, grads)
                 found.append(grads)
             # Only now the gradients of earlier visitors are needed.
@@ -113,18 +120,23 @@ class Ring(Exchange):
             for grads, earlier in zip(found, carried):
                 if grads is not None and earlier is not None:
                     grads += earlier
+            x.take.give_back(*sent, *_present(carried))
+            sent.clear()
             coming, carried, home = self._pass_on(hop, found, x)
+            sent = _present(found)
             if any(buffer is not None for buffer in home):
                 coming.wait()
                 for circle, buffer in zip(self.circles, home):
                     if buffer is not None:
                         add_gradients(circle.blocks[circle.place], buffer, x, self.rows.first)
+                x.take.give_back(*_present(home))
         coming.wait()
-        begun.posted.wait()
+        x.take.give_back(*sent, *_present(carried))
+        begun.settle(x)
 
     def _own(self, x: Tensors) -> list[Tensor | None]:
         return [
-            circle.blocks[circle.place].pack((x.k, x.v), self.rows.first, x.k.dtype, self.groups)
+            circle.blocks[circle.place].pack((x.k, x.v), self.rows.first, self.groups, x.take)
             if circle.after is not None
             else None
             for circle in self.circles
@@ -139,10 +151,10 @@ class Ring(Exchange):
                 sends.append(Mail(circle.after, mine, tag))
             block, buffer = circle.block_at(hop), None
             if block is not None and circle.before is not None:
-                buffer = x.k.new_empty(circle.blocks[block].size(self.trailing, self.groups))
+                buffer = circle.blocks[block].buffer(self.trailing, self.groups, x.k, x.take)
                 receives.append(Mail(circle.before, buffer, tag))
             buffers.append(buffer)
-        return _Hop(self.ranks.post(sends, receives, (stage, self.rows.index)), buffers)
+        return _Hop(self.post(sends, receives, stage, x), buffers, held)
 
     def _pass_on(
         self, hop: int, found: list[Tensor | None], x: Tensors
@@ -160,17 +172,17 @@ class Ring(Exchange):
                 sends.append(Mail(to, grads, tag))
             coming, buffer = circle.block_at(hop + 1), None
             if coming is not None and circle.before is not None:
-                buffer = x.dk.new_empty(circle.blocks[coming].size(self.trailing, self.groups))
+                buffer = circle.blocks[coming].buffer(self.trailing, self.groups, x.dk, x.take)
                 receives.append(Mail(circle.before, buffer, tag))
             carried.append(buffer)
             buffer = None
             if hop == circle.home_hop():
                 last = circle.ranks[-1] if circle.is_causal else circle.before
                 assert last is not None
-                buffer = x.dk.new_empty(circle.blocks[circle.place].size(self.trailing, self.groups))
+                buffer = circle.blocks[circle.place].buffer(self.trailing, self.groups, x.dk, x.take)
                 receives.append(Mail(last, buffer, tag))
             home.append(buffer)
-        return self.ranks.post(sends, receives, ("backward", self.rows.index)), carried, home
+        return self.post(sends, receives, "backward", x), carried, home
 
     def _visit(self, circle: _Circle, block: Block, buffer: Tensor, x: Tensors, grads: Tensor | None) -> None:
         """Attend to a block; with `grads`, its packed gradients are written there."""
@@ -183,5 +195,11 @@ class Ring(Exchange):
             if grads is None:
                 self.rows.forward(x, piece, k, v, [block[offset].grid])
             else:
-                for view, grad in zip(into[offset], self.rows.backward(x, piece, k, v, [block[offset].grid])):
+                found = self.rows.backward(x, piece, k, v, [block[offset].grid])
+                for view, grad in zip(into[offset], found):
                     view.copy_(grad)
+                x.take.give_back(*found)
+
+
+def _present(buffers: Sequence[Tensor | None]) -> list[Tensor]:
+    return [buffer for buffer in buffers if buffer is not None]

@@ -16,7 +16,6 @@ from dilated_attention_pytorch.core.block_layout import tiles_by_content, tiles_
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.merge import merge_
-from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
 from dilated_attention_pytorch.core.spec import Branch
 from dilated_attention_pytorch.kernels import tiles
 from dilated_attention_pytorch.kernels.dense import Keep
@@ -63,17 +62,18 @@ class SparseGather(Gather):
         for grid in self._grids(share, buffers, x):
             for g, tiling in enumerate(self._tilings(grid)):
                 q, out, lse = (grid.piece.view(y, grid.first, g, groups) for y in (x.q, x.out, x.lse))
-                found = tiles.forward(
-                    self._in_tiles(q, grid).to(lse.dtype),
-                    grid.k.to(lse.dtype),
-                    grid.v.to(lse.dtype),
-                    problem.softmax_scale(q.shape[-1]),
-                    problem.is_causal,
-                    self._keep(x.seed, grid, g, lse.dtype),
-                    FROM_ALLOCATOR,
-                    tiling,
-                )
-                merge_(out, lse, *(y[:, self._lead(grid) :] for y in found))
+                with x.resources.workspaces() as take:
+                    found = tiles.forward(
+                        self._in_tiles(q, grid).to(lse.dtype),
+                        grid.k.to(lse.dtype),
+                        grid.v.to(lse.dtype),
+                        problem.softmax_scale(q.shape[-1]),
+                        problem.is_causal,
+                        self._keep(x.seed, grid, g, lse.dtype),
+                        take,
+                        tiling,
+                    )
+                    merge_(out, lse, *(y[:, self._lead(grid) :] for y in found))
 
     def gradients(
         self, share: Share, buffers: Buffers, x: Tensors
@@ -84,26 +84,27 @@ class SparseGather(Gather):
     def _gradients(self, grid: _Grid, x: Tensors) -> tuple[Tensor, Tensor]:
         """Adds to the grid's own dq; gives dk and dv of all its rows."""
         problem, groups = self.rows.problem, self.rows.wire.groups
-        dk, dv = (torch.zeros(y.shape, dtype=x.lse.dtype, device=y.device) for y in (grid.k, grid.v))
+        dk, dv = (x.take(y.shape, dtype=x.lse.dtype, device=y.device).zero_() for y in (grid.k, grid.v))
         for g, tiling in enumerate(self._tilings(grid)):
             do, q, lse, delta, dq = (
                 grid.piece.view(y, grid.first, g, groups) for y in (x.do, x.q, x.lse, x.delta, x.dq)
             )
-            found = tiles.backward(
-                self._in_tiles(do, grid).to(lse.dtype),
-                self._in_tiles(q, grid).to(lse.dtype),
-                grid.k.to(lse.dtype),
-                grid.v.to(lse.dtype),
-                self._in_tiles(delta, grid),
-                self._in_tiles(lse, grid),
-                problem.softmax_scale(q.shape[-1]),
-                problem.is_causal,
-                self._keep(x.seed, grid, g, lse.dtype),
-                FROM_ALLOCATOR,
-                tiling,
-            )
-            for total, grad in zip((dq, dk, dv), (found[0][:, self._lead(grid) :], *found[1:])):
-                total += grad
+            with x.resources.workspaces() as take:
+                found = tiles.backward(
+                    self._in_tiles(do, grid).to(lse.dtype),
+                    self._in_tiles(q, grid).to(lse.dtype),
+                    grid.k.to(lse.dtype),
+                    grid.v.to(lse.dtype),
+                    self._in_tiles(delta, grid),
+                    self._in_tiles(lse, grid),
+                    problem.softmax_scale(q.shape[-1]),
+                    problem.is_causal,
+                    self._keep(x.seed, grid, g, lse.dtype),
+                    take,
+                    tiling,
+                )
+                for total, grad in zip((dq, dk, dv), (found[0][:, self._lead(grid) :], *found[1:])):
+                    total += grad
         return dk, dv
 
     def _grids(self, share: Share, buffers: Buffers, x: Tensors) -> Iterator[_Grid]:
