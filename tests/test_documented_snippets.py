@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,8 +80,15 @@ def test_adding_support_to_a_module_of_ones_own() -> None:
     assert mine._memory_pool is theirs._memory_pool
 
 
-def test_profiling_and_debugging(capsys) -> None:
-    model = DilatedAttention(
+@pytest.fixture
+def as_it_was():
+    log = logging.getLogger("dilated_attention_pytorch")
+    yield
+    log.setLevel(logging.NOTSET)
+
+
+def test_profiling_and_debugging(capsys, caplog, as_it_was) -> None:
+    model = RingDilatedAttentionV3(
         segment_lengths=[8, 16],
         dilation_rates=[1, 2],
         use_pattern_cache=True,
@@ -94,7 +102,11 @@ def test_profiling_and_debugging(capsys) -> None:
     print(f"Cache efficiency: {cache_stats['hit_rate']:.1%}")
     print(f"Memory reuse rate: {pool_stats.get('reuse_rate', 0):.1%}")
     assert cache_stats["hits"] >= 2
+    assert cache_stats["profile"]["parts"]["seconds_of_hits"] > 0
+    assert model.get_profile()["calls"]["count"] == 3
     logging.getLogger("dilated_attention_pytorch").setLevel(logging.DEBUG)
+    attend(model)
+    assert any(record.getMessage().startswith("parts: found in the pattern cache") for record in caplog.records)
     print(f"Pattern cache enabled: {model.use_pattern_cache}")
     print(f"Memory pool enabled: {model.enable_memory_pool}")
     print(f"Cache size: {len(model._pattern_cache._cache)}")
