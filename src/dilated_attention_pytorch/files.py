@@ -144,12 +144,13 @@ def checking(folder: Path, sums: Mapping[str, Checksum]) -> Iterator[int]:
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Compare some files in a folder with the checksums beside them, where there are any."""
+    """Compare those of some files in a folder that are there with the checksums beside them, where there are any."""
     if not (folder / CHECKSUMS).is_file():
         return
     try:
         known = read_checksums(folder / CHECKSUMS)
-        deque(checking(folder, {name: known[name] for name in names if name in known}), maxlen=0)
+        there = [name for name in names if name in known and (folder / name).is_file()]
+        deque(checking(folder, {name: known[name] for name in there}), maxlen=0)
     except DamagedFile as damage:
         raise DamagedFile(f"{folder}: {damage}") from None
 

@@ -135,7 +135,7 @@ def test_folders_are_read_whole_but_for_hidden_and_binary_files(tmp_path) -> Non
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     corpus = read_corpus([str(tmp_path)], 16)
-    assert set(torch.cat([corpus.training.tokens, corpus.validation.tokens]).tolist()) == set(b"ab\n")
+    assert set(torch.cat([corpus.training.tokens[:], corpus.validation.tokens[:]]).tolist()) == set(b"ab\n")
     assert len(corpus.training) + len(corpus.validation) == 2001
 
 
@@ -175,9 +175,9 @@ def test_the_default_corpus_is_the_standard_library(tmp_path) -> None:
     blocks = [text[start : start + 65536] for start in range(0, len(text), 65536)]
     for split, held_out in ((corpus.training, False), (corpus.validation, True)):
         expected = b"".join(block for number, block in enumerate(blocks) if (number % 20 == 19) == held_out)
-        assert split.tokens.numpy().tobytes() == expected
-    counts = torch.bincount(corpus.training.tokens.int(), minlength=256) + 1.0
-    bits = -(counts / counts.sum()).log2()[corpus.validation.tokens.int()]
+        assert split.tokens[:].numpy().tobytes() == expected
+    counts = torch.bincount(corpus.training.tokens[:].int(), minlength=256) + 1.0
+    bits = -(counts / counts.sum()).log2()[corpus.validation.tokens[:].int()]
     assert corpus.unigram_bits() == pytest.approx(bits.mean().item(), rel=1e-5)
     before, after = corpus.training.tokens[:-1].int(), corpus.training.tokens[1:].int()
     pairs = torch.bincount(before * 256 + after, minlength=65536).view(256, 256) + 1.0
@@ -254,7 +254,7 @@ def test_token_files_are_written_once_and_again_when_the_text_changes(tmp_path, 
     damage(written[-1] / "summary.json")
     read()
     assert len(written) == 6
-    assert first.training.tokens[:8].tolist() == list(b"one text")  # a mapped file outlives its name
+    assert first.training.tokens[:8].tolist() == list(b"one text")  # an open file outlives its name
 
 
 def test_a_run_and_its_token_files_are_no_text(tmp_path) -> None:
@@ -378,7 +378,7 @@ def test_tokens_are_stored_in_the_smallest_type(tmp_path, vocab_size) -> None:
     tokenizer.vocab_size = vocab_size
     (tmp_path / "a.txt").write_text("some text " * 500)
     corpus = open_corpus([str(tmp_path / "a.txt")], 16, tmp_path / "cache", tokenizer=tokenizer)
-    assert corpus.training.tokens.dtype.itemsize == (1 if vocab_size <= 256 else 2 if vocab_size <= 65_536 else 4)
+    assert corpus.training.tokens[:].dtype.itemsize == (1 if vocab_size <= 256 else 2 if vocab_size <= 65_536 else 4)
     tokens = corpus.training_batch(2, 16, 0, 1).tokens - (vocab_size - 256)
     assert bytes(tokens[0].tolist()) in b"some text " * 10
 
@@ -421,7 +421,7 @@ def test_documents_are_files_but_for_held_out_blocks(documents) -> None:
     corpus = read_corpus([str(documents)], 16)
     found = []
     for split in (corpus.training, corpus.validation):
-        cuts = [*split.documents.tolist(), len(split)]
+        cuts = [*split.documents[:].tolist(), len(split)]
         found += [bytes(split.tokens[first:last].tolist()) for first, last in pairwise(cuts)]
     files = [file.read_bytes() + b"\n" for file in sorted(documents.iterdir())]
     files[-1] = files[-1][:-1]
@@ -586,3 +586,78 @@ def test_ranks_share_packed_batches_and_token_files(tmp_path, documents, tokeniz
         assert (checkpoint / "tokenizer.json").read_bytes() == (tmp_path / name / "tokenizer.json").read_bytes()
     assert len(list((tmp_path / "token-cache").iterdir())) == 1
     assert output.count("cannot read the tokenizer") == 2  # every rank says so
+
+
+def test_damaged_token_files_are_written_again_and_the_file_is_named(tmp_path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 500)
+    corpus = open_corpus([str(tmp_path / "a.txt")], 16, tmp_path / "cache")
+    (folder,) = (tmp_path / "cache").iterdir()
+    names = sorted(path.name for path in folder.iterdir())
+    assert "checksums.txt" in names
+    for name in names:
+        path = folder / name
+        whole = path.read_bytes()
+        path.write_bytes(bytes([whole[0] ^ 1, *whole[1:]]))
+        again = open_corpus([str(tmp_path / "a.txt")], 16, tmp_path / "cache")
+        assert path.read_bytes() == whole
+        assert again.content == corpus.content
+        told = f"tokens   written again, because in {folder} {name} is broken"
+        assert (told in capsys.readouterr().out) or name == "summary.json"  # which is not read at all
+    (folder / "checksums.txt").unlink()
+    open_corpus([str(tmp_path / "a.txt")], 16, tmp_path / "cache")
+    assert "checksums.txt is missing" in capsys.readouterr().out
+
+
+def test_a_token_file_that_becomes_shorter_ends_the_run_after_a_save(tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    again = ("--data", tmp_path / "a.txt", "--steps", 6, *FLAGS, "--checkpoint-every", 100)
+    assert run(*again, "--out", tmp_path / "whole") == 0
+    real = trainer._step
+
+    def step_and_cut(*given):
+        if given[3] == 3:
+            for path in (tmp_path / "token-cache").glob("*/*.tokens.bin"):
+                os.truncate(path, 10)
+        return real(*given)
+
+    monkeypatch.setattr(trainer, "_step", step_and_cut)
+    assert run(*again, "--out", tmp_path / "cut") == 1
+    assert "training.tokens.bin became shorter while it was in use" in capsys.readouterr().err
+    assert [path.name for path in list_checkpoints(tmp_path / "cut")] == ["step-00000003"]
+    monkeypatch.undo()
+    assert run("--resume", tmp_path / "cut") == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_numbers_of_a_file_are_those_in_it(tmp_path) -> None:
+    (tmp_path / "numbers").write_bytes(torch.arange(100, dtype=torch.int64).numpy().tobytes())
+    numbers = token_files.FileNumbers(tmp_path / "numbers", torch.int64, 100)
+    assert (len(numbers), numbers[7], numbers[:].tolist(), numbers[90:200].tolist()) == (
+        100,
+        7,
+        [*range(100)],
+        [*range(90, 100)],
+    )
+    assert numbers[5:5].tolist() == []
+    for wrong in (100, -1, slice(0, 9, 2)):
+        with pytest.raises(IndexError):
+            numbers[wrong]
+    with pytest.raises(ValueError, match="should hold 99 numbers"):
+        token_files.FileNumbers(tmp_path / "numbers", torch.int64, 99)
+
+
+def test_the_default_folder_of_token_files_is_of_one_user_alone(tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    cache = tmp_path / "token-cache"
+    assert run("--data", tmp_path / "a.txt", "--out", tmp_path / "one", "--steps", 1, *FLAGS) == 0
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o770)
+    assert run("--data", tmp_path / "a.txt", "--out", tmp_path / "two", "--steps", 1, *FLAGS) == 1
+    assert "cannot be trusted, because it can be written by other users" in capsys.readouterr().err
+    own = ("--token-cache", cache)  # named by the user
+    assert run("--data", tmp_path / "a.txt", "--out", tmp_path / "two", "--steps", 1, *FLAGS, *own) == 0
+    cache.chmod(0o700)
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert run("--data", tmp_path / "a.txt", "--out", tmp_path / "three", "--steps", 1, *FLAGS) == 1
+    assert "cannot be trusted, because it belongs to another user" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import os
 import sysconfig
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,14 +19,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.files import DamagedFile, write_whole
 from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.run_folder import holds_run
 from dilated_attention_pytorch.train.token_files import (
     Split,
     Text,
+    check_token_files,
+    drop_token_files,
     holds_token_files,
     open_token_files,
+    sweep_token_files,
     write_token_files,
 )
 from dilated_attention_pytorch.train.tokenizer import ByteTokenizer, Tokenizer
@@ -174,7 +178,7 @@ def open_corpus(
 
 def read_corpus(paths: Sequence[str], length: int, *, tokenizer: Tokenizer | None = None) -> Corpus:
     """`open_corpus` with token files that nobody else sees: they go when the corpus does."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # what is mapped stays until it is unmapped
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # open files outlive their names
         return open_corpus(paths, length, Path(folder), tokenizer=tokenizer)
 
 
@@ -202,41 +206,46 @@ class _Writing:
         self._paths, self._tokenizer, self._progress = paths, tokenizer, progress
         self._cache, self._apart = cache.absolute(), tuple(folder.resolve() for folder in (cache, *apart))
         self._written: _Written | None = None
-        self._steps: Iterator[int] = iter(())
-        self._bar: Any = None
+        self._steps: Iterator[None] = iter(())
 
     def go_on(self) -> _Written | None:
         """None as long as there is more to do."""
         if self._written is None:
             self._written = self._begin()
         until = time.monotonic() + _TURN_SECONDS
-        try:
-            for taken in self._steps:
-                if self._bar is not None:
-                    self._bar.update(taken)
-                if time.monotonic() > until:
-                    return None
-        except BaseException:
-            self._close()
-            raise
-        self._close()
+        for _ in self._steps:
+            if time.monotonic() > until:
+                return None
         return self._written
 
     def _begin(self) -> _Written:
         text = Text.of(*_files(self._paths, self._apart))
         folder = self._cache / text.fingerprint(self._tokenizer)
-        if open_token_files(folder) is None:
-            self._steps = write_token_files(text, self._tokenizer, folder)
-            if self._progress is not None:
-                self._bar = self._progress(
-                    total=text.bytes, desc="tokens", unit="B", unit_scale=True, dynamic_ncols=True
-                )
+        self._steps = self._prepare(text, folder)
         vocab_size = None if self._tokenizer.content is None else self._tokenizer.vocab_size
         return _Written(folder, text.source, len(text.files), text.bytes, vocab_size)
 
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    def _prepare(self, text: Text, folder: Path) -> Iterator[None]:
+        """Token files that are as they were written, be they there already or not."""
+        sweep_token_files(self._cache)
+        if open_token_files(folder) is not None:
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            try:
+                yield from self._shown(check_token_files(folder), size, "checking")
+                return
+            except DamagedFile as damage:
+                print(f"tokens   written again, because in {folder} {damage}", flush=True)
+                drop_token_files(folder)
+        yield from self._shown(write_token_files(text, self._tokenizer, folder), text.bytes, "tokens")
+
+    def _shown(self, steps: Iterator[int], total: int, what: str) -> Iterator[None]:
+        if self._progress is None:
+            yield from (None for _ in steps)
+            return
+        with self._progress(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+            for taken in steps:
+                bar.update(taken)
+                yield
 
 
 def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
@@ -306,7 +315,10 @@ def _windows(split: Split, starts: Sequence[int], length: int, rows: int) -> Bat
     begins: list[list[int]] = [[] for _ in range(rows)]
     for number, start in enumerate(starts):
         # From the window's second token to the one behind it, which may be the first of another document.
-        first, last = torch.searchsorted(split.documents, torch.tensor([start, start + length]), right=True).tolist()
+        first, last = (
+            bisect_right(range(len(split.documents)), place, key=lambda number: int(split.documents[number]))
+            for place in (start, start + length)
+        )
         begun = sorted({begin - start for begin in split.documents[first:last].tolist()})
         following[number, [begin - 1 for begin in begun]] = NO_TARGET
         row, place = divmod(number, len(starts) // rows)

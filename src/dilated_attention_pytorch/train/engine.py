@@ -192,6 +192,12 @@ class Ranks:
             raise told[1]
         return told[0]
 
+    def fail_together(self, error: Exception | None) -> None:
+        """An error on every rank where one of them has one."""
+        failures = [reason for reason in self.gather_objects(error and str(error)) if reason]
+        if failures:
+            raise OSError(failures[0]) from error
+
     def check_same(self, values: Mapping[str, object]) -> None:
         """An error on every rank, at once, where a rank has another value than the first."""
         found = self.gather_objects(dict(values))

@@ -39,30 +39,42 @@ def holds_run(folder: Path) -> bool:
 
 @contextmanager
 def claim(run: Path) -> Iterator[None]:
-    """The folder as this process's own: another one that trains in it is an error. A process that dies gives it back.
+    """The folder, made where there is none, as this process's own: another one that trains in it is an error.
 
-    Where the system or the file system has no such locks, nobody is kept out.
+    A process that dies gives it back. A folder in which nothing came to lie goes again. Where the system or the file
+    system has no such locks, nobody is kept out.
     """
+    run.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
     except ImportError:  # Windows
         yield
         return
-    with (run / LOCK).open("a+") as stream:
+    path = run / LOCK
+    with path.open("a+") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.seek(0)
-            raise FileExistsError(
-                f"process {stream.read().strip()} is training in {run}: wait until it ends, or choose another --out"
-            ) from None
+            is_held = os.path.samestat(os.fstat(stream.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_held = False
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
                 raise
+            is_held = True
+        if not is_held:  # or its process has just taken it away
+            stream.seek(0)
+            raise FileExistsError(
+                f"process {stream.read().strip()} is training in {run}: wait until it ends, or choose another --out"
+            )
         stream.truncate(0)
         stream.write(f"{os.getpid()}\n")
         stream.flush()
-        yield
+        try:
+            yield
+        finally:
+            if os.listdir(run) == [LOCK]:
+                path.unlink()
+                run.rmdir()
 
 
 def record_start(run: Path, step: int, device: str, **known: Any) -> None:

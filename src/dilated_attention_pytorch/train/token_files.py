@@ -1,8 +1,8 @@
-"""Token files: a text of any size, tokenized once into files that are mapped into memory.
+"""Token files: a text of any size, tokenized once into files that are read where a batch needs them.
 
 A folder holds two disjoint splits. Of each it has the tokens, in the smallest of three integer types, and where
-documents begin; beside them, how often bytes follow each other in both. The text is a stream, never read whole, and the
-folder gets its name when everything is in it.
+documents begin; beside them, how often bytes follow each other in both, and checksums of all files. The text is a
+stream, never read whole, and the folder gets its name when everything is in it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,32 @@ import json
 import os
 import secrets
 import shutil
+import stat
+import threading
 import time
+import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.files import (
+    CHECKSUMS,
+    DamagedFile,
+    checking,
+    read_checksums,
+    sum_files,
+    sync_folder,
+    write_checksums,
+)
 from dilated_attention_pytorch.train.tokenizer import Tokenizer
 
-_FORMAT = 1  # of the folder and of what decides its content
+_FORMAT = 2  # of the folder and of what decides its content
 
 # One block in twenty is held out; blocks are spread over the text, so that both splits are alike.
 _HELD_OUT = 20
@@ -80,12 +92,60 @@ class Text:
         return found.hexdigest()[:24]
 
 
+class FileNumbers:
+    """Whole numbers in a file, read where they are looked at; a file that becomes shorter is an `OSError`.
+
+    They are not mapped into memory: a process that looks at a mapped file behind its new end is killed.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, count: int) -> None:
+        if path.stat().st_size != count * dtype.itemsize:
+            raise ValueError(f"{path} should hold {count} numbers of {dtype}")
+        self._path, self._dtype, self._count = path, dtype, count
+        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._turn = threading.Lock()
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Tensor: ...
+
+    def __getitem__(self, place: int | slice) -> int | Tensor:
+        if isinstance(place, int):
+            if not 0 <= place < self._count:
+                raise IndexError(f"{self._path} has {self._count} numbers, got the place {place}")
+            return int(self[place : place + 1])
+        start, stop, step = place.indices(self._count)
+        if step != 1:
+            raise IndexError(f"numbers of a file are read in a row, got a step of {step}")
+        size = self._dtype.itemsize
+        content = bytearray()
+        while len(content) < (stop - start) * size:
+            more = self._read((stop - start) * size - len(content), start * size + len(content))
+            if not more:
+                raise OSError(f"{self._path} became shorter while it was in use: it is written again at the next start")
+            content += more
+        return torch.frombuffer(content, dtype=self._dtype) if content else torch.empty(0, dtype=self._dtype)
+
+    def _read(self, count: int, at: int) -> bytes:
+        if hasattr(os, "pread"):
+            return os.pread(self._file, count, at)
+        with self._turn:  # Windows
+            os.lseek(self._file, at, os.SEEK_SET)
+            return os.read(self._file, count)
+
+
 @dataclass(frozen=True)
 class Split:
     """A part of a corpus: its tokens, 1-D, where documents begin in them, and the bytes of text they stand for."""
 
-    tokens: Tensor
-    documents: Tensor
+    tokens: Tensor | FileNumbers
+    documents: Tensor | FileNumbers
     bytes: int
 
     def __len__(self) -> int:
@@ -117,10 +177,47 @@ def open_token_files(folder: Path) -> TokenFiles | None:
     try:
         summary = json.loads((folder / _SUMMARY).read_text())
         splits = [_open_split(folder, name, summary["typecode"], **summary[name]) for name in _SPLITS]
-        pairs = _mapped(folder / _PAIRS, torch.int64, 2 * (_START + 1) * 256).view(2, _START + 1, 256)
+        pairs = FileNumbers(folder / _PAIRS, torch.int64, 2 * (_START + 1) * 256)[:].view(2, _START + 1, 256)
         return TokenFiles(splits[0], splits[1], pairs, summary["content"], summary["lossless"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def check_token_files(folder: Path) -> Iterator[int]:
+    """Compare the files with their checksums, step by step: yields the bytes that each step read, raises `DamagedFile`.
+
+    Every time anew: damage on a disk changes neither the time nor the size of a file.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        raise DamagedFile(f"{CHECKSUMS} is missing")
+    yield from checking(folder, read_checksums(folder / CHECKSUMS))
+
+
+def drop_token_files(folder: Path) -> None:
+    """Remove a folder, at once to whoever looks for it; runs that have its files open go on reading them."""
+    dropped = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.damaged.partial")
+    with contextlib.suppress(FileNotFoundError):  # another run was faster
+        folder.rename(dropped)
+    shutil.rmtree(dropped, ignore_errors=True)
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder that nobody else can write into; one that is there and can be filled by others is refused."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not hasattr(os, "getuid"):  # Windows
+        return folder
+    found = folder.stat()
+    if {found.st_uid, folder.lstat().st_uid} != {os.getuid()}:
+        why = "belongs to another user"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = "can be written by other users"
+    else:
+        return folder
+    raise PermissionError(
+        f"the token files in {folder} cannot be trusted, because it {why}: name a folder of your own with "
+        "--token-cache, or take write permission from others and delete what is in it"
+    )
 
 
 def holds_token_files(folder: Path) -> bool:
@@ -133,7 +230,6 @@ def write_token_files(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterato
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     try:
         try:
-            _sweep(folder.parent)
             partial.mkdir(parents=True)
             yield from _fill(text, tokenizer, partial)
             _publish(partial, folder)
@@ -184,6 +280,7 @@ def _fill(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
     summary = {"typecode": typecode, "content": content, "lossless": lossless is not False, "text": text.source}
     summary |= {name: writer.summary for name, writer in zip(_SPLITS, writers)}
     (folder / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    write_checksums(folder / CHECKSUMS, sum_files(folder, [path.name for path in folder.iterdir()]))
 
 
 def _pieces(text: Text, tokenizer: Tokenizer) -> Iterator[_Piece]:
@@ -291,19 +388,17 @@ class _SplitWriter:
 def _publish(partial: Path, folder: Path) -> None:
     try:
         partial.rename(folder)  # first of all: to look before would let another run come between
-        return
     except OSError:
         if not folder.exists():
             raise
-    if open_token_files(folder) is not None:  # another run was faster
-        return
-    damaged = partial.with_name(f"{partial.name}.damaged.partial")
-    folder.rename(damaged)
-    shutil.rmtree(damaged, ignore_errors=True)
-    partial.rename(folder)
+        if open_token_files(folder) is not None:  # another run was faster
+            return
+        drop_token_files(folder)
+        partial.rename(folder)
+    sync_folder(folder.parent)
 
 
-def _sweep(cache: Path) -> None:
+def sweep_token_files(cache: Path) -> None:
     """Remove what killed runs left; one that is alive writes to its folder all the time."""
     for partial in cache.glob(".*.partial"):
         with contextlib.suppress(OSError):
@@ -313,17 +408,10 @@ def _sweep(cache: Path) -> None:
 
 def _open_split(folder: Path, name: str, typecode: str, *, tokens: int, documents: int, bytes: int) -> Split:
     return Split(
-        _mapped(_tokens_file(folder, name), _DTYPES[typecode], tokens),
-        _mapped(_documents_file(folder, name), torch.int64, documents),
+        FileNumbers(_tokens_file(folder, name), _DTYPES[typecode], tokens),
+        FileNumbers(_documents_file(folder, name), torch.int64, documents),
         bytes,
     )
-
-
-def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
-    """A file as a tensor that is read where it is looked at."""
-    if path.stat().st_size != count * dtype.itemsize:
-        raise ValueError(f"{path} should hold {count} numbers of {dtype}")
-    return torch.from_file(str(path), shared=False, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
 def _tokens_file(folder: Path, name: str) -> Path:

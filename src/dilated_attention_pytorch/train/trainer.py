@@ -6,22 +6,22 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from dilated_attention_pytorch.core.extras import install_extra
-from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.files import sweep_partials, write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.curve import draw_curve, sparkline
-from dilated_attention_pytorch.train.data import Corpus, open_corpus
+from dilated_attention_pytorch.train.data import Batch, Corpus, open_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
@@ -39,6 +39,7 @@ from dilated_attention_pytorch.train.run_folder import (
 )
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.step import Outcome, Stepper
+from dilated_attention_pytorch.train.token_files import private_folder
 from dilated_attention_pytorch.train.tokenizer import TOKENIZER, Tokenizer, run_tokenizer
 from dilated_attention_pytorch.train.zero import ZeroModel, check_zero
 
@@ -71,6 +72,7 @@ def _train(
     """The steps that are left; gives the model, what each step of the run recorded, the bits to beat, the tokenizer."""
     tqdm = _progress_bar()
     ranks.check_same(dataclasses.asdict(config))
+    ranks.on_first(lambda: _claim(run, resume, claims))
     found = ranks.on_first(lambda: _is_to_resume(config, run, resume))
     for stage in config.stages or (config,):
         if stage.batch_size % ranks.data_ranks:
@@ -87,7 +89,9 @@ def _train(
         check_zero(config.zero, ranks)
     longest = max(stage.sequence_length for stage in config.stages or (config,))
     tokenizer = ranks.on_first(lambda: run_tokenizer(config.tokenizer, run, config.model.vocab_size, resuming=found))
-    cache = Path(config.token_cache) if config.token_cache else run.parent / "token-cache"
+    cache = Path(config.token_cache or run.parent / "token-cache")
+    if not config.token_cache:
+        ranks.on_first(lambda: private_folder(cache))
     corpus = open_corpus(config.data, longest, cache, tokenizer=tokenizer, ranks=ranks, progress=tqdm, apart=[run])
     ranks.check_same({"corpus": corpus.content})
     torch.manual_seed(config.seed)
@@ -121,7 +125,7 @@ def _train(
     _enter_stage(model, config, max(start, 1))
     if start >= config.steps and resume != "auto" and ranks.on_first(lambda: has_sample(run, start)):
         raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
-    records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside, claims))
+    records = ranks.on_first(lambda: _prepare_run(config, run, start, corpus, beside))
 
     baselines = {"unigram_bits": corpus.unigram_bits(), "bigram_bits": corpus.bigram_bits()}
     known = {"corpus": corpus.source, "parameters": parameters, "baselines": baselines}
@@ -136,6 +140,8 @@ def _train(
         if "prometheus" in config.monitors:
             print(f"metrics  http://{config.prometheus_address}/metrics", flush=True)
 
+    ahead = _read_ahead(corpus, config, start + 1, stepper.packed_rows)
+    ranks.fail_together(ahead.error)
     saved, stall = start, 0.0
     skipped = sum("skipped" in record for record in records)
     with (
@@ -152,7 +158,9 @@ def _train(
                 pattern = f"{stage.segment_lengths} / {stage.dilation_rates}"
                 bar.write(f"stage    {stage.sequence_length:,} tokens, {pattern}, from step {step - step_of_stage + 1}")
             branches = [f"w{w} r{r}" for w, r in zip(stage.segment_lengths, stage.dilation_rates)]
-            outcome = _step(stepper, corpus, config, step, ranks)
+            now = ahead
+            outcome = _step(stepper, now.training, config, step, ranks)
+            ahead = _read_ahead(corpus, config, step + 1, stepper.packed_rows)
             seconds = time.perf_counter() - began
             record = record_of(step, outcome, records, corpus.training.tokens_per_byte)
             record["learning_rate"] = _learning_rate(config, step)
@@ -162,17 +170,19 @@ def _train(
                 said = check_broken(outcome, records, config.skip_broken_steps, saved)
                 if ranks.first:
                     bar.write(said)
-            if step % config.validate_every == 0 or step == config.steps:
-                record["validation_bits"] = validate(stepper, corpus, config, step)
-            # One look around a step: who is to stop, whose save has failed, who was slowest, who holds most.
+            if now.validation:
+                record["validation_bits"] = validate(stepper, corpus, now.validation)
+            # One look around a step: who is to stop, whose save has failed, who cannot read on, who was slowest, who
+            # holds most.
             received = ranks.bytes_received(len(branches))
-            looked = ranks.gather(seconds, peak_memory(ranks.device), interrupt.signal, checkpointer.failed, *received)
-            seconds, memory, stop, failed, *received = looked.amax(0).tolist()
+            troubles = interrupt.signal, checkpointer.failed, ahead.error is not None
+            looked = ranks.gather(seconds, peak_memory(ranks.device), *troubles, *received)
+            seconds, memory, stop, failed, unreadable, *received = looked.amax(0).tolist()
             record["tokens_per_second"] = stage.batch_size * stage.sequence_length / seconds
             record["peak_memory_bytes"] = memory
             if failed:
                 checkpointer.settle()
-            if step % config.checkpoint_every == 0 or step == config.steps or stop:
+            if step % config.checkpoint_every == 0 or step == config.steps or stop or unreadable:
                 began = time.perf_counter()
                 # Before the checkpoint: resuming leaves out records after it, and could not make up for missing ones.
                 ranks.on_first(lambda: write_metrics(run, records))
@@ -196,10 +206,14 @@ def _train(
                 if ranks.first:
                     print(f"stopped after step {step}; continue with --resume {run}", flush=True)
                 raise Stopped(int(stop))
+            if unreadable:
+                checkpointer.close()
+                ranks.fail_together(ahead.error)
         checkpointer.close()  # a Ctrl-C must not cut off the last save
     if not records or "validation_bits" not in records[-1]:
         # Nothing was left to do after a stop between validations, or after the records were moved away.
-        records.append({"step": start, "validation_bits": validate(stepper, corpus, config, start)})
+        batches = list(_validation_batches(corpus, config, start, stepper.packed_rows))
+        records.append({"step": start, "validation_bits": validate(stepper, corpus, batches)})
     return plain, records, baselines, tokenizer
 
 
@@ -215,6 +229,16 @@ def _enter_stage(model: nn.Module, config: TrainConfig, step: int) -> tuple[Stag
     return stage, step_of_stage
 
 
+def _claim(run: Path, resume: bool | Literal["auto"], claims: ExitStack) -> None:
+    """Take the folder before anything in it is read, and sweep what killed processes left there."""
+    if resume is True and not run.is_dir():
+        raise FileNotFoundError(f"nothing to resume in {run}: there is no such folder")
+    with naming_a_full_disk(run, "the settings of the run"):
+        claims.enter_context(claim(run))
+    for folder in (run, run / "samples"):
+        sweep_partials(folder)
+
+
 def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]) -> bool:
     found = bool(list_checkpoints(run))
     if found and not resume:
@@ -227,11 +251,9 @@ def _is_to_resume(config: TrainConfig, run: Path, resume: bool | Literal["auto"]
 
 
 def _prepare_run(
-    config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes], claims: ExitStack
+    config: TrainConfig, run: Path, start: int, corpus: Corpus, beside: Mapping[str, bytes]
 ) -> list[dict[str, Any]]:
     with naming_a_full_disk(run, "the settings of the run"):
-        run.mkdir(parents=True, exist_ok=True)
-        claims.enter_context(claim(run))
         corpus.remember(run / CORPUS, resuming=start > 0)
         write_whole(run / CONFIG, lambda path: path.write_text(config.to_json()))
         for name, content in beside.items():
@@ -268,30 +290,51 @@ class _Interrupt:
         self.signal = number
 
 
-def validate(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int) -> float:
-    """Bits per byte on the validation split, in sequences of the step's stage."""
+class _Ahead(NamedTuple):
+    """What a step takes, read before the ranks agree to take it, or why it could not be read."""
+
+    training: Batch
+    validation: list[Batch]
+    error: OSError | None = None
+
+
+def _read_ahead(corpus: Corpus, config: TrainConfig, step: int, rows: int) -> _Ahead:
+    nothing = Batch(torch.empty(0), torch.empty(0))
+    if step > config.steps:
+        return _Ahead(nothing, [])
+    stage, step_of_stage = config.stage_at(step)
+    try:
+        batch = corpus.training_batch(
+            stage.batch_size,
+            stage.sequence_length,
+            config.seed,
+            step_of_stage if config.settled_order == "epochs" else step,  # a stage's sequences make epochs of their own
+            order=config.settled_order,
+            rows=rows,
+        )
+        validates = step % config.validate_every == 0 or step == config.steps
+        return _Ahead(batch, list(_validation_batches(corpus, config, step, rows)) if validates else [])
+    except OSError as error:
+        return _Ahead(nothing, [], error)
+
+
+def _validation_batches(corpus: Corpus, config: TrainConfig, step: int, rows: int) -> Iterator[Batch]:
+    """Sequences of the step's stage."""
     stage, _ = config.stage_at(step)
+    return corpus.validation_batches(stage.batch_size, stage.sequence_length, config.validation_batches, rows=rows)
+
+
+def validate(stepper: Stepper, corpus: Corpus, batches: Sequence[Batch]) -> float:
+    """Bits per byte of batches of the validation split."""
     stepper.model.eval()
-    batches = corpus.validation_batches(
-        stage.batch_size, stage.sequence_length, config.validation_batches, rows=stepper.packed_rows
-    )
     losses = [stepper.evaluate(batch) for batch in batches]
     stepper.model.train()
     return sum(losses) / len(losses) * BITS * corpus.validation.tokens_per_byte
 
 
-def _step(stepper: Stepper, corpus: Corpus, config: TrainConfig, step: int, ranks: Ranks) -> Outcome:
+def _step(stepper: Stepper, batch: Batch, config: TrainConfig, step: int, ranks: Ranks) -> Outcome:
     # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
     torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
-    stage, step_of_stage = config.stage_at(step)
-    batch = corpus.training_batch(
-        stage.batch_size,
-        stage.sequence_length,
-        config.seed,
-        step_of_stage if config.settled_order == "epochs" else step,  # a stage's sequences make epochs of their own
-        order=config.settled_order,
-        rows=stepper.packed_rows,
-    )
     return stepper.step(batch, _learning_rate(config, step))
 
 
