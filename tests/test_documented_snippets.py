@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -111,6 +114,48 @@ def test_profiling_and_debugging(capsys, caplog, as_it_was) -> None:
     print(f"Memory pool enabled: {model.enable_memory_pool}")
     print(f"Cache size: {len(model._pattern_cache._cache)}")
     assert "Cache size: 0" not in capsys.readouterr().out
+
+
+def test_rings_are_found_at_their_documented_paths() -> None:
+    from dilated_attention_pytorch.ring_dilated_attention_v2 import RingDilatedAttentionV2 as V2
+    from dilated_attention_pytorch.ring_dilated_attention_v3 import RingDilatedAttentionV3 as V3
+
+    from dilated_attention_pytorch.core.optimized_pattern_cache import OptimizedPatternCache as TwoTiers
+
+    model = V3(
+        segment_lengths=[8, 16, 32],
+        dilation_rates=[1, 2, 4],
+        use_pattern_cache=True,
+        enable_memory_pool=True,
+        cache_on_gpu=True,
+    )
+    assert attend(model).shape == (1, 32, 4, 8)
+    assert isinstance(model._pattern_cache, TwoTiers)
+    assert V2(segment_lengths=[8, 16, 32], dilation_rates=[1, 2, 4], use_pattern_cache=True).use_pattern_cache
+
+
+def test_the_environment_configures_the_caches() -> None:
+    """The guide's `export` lines, in a process of its own."""
+    script = """
+from dilated_attention_pytorch import RingDilatedAttentionV2, RingDilatedAttentionV3
+for kind in (RingDilatedAttentionV2, RingDilatedAttentionV3):
+    stats = kind([8], [1])._pattern_cache.get_stats()
+    assert (stats["max_size"], stats["profile"]) == (2000, {}), stats
+"""
+    settings = {"PATTERN_CACHE_MAX_SIZE": "2000", "PATTERN_CACHE_ENABLE_PROFILING": "1"}
+    subprocess.run([sys.executable, "-c", script], env=os.environ | settings, check=True)
+
+
+def test_keys_are_those_of_the_report() -> None:
+    seq_len, segment_lengths, dilation_rates = 16, [8, 16], [1, 2]
+    pattern_type, sparsity_ratio, block_size = "local_window", 0.1, 4
+    cache = get_global_pattern_cache()
+    assert cache.dilated_key(seq_len, segment_lengths, dilation_rates) == (
+        f"dilated_s{seq_len}_seg{segment_lengths}_dil{dilation_rates}"
+    )
+    assert cache.sparse_key(seq_len, pattern_type, sparsity_ratio, block_size) == (
+        f"sparse_s{seq_len}_t{pattern_type}_r{sparsity_ratio:.3f}_b{block_size}"
+    )
 
 
 def test_the_two_tier_cache_and_pregenerated_patterns() -> None:

@@ -12,6 +12,7 @@ from dilated_attention_pytorch import (
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
+    WorkspacePool,
     get_global_pattern_cache,
     reset_global_pattern_cache,
 )
@@ -56,6 +57,36 @@ def test_modules_of_v3_share_a_cache_in_two_tiers() -> None:
     assert RingDilatedAttentionV3([8], [1], use_pattern_cache=False).cache_on_gpu is False
     with pytest.raises(ValueError, match="pass use_pattern_cache=True with it"):
         RingDilatedAttentionV3([8], [1], use_pattern_cache=False, cache_on_gpu=True)
+
+
+def test_v3_makes_and_pins_what_calls_of_a_known_length_share() -> None:
+    reset_global_pattern_cache()
+    module = RingDilatedAttentionV3([8, 16], [1, 2], enable_profiling=True)
+    assert module.pregenerate(64, num_heads=4, head_dim=8) == 1
+    cache = module._pattern_cache
+    assert (cache.get_stats()["pinned"], cache.get_stats()["gpu_patterns"]) == (1, 1)
+    cache.reset_stats()
+    x = torch.randn(1, 64, 4, 8)
+    module(x, x, x)
+    stats = cache.get_stats()
+    assert (stats["misses"], stats["gpu_hits"]) == (0, 1)
+    for i in range(600):  # of other calls, which evict each other
+        cache.put(i, x[0, 0])
+    module(x, x, x)
+    assert cache.get_stats()["misses"] == 0
+    reset_global_pattern_cache()
+    with pytest.raises(ValueError, match="make the module with use_pattern_cache=True"):
+        RingDilatedAttentionV3([8], [1], use_pattern_cache=False).pregenerate(64)
+
+
+def test_cleaning_up_frees_what_the_pool_holds_idle() -> None:
+    module = RingDilatedAttentionV2([8, 16], [1, 2], enable_memory_pool=True)
+    pool = module._memory_pool = WorkspacePool(threshold_bytes=1)
+    x = torch.randn(1, 64, 4, 8, dtype=torch.bfloat16)
+    module(x, x, x)
+    assert pool.get_stats()["total_allocated"] > 0
+    module.cleanup_buffers()
+    assert pool.get_stats()["total_allocated"] == 0
 
 
 def test_a_layout_that_a_scheme_cannot_take_is_refused_when_a_module_is_made() -> None:

@@ -59,6 +59,7 @@ class AcrossRanks(DilatedAttention):
         token_layout: `contiguous` shards, or `zigzag`, which evens out causal work, by `gather` or `auto` only: the
             rank has an early and a late chunk, one after the other, as `zigzag_order` has them.
         use_pattern_cache: share schedules and tables between calls; False makes them anew in every call.
+        enable_memory_pool: on several ranks, borrow message buffers and sums too; see `DilatedAttention`.
         settings: passed on to the plain class.
     """
 
