@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from operator import index
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.checks import (
+    MOST_ENTRIES,
+    check_flag,
+    check_instance,
+    check_number,
+    check_sequence,
+    check_tensor,
+    check_whole,
+)
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.reach import warn_of_reach
@@ -149,6 +156,9 @@ def dilated_attention(
     torch.Size([2, 100, 4, 8])
     """
     refuse_dense_mask(attn_mask)
+    check_flag("return_lse", return_lse)
+    if resources is not None:
+        check_instance("resources", resources, Resources)
     query, key, value = autocast_inputs(query, key, value)
     plain = is_plain(query, key, value)
     valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
@@ -211,10 +221,7 @@ def attention_rows(
         None, None, "auto",
     )  # fmt: skip
     B, N = query.shape[:2]
-    wanted = [index(row) for row in rows]
-    for row in wanted:
-        if not 0 <= row < N:
-            raise ValueError(f"rows must lie within the {N} tokens, from 0 to {N - 1}, got {row}")
+    wanted = check_sequence("rows", rows, lambda name, row: check_whole(name, row, least=0, most=N - 1))
     spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans)
     return row_weights(query, key, wanted, problem, spans)
 
@@ -241,7 +248,7 @@ def _valid_problem(
     Calls of one kind, as in a model's layers and steps, are checked once.
     """
     lists = (list, tuple)
-    # Whole numbers in lists only: True and 1.0 equal 1, so they would be found, but they are to be refused.
+    # Types are part of what is remembered: True and 1.0 equal 1, so they would be found, but they are to be refused.
     if (
         not remember
         or type(segment_lengths) not in lists
@@ -251,7 +258,7 @@ def _valid_problem(
         return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings), True
     kind = (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
-        value.device, tuple(segment_lengths), tuple(dilation_rates), settings,
+        value.device, tuple(segment_lengths), tuple(dilation_rates), settings, *map(type, settings),
     )  # fmt: skip
     try:
         problem = _known.get(kind)
@@ -301,12 +308,17 @@ def checked_problem(
     _check_tensors(query, key, value)
     if not may_be_empty and 0 in query.shape:
         raise ValueError(f"an empty sequence has nothing to attend to: query is {tuple(query.shape)}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
-    if total_heads is None and head_offset:
+    check_flag("is_causal", is_causal)
+    check_number("dropout_p", dropout_p, least=0, below=1)
+    check_whole("head_offset", head_offset, least=0, most=MOST_ENTRIES)
+    if total_heads is not None:
+        check_whole("total_heads", total_heads, least=1, most=MOST_ENTRIES)
+    elif head_offset:
         raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    if scale is not None:
+        check_number("scale", scale)
+    if allow_tf32 is not None:
+        check_flag("allow_tf32", allow_tf32)
     if sparse_config is not None:
         check_sparse_config(sparse_config, spec)
     return Problem(
@@ -335,10 +347,16 @@ def check_sparse_config(sparse_config: SparsePatternConfig, spec: DilatedSpec) -
             f"sparse_config must be a SparsePatternConfig, got {sparse_config!r}: "
             'write SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.1)'
         )
+    check_instance("spec", spec, DilatedSpec)
     sparse_config.check_segments(spec.segment_lengths)
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value in the dtype of autocast, where it is enabled for the device of the first."""
+    if not tensors:
+        raise TypeError("autocast_inputs takes at least one tensor, got none")
+    for name, x in zip(("query", "key", "value"), tensors):
+        check_tensor(name, x)
     device_type = tensors[0].device.type
     if device_type not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device_type):
         return tensors
@@ -349,7 +367,7 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     named = (("query", query), ("key", key), ("value", value))
     for name, x in named:
-        if x.dim() != 4:
+        if check_tensor(name, x).dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, tokens, heads, head_dim), got {x.dim()} dimensions {tuple(x.shape)}; "
                 "for (batch, tokens, embed_dim) use MultiheadDilatedAttention"

@@ -268,15 +268,15 @@ def test_autocast_does_not_change_what_content_chooses(is_causal) -> None:
     [
         ({"sparsity_ratio": 0.0}, ValueError, "above 0 and at most 1, got 0.0"),
         ({"sparsity_ratio": 1.5}, ValueError, "above 0 and at most 1, got 1.5"),
-        ({"sparsity_ratio": float("nan")}, ValueError, "above 0 and at most 1, got nan"),
-        ({"sparsity_ratio": "0.1"}, TypeError, "must be a number"),
+        ({"sparsity_ratio": float("nan")}, ValueError, "a finite number, got nan"),
+        ({"sparsity_ratio": "0.1"}, TypeError, "must be a finite number"),
         ({"block_size": 48}, ValueError, "a power of two, got 48: take 32 or 64"),
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
-        ({"block_size": 16.0}, TypeError, "block_size must be a whole number, got 16.0"),
+        ({"block_size": 0}, ValueError, "block_size must be a whole number of at least 1, got 0"),
+        ({"block_size": 16.0}, TypeError, "block_size must be a whole number of at least 1, got 16.0"),
         ({"pattern_type": "diagonal"}, ValueError, "one of local_window, dilated_sparse.*got 'diagonal'"),
-        ({"local_window_size": 0}, ValueError, "local_window_size must be at least 1, got 0"),
-        ({"global_tokens": -1}, ValueError, "global_tokens must be at least 0, got -1"),
-        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"local_window_size": 0}, ValueError, "local_window_size must be a whole number of at least 1, got 0"),
+        ({"global_tokens": -1}, ValueError, "global_tokens must be a whole number of at least 0, got -1"),
+        ({"seed": -1}, ValueError, "seed must be a whole number of at least 0, got -1"),
     ],
 )
 def test_a_pattern_that_cannot_be_is_refused(settings, error, message) -> None:

@@ -35,7 +35,7 @@ def test_a_million_keys_take_the_memory_of_what_a_row_sees() -> None:
 
 def test_rows_outside_the_sequence_are_refused() -> None:
     x = torch.randn(1, 8, 2, 4)
-    with pytest.raises(ValueError, match="from 0 to 7, got 8"):
+    with pytest.raises(ValueError, match="of at most 7, got 8"):
         attention_rows(x, x, [8], [4], [1])
-    with pytest.raises(ValueError, match="from 0 to 7, got -1"):
+    with pytest.raises(ValueError, match="of at least 0 and at most 7, got -1"):
         attention_rows(x, x, [-1], [4], [1])

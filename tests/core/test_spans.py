@@ -41,7 +41,7 @@ def test_a_floating_mask_of_zero_and_minus_infinity_is_understood() -> None:
         ({"seqlens": torch.tensor([3, 6])}, ValueError, r"seqlens\[1\] = 6 is outside \[0, 5\]"),
         ({"seqlens": torch.tensor([3.0, 5.0])}, TypeError, "whole numbers"),
         ({"seqlens": torch.tensor([3])}, ValueError, r"must be \(batch,\) = \(2,\)"),
-        ({"seqlens": [3, 5]}, TypeError, "must be a tensor, got list"),
+        ({"seqlens": [3, 5]}, TypeError, "must be a tensor, got a list"),
         ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, "one row, got batch 2"),
         ({"seqlens": torch.tensor([3, 5]), "cu_seqlens": torch.tensor([0, 5])}, ValueError, "pass one of them"),
     ],

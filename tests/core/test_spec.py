@@ -16,9 +16,9 @@ LAYOUTS = ["interleaved", "blocked", "grouped"]
 
 @pytest.mark.parametrize("bad", [0, -4])
 def test_a_branch_refuses_what_is_not_positive(bad) -> None:
-    with pytest.raises(ValueError, match=f"segment_length must be at least 1, got {bad}"):
+    with pytest.raises(ValueError, match=f"segment_length must be a whole number of at least 1, got {bad}"):
         Branch(bad, 1)
-    with pytest.raises(ValueError, match=f"dilation_rate must be at least 1, got {bad}"):
+    with pytest.raises(ValueError, match=f"dilation_rate must be a whole number of at least 1, got {bad}"):
         Branch(8, bad)
 
 
@@ -38,7 +38,7 @@ def test_lists_must_pair_up() -> None:
 
 
 def test_an_unknown_layout_is_named() -> None:
-    with pytest.raises(ValueError, match="interleaved, blocked, grouped, got 'diagonal'"):
+    with pytest.raises(ValueError, match="interleaved, blocked, grouped; got 'diagonal'"):
         DilatedSpec.of([4], [1], "diagonal")
 
 

@@ -28,6 +28,7 @@ from dilated_attention_pytorch.core.block_pattern import (
     tiles_of,
     visible_tiles,
 )
+from dilated_attention_pytorch.core.checks import SIZE, checked
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset, segments
 from dilated_attention_pytorch.core.pattern_cache import Remembers
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable, Problem
@@ -97,6 +98,7 @@ def allowed_pairs(layout: BlockLayout, spec: DilatedSpec, offsets: OffsetTable, 
     return allowed
 
 
+@checked(n=SIZE)
 def keys_seen(
     layout: BlockLayout, spec: DilatedSpec, offsets: OffsetTable, n: int, *, is_causal: bool = False
 ) -> Tensor:
@@ -138,6 +140,7 @@ def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[
                 yield index, head, segment, range(start + offset, start + length, branch.dilation_rate)
 
 
+@checked()
 def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | None = None) -> BlockLayout:
     """The layout of a call whose problem has a block pattern, through the cache if there is one."""
     config = problem.sparse
@@ -162,6 +165,7 @@ def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | N
     return layout
 
 
+@checked(tokens=SIZE)
 def layout_for(
     spec: DilatedSpec,
     tokens: int,

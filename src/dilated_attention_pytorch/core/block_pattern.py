@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import index
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields
 
 PatternType = Literal[
     "local_window", "dilated_sparse", "global_local", "strided", "random", "hierarchical", "content_adaptive"
@@ -61,28 +62,13 @@ class SparsePatternConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.pattern_type not in PATTERN_TYPES:
-            raise ValueError(f"pattern_type must be one of {', '.join(PATTERN_TYPES)}, got {self.pattern_type!r}")
-        ratio = self.sparsity_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
-            raise TypeError(f"sparsity_ratio must be a number above 0 and at most 1, got {ratio!r}")
-        if not 0.0 < ratio <= 1.0:
+        check_fields(self, block_size=COUNT, local_window_size=COUNT, global_tokens=SIZE, seed={"least": 0})
+        if not 0.0 < self.sparsity_ratio <= 1.0:
             raise ValueError(
-                f"sparsity_ratio is the fraction of tiles that is kept, above 0 and at most 1, got {ratio}: "
-                "0.1 is 90 % sparse"
+                f"sparsity_ratio is the fraction of tiles that is kept, above 0 and at most 1, got "
+                f"{self.sparsity_ratio}: 0.1 is 90 % sparse"
             )
-        object.__setattr__(self, "sparsity_ratio", float(ratio))
-        for name, least in (("block_size", 1), ("local_window_size", 1), ("global_tokens", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is None and name in ("local_window_size", "global_tokens"):
-                continue
-            try:
-                whole = index(value)
-            except TypeError:
-                raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-            if isinstance(value, bool) or whole < least:
-                raise ValueError(f"{name} must be at least {least}, got {value!r}")
-            object.__setattr__(self, name, whole)
+        object.__setattr__(self, "sparsity_ratio", float(self.sparsity_ratio))
         if self.block_size & (self.block_size - 1):
             below = 1 << (self.block_size.bit_length() - 1)
             raise ValueError(

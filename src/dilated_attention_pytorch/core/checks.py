@@ -1,19 +1,42 @@
 """One check per kind of argument. Each returns the value, or raises an error with the rule and the value.
 
 `TypeError` is for a value of the wrong kind, `ValueError` for a value of the right kind that is out of range.
+
+`checked` applies these checks to every argument of a function, by its annotation, and `check_fields` to every field of
+a dataclass. Code that `torch.compile` traces, or that runs in every call, uses the single checks instead.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 
 MOST_TOKENS = 2**48  # of lengths, positions and rates: a product with a number of heads stays exact in int64
+MOST_LISTED = 2**31  # of tokens in a list
+MOST_ENTRIES = 2**20  # of ranks and heads, for each of which a table has an entry
+
+COUNT: Mapping[str, float] = types.MappingProxyType({"least": 1, "most": MOST_TOKENS})
+SIZE: Mapping[str, float] = types.MappingProxyType({"least": 0, "most": MOST_TOKENS})
+POSITIVE: Mapping[str, float] = types.MappingProxyType({"above": 0})
+NOT_NEGATIVE: Mapping[str, float] = types.MappingProxyType({"least": 0})
+PROBABILITY: Mapping[str, float] = types.MappingProxyType({"least": 0, "below": 1})
+"""Ranges, for `checked` and `check_fields`."""
+
+_MOST_FLOAT = sys.float_info.max
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Check = Callable[[str, Any], Any]
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -23,26 +46,32 @@ def check_flag(name: str, value: Any) -> bool:
     TypeError: is_causal must be True or False, got 'no'
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
-def check_whole(name: str, value: Any, *, least: int | None = None, most: int | None = None) -> int:
+def check_whole(name: str, value: Any, *, least: float | None = None, most: float | None = None) -> int:
     """A whole number, also of NumPy's or PyTorch's integer types; `True` is none.
 
     >>> check_whole("num_heads", 0, least=1)
     Traceback (most recent call last):
     ValueError: num_heads must be a whole number of at least 1, got 0
     """
-    rule = f"{name} must be a whole number{_range(least, most)}"
-    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.dim() or value.is_floating_point())):
-        raise TypeError(f"{rule}, got {_shown(value)}")
-    try:
-        whole = index(value)
-    except TypeError:
-        raise TypeError(f"{rule}, got {_shown(value)}") from None
-    if (least is not None and whole < least) or (most is not None and whole > most):
-        raise ValueError(f"{rule}, got {whole}")
+    whole: Any
+    # A size that `torch.compile` leaves open stays open: `index` would fix its value.
+    if type(value) is int or isinstance(value, torch.SymInt):
+        whole = value
+    elif isinstance(value, bool) or (isinstance(value, Tensor) and (value.dim() or not _holds_integers(value))):
+        raise TypeError(f"{name} must be a whole number{_range(least, most)}, got {shown(value)}")
+    else:
+        try:
+            whole = index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be a whole number{_range(least, most)}, got {shown(value)}") from None
+    if least is not None and whole < least:
+        raise ValueError(f"{name} must be a whole number{_range(least, most)}, got {shown(whole)}")
+    if most is not None and whole > most:
+        raise ValueError(f"{name} must be a whole number of at most {most}, got {shown(whole)}")
     return whole
 
 
@@ -50,25 +79,38 @@ def check_number(
     name: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None,
     most: float | None = None,
 ) -> float:  # fmt: skip
-    """A finite number.
+    """A finite number; also infinity if that is the most.
 
     >>> check_number("dropout", 1.5, least=0, below=1)
     Traceback (most recent call last):
     ValueError: dropout must be a finite number of at least 0 and below 1, got 1.5
     """
-    rule = f"{name} must be a finite number{_range(least, most, above, below)}"
-    if isinstance(value, (bool, str, Tensor)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{rule}, got {_shown(value)}")
+    if not isinstance(value, (int, float, str, bytes, Tensor)):
+        with contextlib.suppress(TypeError, ValueError):
+            value = float(value)  # of NumPy's types
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a finite number{_range(least, most, above, below)}, got {shown(value)}")
     inside = (
-        math.isfinite(value)
+        (-_MOST_FLOAT <= value <= _MOST_FLOAT or (most is not None and value == most))
         and (least is None or value >= least)
         and (above is None or value > above)
         and (below is None or value < below)
         and (most is None or value <= most)
     )
     if not inside:
-        raise ValueError(f"{rule}, got {value!r}")
+        raise ValueError(f"{name} must be a finite number{_range(least, most, above, below)}, got {shown(value)}")
     return value
+
+
+def check_divides(name: str, divisor: int, of: str, number: int) -> None:
+    """Refuse a divisor that leaves a remainder; both are at least 1.
+
+    >>> check_divides("num_heads", 3, "embed_dim", 32)
+    Traceback (most recent call last):
+    ValueError: num_heads must divide embed_dim, got num_heads=3 and embed_dim=32
+    """
+    if number % divisor:
+        raise ValueError(f"{name} must divide {of}, got {name}={divisor} and {of}={number}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
@@ -78,9 +120,9 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     ValueError: scheme must be one of gather, ring; got 'rnig'
     """
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {', '.join(choices)}; got {_shown(value)}")
+        raise TypeError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
     return value
 
 
@@ -92,7 +134,7 @@ def check_tensor(name: str, value: Any) -> Tensor:
     TypeError: query must be a tensor, got a list
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {_shown(value)}")
+        raise TypeError(f"{name} must be a tensor, got {shown(value)}")
     if value.is_nested:
         raise TypeError(
             f"{name} must be a dense tensor, got a nested one: pack its rows into a single row of the batch "
@@ -103,28 +145,243 @@ def check_tensor(name: str, value: Any) -> Tensor:
 
 def check_module(name: str, value: Any) -> nn.Module:
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{name} must be a torch.nn.Module, got {_shown(value)}")
+        raise TypeError(f"{name} must be a torch.nn.Module, got {shown(value)}")
     return value
 
 
-def check_instance(name: str, value: Any, kind: type) -> Any:
+def check_instance(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {_shown(value)}")
+        raise TypeError(f"{name} must be {_with_article(kind.__name__)}, got {shown(value)}")
     return value
+
+
+def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence[Any]:
+    """A list, tuple, range or array, of which `each` checks the entries.
+
+    >>> check_sequence("rows", [0, 1.5], check_whole)
+    Traceback (most recent call last):
+    TypeError: rows[1] must be a whole number, got 1.5
+    """
+    scalar = isinstance(value, Tensor) and not value.dim()
+    if isinstance(value, (str, bytes, Mapping)) or scalar or not isinstance(value, Collection):
+        raise TypeError(f"{name} must be a sequence such as a list or a tuple, got {shown(value)}")
+    if each is None:
+        return value  # type: ignore[return-value]
+    checked_entries = [each(f"{name}[{i}]", one) for i, one in enumerate(value)]
+    return tuple(checked_entries) if isinstance(value, tuple) else checked_entries
+
+
+def _check_iterable(name: str, value: Any) -> Any:
+    if not isinstance(value, Iterable) or (isinstance(value, Tensor) and not value.dim()):
+        raise TypeError(f"{name} must be something to iterate over, got {shown(value)}")
+    return value
+
+
+def _check_hashable(name: str, value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{name} must be hashable, such as a string or a tuple, got {shown(value)}") from None
+    return value
+
+
+def check_device(name: str, value: Any) -> torch.device:
+    """
+    >>> check_device("device", "gpu")
+    Traceback (most recent call last):
+    ValueError: device must be a device of PyTorch such as 'cpu' or 'cuda:0', got 'gpu'
+    """
+    if not isinstance(value, (str, torch.device)):
+        raise TypeError(f"{name} must be a device of PyTorch such as 'cpu' or 'cuda:0', got {shown(value)}")
+    try:
+        return torch.device(value)
+    except RuntimeError:
+        rule = f"{name} must be a device of PyTorch such as 'cpu' or 'cuda:0'"
+        raise ValueError(f"{rule}, got {shown(value)}") from None
+
+
+def checked(**ranges: Mapping[str, float]) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Check every argument of a function by its annotation; `ranges` are those of numbers, by the argument's name.
+
+    What an annotation does not tell (`Any`, classes that are imported for type checkers only) is left unchecked.
+
+    >>> @checked(heads={"least": 1})
+    ... def attend(heads: int, is_causal: bool = False) -> int: ...
+    >>> attend(4, is_causal=1)
+    Traceback (most recent call last):
+    TypeError: is_causal must be True or False, got 1
+    """
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        parameters = inspect.signature(function).parameters.values()
+        single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        stated = [p for p in single if p.annotation is not p.empty]
+        positional = [p.name for p in single if p.kind is not p.KEYWORD_ONLY]
+
+        @functools.cache  # on first use: an annotation may name a class that is defined further below
+        def checks() -> dict[str, Check]:
+            return _checks({p.name: p.annotation for p in stated}, vars(sys.modules[function.__module__]), ranges)
+
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            by_name = checks()
+            taken: list[Any] = list(args)
+            for i, name in enumerate(positional[: len(taken)]):
+                if name in by_name:
+                    taken[i] = by_name[name](name, taken[i])
+            named = {name: by_name[name](name, one) if name in by_name else one for name, one in kwargs.items()}
+            return function(*taken, **named)  # type: ignore[arg-type]
+
+        return call
+
+    return decorate
+
+
+def check_fields(instance: Any, **ranges: Mapping[str, float]) -> None:
+    """Check every field of a dataclass by its annotation, as `checked` does, and keep the value that the check returns.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Sizes:
+    ...     heads: int = 1
+    ...     def __post_init__(self) -> None:
+    ...         check_fields(self, heads={"least": 1})
+    >>> Sizes(heads=0)
+    Traceback (most recent call last):
+    ValueError: heads must be a whole number of at least 1, got 0
+    """
+    for name, check in _checks_of_fields(type(instance), tuple(ranges.items())).items():
+        object.__setattr__(instance, name, check(name, getattr(instance, name)))
+
+
+def _checks_of_fields(kind: Any, ranges: tuple[tuple[str, Mapping[str, float]], ...]) -> dict[str, Check]:
+    known = _of_fields.get(kind)
+    if known is None:
+        annotations = {field.name: field.type for field in dataclasses.fields(kind)}
+        known = _of_fields[kind] = _checks(annotations, vars(sys.modules[kind.__module__]), dict(ranges))
+    return known
+
+
+_of_fields: dict[type, dict[str, Check]] = {}
+
+
+def _checks(annotations: Mapping[str, Any], names: dict[str, Any], ranges: Mapping[str, Any]) -> dict[str, Check]:
+    found = {}
+    for name, annotation in annotations.items():
+        try:
+            kind = eval(annotation, names) if isinstance(annotation, str) else annotation
+        except NameError:  # imported for type checkers only
+            continue
+        check = _check_for(kind, ranges.get(name, {}))
+        if check is not None:
+            found[name] = check
+    return found
+
+
+def _check_for(kind: Any, limits: Mapping[str, float] = types.MappingProxyType({})) -> Check | None:
+    """The check of an annotation; None where anything goes."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if isinstance(kind, TypeVar):
+        return None if kind.__bound__ is None else _check_for(kind.__bound__)
+    if kind in (int, float):
+        check: Callable[..., Any] = check_whole if kind is int else check_number
+        return functools.partial(check, **limits)
+    if kind in _CHECKS:
+        return _CHECKS[kind]
+    if origin is Literal:
+        return lambda name, value: check_choice(name, value, parts)
+    if origin in (Union, types.UnionType):
+        return _check_for_union(parts, limits)
+    if origin in (Sequence, list, tuple):
+        each = _check_for(parts[0], limits)
+        as_tuple = origin is tuple and parts[-1:] == (...,)
+        if origin is tuple and not as_tuple:
+            return functools.partial(check_instance, kind=tuple)
+        return lambda name, value: (tuple if as_tuple else _same)(check_sequence(name, value, each))
+    if origin is Iterable:
+        return _check_iterable
+    if origin in (Mapping, dict, Callable):
+        return functools.partial(check_instance, kind=origin)
+    if isinstance(kind, type) and not getattr(kind, "_is_protocol", False) and kind is not object:
+        return functools.partial(check_instance, kind=kind)
+    return None
+
+
+def _check_for_union(parts: tuple[Any, ...], limits: Mapping[str, float]) -> Check | None:
+    rest = [part for part in parts if part is not types.NoneType]
+    if {*rest} >= {torch.device, str}:
+        check: Check | None = check_device
+    elif len(rest) == 1:
+        check = _check_for(rest[0], limits)
+    else:
+        check = _check_for_any([(part, _check_for(part, limits)) for part in rest])
+    if check is None or len(rest) == len(parts):
+        return check
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _check_for_any(kinds: list[tuple[Any, Check | None]]) -> Check | None:
+    """The first check of several that knows a value's kind."""
+    # Sequences last: a tensor is one too, and means itself where both are taken.
+    tried = sorted(
+        ((kind, check) for kind, check in kinds if check is not None), key=lambda one: get_origin(one[0]) is Sequence
+    )
+    if len(tried) < len(kinds):
+        return None
+    words = " or ".join(_words(kind) for kind, _ in kinds)
+
+    def check(name: str, value: Any) -> Any:
+        error: type[Exception] = TypeError
+        for kind, one in tried:
+            try:
+                return one(name, value)
+            except TypeError:
+                continue
+            except ValueError:
+                if get_origin(kind) is not Literal:
+                    raise
+                error = ValueError
+        raise error(f"{name} must be {words}, got {shown(value)}")
+
+    return check
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _WORDS.get(kind) or _with_article((get_origin(kind) or kind).__name__)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_CHECKS: dict[Any, Check] = {Hashable: _check_hashable, bool: check_flag, Tensor: check_tensor, nn.Module: check_module}
+_WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a string"}
+
+
+def _holds_integers(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
 
 
 def _range(least: float | None, most: float | None, above: float | None = None, below: float | None = None) -> str:
-    bounds = [("of at least", least), ("above", above), ("of at most", most), ("below", below)]
+    # A limit that only an absurd value meets would distract from the rule.
+    most = None if most is not None and most >= MOST_ENTRIES else most
+    bounds = [("of at least", least), ("above", above), ("at most", most), ("below", below)]
     stated = [f"{words} {bound}" for words, bound in bounds if bound is not None]
     return " " + " and ".join(stated) if stated else ""
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as an error shows it: large ones by their type."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a whole number of {value.bit_length()} bits"  # Python refuses to print the longest
     if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device)):
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:77]}..."
-    article = "an" if type(value).__name__[0].lower() in "aeiou" else "a"
-    return f"{article} {type(value).__name__}"
+    return _with_article(type(value).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import check_tensor
+
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """The partial over both sets of pairs. `out` is `(..., D)`, `lse` is `(...)`; differentiable.
@@ -17,6 +19,15 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     >>> out, lse
     (tensor([[1., 1.]]), tensor([0.5000]))
     """
+    partials = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    for name, x in partials.items():
+        if not check_tensor(name, x).is_floating_point():
+            raise TypeError(f"{name} must hold floating-point numbers, got {x.dtype}")
+        if x.device != out_a.device:
+            raise ValueError(f"partials must share a device, got {out_a.device} and {name} on {x.device}")
+    if not (out_a.dim() and out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1]):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in partials.items())
+        raise ValueError(f"out must be (..., D) and lse (...), alike in both partials, got {shapes}")
     weight, lse = _weigh(lse_a, lse_b)
     return torch.lerp(out_a.to(lse.dtype), out_b.to(lse.dtype), weight).to(out_a.dtype), lse
 

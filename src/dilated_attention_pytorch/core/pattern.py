@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_divides, checked
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
 
@@ -53,13 +54,19 @@ def on_grid(branch: Branch, offset: int | None, positions: Tensor) -> Tensor:
     return (positions % branch.segment_length) % branch.dilation_rate == offset
 
 
+@checked(offset=SIZE)
 def visible(branch: Branch, offset: int | None, i: Tensor, j: Tensor, *, is_causal: bool = False) -> Tensor:
     """Whether query position `i` sees key position `j` in this branch; broadcasts over `i` and `j`."""
+    try:
+        torch.broadcast_shapes(i.shape, j.shape)
+    except RuntimeError:
+        raise ValueError(f"i and j must broadcast together, got {tuple(i.shape)} and {tuple(j.shape)}") from None
     sees = on_grid(branch, offset, i) & on_grid(branch, offset, j)
     sees = sees & (i // branch.segment_length == j // branch.segment_length)
     return sees & (j <= i) if is_causal else sees
 
 
+@checked(n=SIZE)
 def dense_mask(
     spec: DilatedSpec, offsets: OffsetTable, n: int, *, is_causal: bool = False, device: torch.device | None = None
 ) -> Tensor:
@@ -72,6 +79,7 @@ def dense_mask(
             [1, 0, 2, 1],
             [0, 0, 1, 1]])
     """
+    _check_table(spec, offsets)
     i = torch.arange(n, device=device)[:, None]
     j = torch.arange(n, device=device)[None, :]
     return torch.stack(
@@ -82,8 +90,10 @@ def dense_mask(
     )
 
 
+@checked(n=SIZE)
 def covered_rows(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Tensor:
     """`(n, heads)` bool: whether any branch covers row `p` of head `h`."""
+    _check_table(spec, offsets)
     positions = torch.arange(n)
     per_branch = [
         torch.stack([on_grid(branch, offset, positions) for offset in row], dim=-1)
@@ -92,6 +102,16 @@ def covered_rows(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Tensor:
     return torch.stack(per_branch).any(0)
 
 
+def _check_table(spec: DilatedSpec, offsets: OffsetTable) -> None:
+    """Refuse an offset table that is none of the spec's."""
+    if len(offsets) != len(spec.branches) or len({len(row) for row in offsets}) != 1 or not offsets[0]:
+        raise ValueError(
+            f"offsets must have {len(spec.branches)} rows, one per branch, with one entry per head: make them with "
+            "spec.offsets(heads)"
+        )
+
+
+@checked(heads=COUNT, n=COUNT)
 def uncovered_share(spec: DilatedSpec, heads: int | None = None, n: int | None = None) -> float:
     """The share of (row, head) pairs that no branch covers; by default over one cycle of heads and the longest segment.
 
@@ -105,6 +125,7 @@ def uncovered_share(spec: DilatedSpec, heads: int | None = None, n: int | None =
     return 1.0 - covered_rows(spec, spec.offsets(heads), n).double().mean().item()
 
 
+@checked(n=SIZE, offset=SIZE, start=SIZE, stop=SIZE)
 def visible_pairs(
     branch: Branch, offset: int | None, n: int, *, is_causal: bool = False, start: int = 0, stop: int | None = None
 ) -> int:
@@ -133,6 +154,7 @@ def visible_pairs(
     return before(n if stop is None else stop) - before(start)
 
 
+@checked(n=SIZE, heads=COUNT, head_dim=COUNT, kv_heads=COUNT)
 def forward_flops(
     spec: DilatedSpec, n: int, heads: int, head_dim: int, *, kv_heads: int | None = None, is_causal: bool = False
 ) -> int:
@@ -141,6 +163,7 @@ def forward_flops(
     The backward pass takes 2.5 times as many.
     """
     kv_heads = heads if kv_heads is None else kv_heads
+    check_divides("kv_heads", kv_heads, "heads", heads)
     pairs = sum(
         visible_pairs(branch, offset, n, is_causal=is_causal)
         for branch, row in zip(spec.branches, spec.offsets(kv_heads))
@@ -149,6 +172,7 @@ def forward_flops(
     return 4 * pairs * head_dim * (heads // kv_heads)
 
 
+@checked(tokens=SIZE, heads=COUNT, head_dim=COUNT, kv_heads=COUNT, itemsize=COUNT)
 def training_bytes(tokens: int, heads: int, head_dim: int, *, kv_heads: int | None = None, itemsize: int = 2) -> int:
     """Bytes that forward and backward must hold at once: q, k, v, out, their gradients, and lse and delta in float32.
 

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, allowed_pairs
+from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.spans import documents
 from dilated_attention_pytorch.core.spec import Problem
 
 
+@checked()
 def reference_forward(
     query: Tensor,
     key: Tensor,
@@ -33,6 +35,17 @@ def reference_forward(
 
     With a block layout, which knows whole rows only, a row sees what its kept tiles show.
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4 or x.is_complex() or x.shape[:2] != query.shape[:2] or x.shape[3] != query.shape[3]:
+            raise ValueError(
+                f"query, key and value must be real and (batch, tokens, heads, head_dim), alike but for the heads, got "
+                f"{name} {x.dtype} {tuple(x.shape)}"
+            )
+    if not key.shape[2] == value.shape[2] or not key.shape[2] or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"the key/value heads must divide the query heads, got {query.shape[2]} heads, {key.shape[2]} of keys and "
+            f"{value.shape[2]} of values"
+        )
     B, N, H, D = query.shape
     query, key, value = (x.double() for x in (query, key, value))
     out = query.new_zeros(B, N, H, D)

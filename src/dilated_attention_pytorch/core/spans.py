@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole, shown
 from dilated_attention_pytorch.core.pattern_cache import Remembers
 
 
@@ -31,6 +32,11 @@ def document_spans(
     tensor([[2, 5],
             [0, 4]])
     """
+    if not torch.compiler.is_compiling():  # there a limit would become a constraint on the shapes
+        check_whole("batch", batch, least=0, most=MOST_TOKENS)
+        check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
+        if cache is not None and not hasattr(cache, "remember"):
+            raise TypeError(f"cache must be a PatternCache, got {shown(cache)}")
     stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask, "spans": spans}
     given = {kind: value for kind, value in stated.items() if value is not None}
     if not given:
@@ -38,8 +44,7 @@ def document_spans(
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both state the lengths: pass one of them")
     kind, value = next(iter(given.items()))
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{kind} must be a tensor, got {type(value).__name__}")
+    check_tensor(kind, value)
     if tokens == 0:
         raise ValueError("an empty sequence has nothing to attend to: there are 0 tokens")
     if kind == "key_padding_mask":
@@ -47,30 +52,41 @@ def document_spans(
             raise ValueError(
                 f"key_padding_mask must be (batch, tokens) = ({batch}, {tokens}), got {tuple(value.shape)}"
             )
-    elif value.is_floating_point() or value.dtype == torch.bool:
-        raise TypeError(f"{kind} must hold whole numbers, got {value.dtype}")
-    elif kind == "seqlens" and value.shape != (batch,):
+    else:
+        _check_whole_numbers(kind, value)
+    if kind == "seqlens" and value.shape != (batch,):
         raise ValueError(f"seqlens must be (batch,) = ({batch},), got {tuple(value.shape)}")
-    elif kind == "cu_seqlens" and (value.dim() != 1 or value.shape[0] < 2):
+    if kind == "cu_seqlens" and (value.dim() != 1 or value.shape[0] < 2):
         raise ValueError(f"cu_seqlens must be (documents + 1,) with at least one document, got {tuple(value.shape)}")
-    elif kind == "cu_seqlens" and batch != 1:
+    if kind == "cu_seqlens" and batch != 1:
         raise ValueError(
             f"cu_seqlens packs documents into one row, got batch {batch}: "
             "flatten the batch with x.flatten(0, 1)[None], or state seqlens"
         )
-    elif kind == "spans" and (value.dim() != 2 or value.shape[1] != 2 or (batch > 1 and value.shape[0] != batch)):
-        raise ValueError(
-            f"spans must be (documents, 2), one document a row when there are several rows; "
-            f"got {tuple(value.shape)} for batch {batch}: make them with document_spans"
-        )
     if kind == "spans":
-        return value
+        return check_spans(value, batch)
     if cache is None:
         return checked_spans(value, kind, tokens)
     # Found by content, on a GPU too: to read them is what checking them waits for in any case.
     mask = kind == "key_padding_mask"
     key = () if mask else (kind, tokens, value.device, tuple(value.tolist()))
     return cache.remember("padding mask" if mask else "lengths", key, lambda: _lasting(value, kind, tokens))
+
+
+def check_spans(spans: Tensor, batch: int) -> Tensor:
+    """Refuse what `document_spans` cannot have made for rows of this number."""
+    _check_whole_numbers("spans", check_tensor("spans", spans))
+    if spans.dim() != 2 or spans.shape[1] != 2 or (batch > 1 and spans.shape[0] != batch):
+        raise ValueError(
+            f"spans must be (documents, 2), one document per row when there are several rows; "
+            f"got {tuple(spans.shape)} for batch {batch}: make them with document_spans"
+        )
+    return spans
+
+
+def _check_whole_numbers(name: str, x: Tensor) -> None:
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must hold whole numbers, got {x.dtype}")
 
 
 def _lasting(lengths: Tensor, kind: str, tokens: int) -> Tensor:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Literal, get_args
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.checks import (
+    MOST_ENTRIES,
+    MOST_TOKENS,
+    check_choice,
+    check_instance,
+    check_sequence,
+    check_whole,
+)
 from dilated_attention_pytorch.core.reach import branches_for, refuse_grouped, warn_once
 
 HeadLayout = Literal["interleaved", "blocked", "grouped"]
@@ -31,14 +38,7 @@ class Branch:
 
     def __post_init__(self) -> None:
         for name in ("segment_length", "dilation_rate"):
-            value = getattr(self, name)
-            try:
-                whole = index(value)
-            except TypeError:
-                raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-            if isinstance(value, bool) or whole < 1:
-                raise ValueError(f"{name} must be at least 1, got {value!r}")
-            object.__setattr__(self, name, whole)
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), least=1, most=MOST_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class DilatedSpec:
     head_layout: HeadLayout = "interleaved"
 
     def __post_init__(self) -> None:
+        for i, branch in enumerate(check_sequence("branches", self.branches)):
+            check_instance(f"branches[{i}]", branch, Branch)
+        check_choice("head_layout", self.head_layout, HEAD_LAYOUTS)
         object.__setattr__(self, "branches", tuple(self.branches))
         if not self.branches:
             raise ValueError("a dilated attention needs a branch: segment_lengths and dilation_rates are empty")
-        if self.head_layout not in HEAD_LAYOUTS:
-            raise ValueError(f"head_layout must be one of {', '.join(HEAD_LAYOUTS)}, got {self.head_layout!r}")
         if all(branch.dilation_rate > 1 for branch in self.branches):
             warn_once(self, "rows", self._uncovered)
 
@@ -73,8 +74,7 @@ class DilatedSpec:
     ) -> DilatedSpec:
         """The spec of two lists of equal length, paired in order."""
         for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-            if isinstance(values, (int, str)) or not hasattr(values, "__len__"):
-                raise TypeError(f"{name} must be a sequence of whole numbers such as [2048, 4096], got {values!r}")
+            check_sequence(name, values)
         if len(segment_lengths) != len(dilation_rates):
             raise ValueError(
                 f"segment_lengths and dilation_rates must pair up, got {len(segment_lengths)} lengths "
@@ -113,7 +113,9 @@ class DilatedSpec:
 
         Under head sharding `first` is the global index of the first head and `total` the global number of heads.
         """
-        total = heads if total is None else total
+        check_whole("heads", heads, least=0, most=MOST_ENTRIES)
+        total = heads if total is None else check_whole("total", total, least=0, most=MOST_TOKENS)
+        check_whole("first", first)
         if not 0 <= first <= total - heads:
             raise ValueError(
                 f"heads [{first}, {first + heads}) do not lie within the {total} heads in all: "
@@ -125,10 +127,10 @@ class DilatedSpec:
         if self.head_layout == "blocked":
             return tuple(tuple(h // math.ceil(total / branch.dilation_rate) for h in mine) for branch in self.branches)
         small, larger = divmod(total, len(self.branches))
-        sizes = [small + (g < larger) for g in range(len(self.branches))]
-        owner = [g for g, size in enumerate(sizes) for _ in range(size)]
+        # The first `larger` groups have one head more than the others.
+        first_of_group = [g * small + min(g, larger) for g in range(len(self.branches) + 1)]
         return tuple(
-            tuple(g % branch.dilation_rate if owner[h] == g else None for h in mine)
+            tuple(g % branch.dilation_rate if h in range(*first_of_group[g : g + 2]) else None for h in mine)
             for g, branch in enumerate(self.branches)
         )
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
+from dilated_attention_pytorch.core.checks import check_choice, check_device
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.kernels import vendor
 
@@ -49,8 +50,7 @@ def _tell_choice(backend: str, device: torch.device, dtype: torch.dtype, head_di
 
 
 def check_backend(backend: str) -> None:
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    check_choice("backend", backend, ("auto", *BACKENDS))
 
 
 def why_not(
@@ -78,9 +78,8 @@ def backends(device: torch.device | str | None = None) -> dict[str, str]:
     >>> backends("cpu")["eager"]
     'available'
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    reasons = {name: why_not(name, torch.device(device), torch.bfloat16, 64) for name in BACKENDS}
+    place = check_device("device", ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    reasons = {name: why_not(name, place, torch.bfloat16, 64) for name in BACKENDS}
     return {name: "available" if reason is None else reason for name, reason in reasons.items()}
 
 

@@ -134,7 +134,9 @@ class PaddedAttention(DilatedAttention):
         """The partial of some branches, their keys of zeros included; under causality no real row sees any."""
         out, lse = self._call(query, key, value, branches, is_causal)
         zeros = None if is_causal else self._zero_keys.logs(branches, query.shape[1], query.shape[2], lse)
-        return (out, lse) if zeros is None else merge(out, lse, out.new_zeros(()), zeros.expand(lse.shape))
+        return (
+            (out, lse) if zeros is None else merge(out, lse, out.new_zeros(()).expand_as(out), zeros.expand(lse.shape))
+        )
 
     def _moved(
         self, query: Tensor, key: Tensor, value: Tensor, branch: Branch, is_causal: bool
