@@ -352,7 +352,7 @@ def test_a_rewind_past_what_was_overwritten_names_the_branch_and_the_way_out() -
         cache.rewind(3)
     with pytest.raises(ValueError, match="has 9 tokens to rewind, got 10"):
         cache.rewind(10)
-    with pytest.raises(TypeError, match="whole numbers"):
+    with pytest.raises(TypeError, match="a whole number"):
         cache.rewind(1.5)
     assert cache.lengths.tolist() == [9, 9]
     cache.rewind(1)  # to where a segment of 4 begins: nothing of it is needed

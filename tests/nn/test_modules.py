@@ -280,7 +280,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         module(x, x[:, :5], x[:, :5])
     with pytest.raises(ValueError, match=r"query must be \(batch, tokens, 16\)"):
         module(x[..., :8], x, x)
-    with pytest.raises(ValueError, match="num_heads must divide embed_dim, got embed_dim=16, num_heads=3"):
+    with pytest.raises(ValueError, match="num_heads must divide embed_dim, got num_heads=3 and embed_dim=16"):
         MultiheadDilatedAttention(16, 3, **SPEC)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.checks import PROBABILITY, check_flag, check_instance, check_tensor, checked
 from dilated_attention_pytorch.core.memory_pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import PatternCache, get_global_pattern_cache
 from dilated_attention_pytorch.core.profile import Profile
@@ -55,6 +56,7 @@ class DilatedAttention(nn.Module):
     _place: Tensor | None
     sparse_config: SparsePatternConfig | None = None  # all tiles are kept, unless a subclass says otherwise
 
+    @checked(attention_dropout=PROBABILITY)
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -74,8 +76,6 @@ class DilatedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {attention_dropout}")
         if lightweight_pool and not enable_memory_pool:
             raise ValueError("lightweight_pool chooses the kind of pool: pass enable_memory_pool=True with it")
         check_backend(backend)
@@ -151,6 +151,8 @@ class DilatedAttention(nn.Module):
     ) -> Tensor:
         """`(B, N, H, D)` from query `(B, N, H, D)` and key, value `(B, N, Hkv, D)`."""
         refuse_dense_mask(attn_mask)
+        check_flag("is_causal", is_causal)
+        check_tensor("query", query)
         self._check_place(query)
         whole = seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None
         if not whole and query.dim() == 4:
@@ -212,6 +214,7 @@ class DilatedAttention(nn.Module):
 
     def attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: DilatedKVCache) -> Tensor:
         """The causal rows `(B, m, H, D)` of the next `m` tokens of the cache's rows, which it has when this returns."""
+        check_instance("cache", cache, DilatedKVCache)
         if type(self).attend is not DilatedAttention.attend:
             raise ValueError(
                 f"a cache serves whole rows on one device, which {type(self).__name__} does not compute: "
@@ -250,6 +253,7 @@ class DilatedAttention(nn.Module):
 class ImprovedDilatedAttention(DilatedAttention):
     """`DilatedAttention` that uses TF32 for float32 on GPUs that have it, unless `use_tf32=False`."""
 
+    @checked(dropout=PROBABILITY)
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.checks import PROBABILITY, checked
 from dilated_attention_pytorch.functional import check_sparse_config
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
@@ -29,6 +30,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
     torch.Size([1, 300, 4, 8])
     """
 
+    @checked(dropout=PROBABILITY)
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
-from dilated_attention_pytorch.core.checks import check_choice, check_whole
+from dilated_attention_pytorch.core.checks import check_choice, check_sequence, check_whole
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.block_sparse import (
@@ -104,14 +104,13 @@ def _type_of(args: tuple[Any, ...], settings: dict[str, Any]) -> tuple[str, tupl
 def _chosen(
     name: str, pattern: tuple[Any, ...], sequence_length: int | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    tokens = (
-        settings.get("max_length")
-        if sequence_length is None
-        else check_whole("sequence_length", sequence_length, least=1)
-    )
-    if tokens is None:
-        segments = pattern[0] if pattern else settings.get("segment_lengths", ())
-        tokens = max(segments, default=1) if isinstance(segments, Sequence) else 1
+    if sequence_length is not None:
+        tokens = check_whole("sequence_length", sequence_length, least=1)
+    elif settings.get("max_length") is not None:
+        tokens = check_whole("max_length", settings["max_length"], least=1)
+    else:
+        segments = pattern[0] if pattern else settings.get("segment_lengths")
+        tokens = 1 if segments is None else max(check_sequence("segment_lengths", segments, check_whole), default=1)
     pool = settings.get("lightweight_pool") or tokens >= POOL_FROM_TOKENS
     chosen = {"enable_memory_pool": bool(pool)}
     if name in ("standard", "improved"):  # layouts and schedules of the others cost more than a search at any length

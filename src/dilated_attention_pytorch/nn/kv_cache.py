@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    MOST_TOKENS,
+    SIZE,
+    check_divides,
+    check_instance,
+    check_tensor,
+    check_whole,
+    checked,
+)
 from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
@@ -47,6 +57,15 @@ class DilatedKVCache:
     (tensor([100]), 8256)
     """
 
+    @checked(
+        batch=COUNT,
+        num_heads=COUNT,
+        head_dim=COUNT,
+        num_kv_heads=COUNT,
+        rewindable=SIZE,
+        head_offset=SIZE,
+        total_heads=COUNT,
+    )
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -65,13 +84,7 @@ class DilatedKVCache:
         device: torch.device | str | None = None,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if min(batch, num_heads, head_dim, num_kv_heads) < 1 or rewindable < 0:
-            raise ValueError(
-                "batch, num_heads, head_dim and num_kv_heads must be at least 1 and rewindable at least 0, "
-                f"got {batch}, {num_heads}, {head_dim}, {num_kv_heads} and {rewindable}"
-            )
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         self.spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
         self.batch, self.num_heads, self.num_kv_heads, self.head_dim = batch, num_heads, num_kv_heads, head_dim
         self.head_offset, self.total_heads = head_offset, total_heads
@@ -101,6 +114,7 @@ class DilatedKVCache:
         if padding is None:
             self.lengths.zero_()
         else:
+            check_tensor("padding", padding)
             counts = padding.shape == (self.batch,) and not padding.is_floating_point() and padding.dtype != torch.bool
             if not counts or bool((padding < 0).any()):
                 raise ValueError(
@@ -115,7 +129,7 @@ class DilatedKVCache:
 
     def go_on_from(self, tokens: int) -> None:
         """Let the next token of every row come after so many, as a model that counts them says."""
-        every = (tokens,) * self.batch
+        every = (check_whole("tokens", tokens, least=0, most=MOST_TOKENS),) * self.batch
         if self.known_lengths == every:
             return
         self.lengths.fill_(tokens)
@@ -137,6 +151,7 @@ class DilatedKVCache:
 
         `key` and `value` are `(B, m, Hkv, D)`; `m` is 1, or any number of tokens of a prompt.
         """
+        check_instance("resources", resources, Resources)
         query, key, value = autocast_inputs(query, key, value)
         problem = checked_problem(
             query, key, value, self.spec.segment_lengths, self.spec.dilation_rates, self.spec.head_layout, True, scale,
@@ -179,6 +194,8 @@ class DilatedKVCache:
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
+        if not isinstance(tokens, Tensor):
+            check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
         back = torch.as_tensor(tokens, device=self.lengths.device)
         if back.is_floating_point() or back.dtype == torch.bool:
             raise TypeError(f"rewind takes whole numbers of tokens, got {back.dtype}")
@@ -202,7 +219,7 @@ class DilatedKVCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Let row `b` continue what row `rows[b]` has been, as beam search does; in place."""
-        if rows.shape != (self.batch,) or rows.is_floating_point() or rows.dtype == torch.bool:
+        if check_tensor("rows", rows).shape != (self.batch,) or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(
                 f"reorder takes the ({self.batch},) rows to continue from, got {rows.dtype} {tuple(rows.shape)}"
             )

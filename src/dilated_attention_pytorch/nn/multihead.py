@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import check_flag
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    NOT_NEGATIVE,
+    PROBABILITY,
+    check_divides,
+    check_flag,
+    check_tensor,
+    checked,
+)
 from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
@@ -56,6 +64,14 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     k_proj: nn.Linear
     v_proj: nn.Linear
 
+    @checked(
+        embed_dim=COUNT,
+        num_heads=COUNT,
+        num_kv_heads=COUNT,
+        dropout=PROBABILITY,
+        layer_norm_eps=NOT_NEGATIVE,
+        gamma_init=NOT_NEGATIVE,
+    )
     def __init__(
         self,
         embed_dim: int,
@@ -77,10 +93,8 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads must divide embed_dim, got embed_dim={embed_dim}, num_heads={num_heads}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
+        check_divides("num_heads", num_heads, "embed_dim", embed_dim)
+        check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -181,7 +195,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         inputs are the next tokens of its rows. Weights would take O(N^2) memory, so `need_weights=True` is refused;
         `average_attn_weights` only concerns them.
         """
-        if need_weights:
+        if check_flag("need_weights", need_weights):
             raise ValueError(
                 "attention weights take O(N^2) memory and are not returned: pass need_weights=False; "
                 "functional.attention_rows gives those of some rows"
@@ -241,7 +255,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         rows = "batch, tokens" if self.batch_first else "tokens, batch"
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
+            if check_tensor(name, x).dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
                 raise ValueError(
                     f"{name} must be ({rows}, {self.embed_dim}), got {tuple(x.shape)}; "
                     "for (batch, tokens, heads, head_dim) use DilatedAttention"
@@ -263,6 +277,7 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     TF32 here concerns the attention products; the projections follow `torch.set_float32_matmul_precision`.
     """
 
+    @checked()
     def __init__(
         self,
         embed_dim: int,

@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.spans import document_positions, document_spans
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    MOST_TOKENS,
+    POSITIVE,
+    check_device,
+    check_instance,
+    check_tensor,
+    check_whole,
+    checked,
+)
+from dilated_attention_pytorch.core.spans import check_spans, document_positions, document_spans
 
 
 class Rotation(NamedTuple):
@@ -36,6 +46,7 @@ class RotaryPositions(nn.Module):
     torch.Size([1, 5, 4])
     """
 
+    @checked(head_dim=COUNT, base=POSITIVE)
     def __init__(self, head_dim: int, *, base: float = 10_000.0) -> None:
         super().__init__()
         if head_dim % 2:
@@ -56,14 +67,22 @@ class RotaryPositions(nn.Module):
 
         The positions are those from `first` on, in a row of which the tokens are a part.
         """
+        if not torch.compiler.is_compiling():  # there a limit would become a constraint on the shapes
+            for name, count in (("batch", batch), ("tokens", tokens), ("first", first)):
+                check_whole(name, count, least=0, most=MOST_TOKENS)
+            if device is not None:
+                check_device("device", device)
         if spans is None:
             positions = torch.arange(first, first + tokens, device=device)[None]
         else:
+            check_spans(spans, batch)
             positions = document_positions(spans, batch, tokens, first)
         return self.of(positions)
 
     def of(self, positions: Tensor) -> Rotation:
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device)
+        """The rotation of positions `(1 or B, N)`."""
+        device = check_tensor("positions", positions).device
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
         angles = positions.double().unsqueeze(-1) * self.base ** (-pairs / self.head_dim)
         return Rotation(angles.cos().float(), angles.sin().float())
 
@@ -78,6 +97,7 @@ class XPosPositions(RotaryPositions):
     Only rows of one segment see each other, so `p` is taken modulo `period`, a common multiple of the segment lengths.
     """
 
+    @checked(head_dim=COUNT, period={"least": 1}, base=POSITIVE, scale_base=POSITIVE, gamma=POSITIVE)
     def __init__(
         self, head_dim: int, period: int, *, base: float = 10_000.0, scale_base: float = 512.0, gamma: float = 0.4
     ) -> None:
@@ -105,6 +125,14 @@ class XPosPositions(RotaryPositions):
 
 def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Query and key, `(B, N, heads, D)`, turned by their positions; computed in float32, returned in their dtype."""
+    check_instance("rotation", rotation, Rotation)
+    for name, x in (("query", query), ("key", key)):
+        half = (*check_tensor(name, x).shape[1:2], x.shape[-1] // 2)
+        if x.dim() != 4 or x.shape[-1] % 2 or tuple(rotation.cos.shape[1:]) != half:
+            raise ValueError(
+                f"{name} must be (batch, tokens, heads, head_dim) with the tokens and twice the pairs of the rotation, "
+                f"got {tuple(x.shape)} and angles {tuple(rotation.cos.shape)}"
+            )
     if rotation.scale is None:
         return _turn(query, rotation, None), _turn(key, rotation, None)
     if query.dtype == torch.float16:

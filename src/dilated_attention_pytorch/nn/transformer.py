@@ -9,6 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    NOT_NEGATIVE,
+    PROBABILITY,
+    check_choice,
+    check_flag,
+    check_tensor,
+    checked,
+)
 from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
@@ -17,9 +26,20 @@ from dilated_attention_pytorch.nn.positions import Rotation
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
+def check_features(name: str, x: Tensor, features: int) -> None:
+    """Refuse what a layer of that many features cannot take."""
+    if check_tensor(name, x).dim() not in (2, 3) or x.shape[-1] != features or not x.is_floating_point():
+        raise ValueError(
+            f"{name} must hold floating-point numbers, (batch, tokens, {features}), got {x.dtype} {tuple(x.shape)}"
+        )
+
+
 class FeedForward(nn.Module):
     """Two linear layers with MAGNETO's LayerNorm before the second one."""
 
+    @checked(
+        d_model=COUNT, dim_feedforward=COUNT, dropout=PROBABILITY, layer_norm_eps=NOT_NEGATIVE, gamma_init=NOT_NEGATIVE
+    )
     def __init__(
         self,
         d_model: int,
@@ -32,8 +52,7 @@ class FeedForward(nn.Module):
         **factory: Any,
     ) -> None:
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        check_choice("activation", activation, tuple(_ACTIVATIONS))
         self.activation = activation
         self.linear1 = nn.Linear(d_model, dim_feedforward, **factory)
         self.norm = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **factory)
@@ -44,6 +63,8 @@ class FeedForward(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`(..., d_model)` of `(..., d_model)`."""
+        check_features("x", x, self.linear1.in_features)
         x = self.dropout(_ACTIVATIONS[self.activation](self.linear1(x)))
         return self.linear2(self.norm(x))
 
@@ -58,6 +79,15 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     torch.Size([2, 100, 32])
     """
 
+    @checked(
+        d_model=COUNT,
+        nhead=COUNT,
+        dim_feedforward=COUNT,
+        dropout=PROBABILITY,
+        attention_dropout=PROBABILITY,
+        layer_norm_eps=NOT_NEGATIVE,
+        gamma_init=NOT_NEGATIVE,
+    )
     def __init__(
         self,
         d_model: int,
@@ -101,6 +131,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         cache: DilatedKVCache | None = None,
     ) -> Tensor:
         """`(B, N, E)`. A dense `src_mask` is refused: use `is_causal`. With a `cache`, `src` are its next tokens."""
+        check_features("src", src, self.self_attn.embed_dim)
         x = src + self._attend_to_self(src, src_mask, src_key_padding_mask, is_causal, spans, rotation, cache)
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
@@ -171,6 +202,17 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
 
         A dense `tgt_mask` is refused; `memory_mask` is the cross-attention's.
         """
+        check_features("tgt", tgt, self.self_attn.embed_dim)
+        check_features("memory", memory, self.self_attn.embed_dim)
+        if memory.shape[:-2] != tgt.shape[:-2]:
+            raise ValueError(
+                f"tgt and memory must have one batch size, got {tuple(tgt.shape)} and {tuple(memory.shape)}"
+            )
+        if check_flag("memory_is_causal", memory_is_causal) and memory_mask is None:
+            raise ValueError("memory_is_causal only says what memory_mask is: pass memory_mask with it")
+        for name, mask in (("memory_mask", memory_mask), ("memory_key_padding_mask", memory_key_padding_mask)):
+            if mask is not None and check_tensor(name, mask).dtype != torch.bool and not mask.is_floating_point():
+                raise TypeError(f"{name} must hold booleans or floating-point numbers, got {mask.dtype}")
         x = tgt + self._attend_to_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, spans, rotation)
         crossed, _ = self.cross_attn(
             self.norm3(x),
