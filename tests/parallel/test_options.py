@@ -22,7 +22,7 @@ from dilated_attention_pytorch.parallel import RunOptions, Zero
         ({"use_deepspeed": True, "zero_stage": 4}, "a ZeRO stage is 1, 2 or 3, got 4"),
         ({"use_deepspeed": True, "zero_stage": 2, "nvme_offload": True}, "NVMe offload needs ZeRO stage 3, got 2"),
         ({"use_deepspeed": True, "nvme_path": "/disk"}, "is for nvme_offload=True"),
-        ({"checkpoint_interval": 0}, "checkpoint_interval must be at least 1 step, got 0"),
+        ({"checkpoint_interval": 0}, "checkpoint_interval must be a whole number of at least 1, got 0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(settings, message) -> None:
@@ -33,7 +33,7 @@ def test_options_that_do_not_fit_are_refused(settings, message) -> None:
 
 
 def test_a_switch_takes_only_true_and_false() -> None:
-    with pytest.raises(TypeError, match="nvme_offload is True or False, got '/disk'"):
+    with pytest.raises(TypeError, match="nvme_offload must be True or False, got '/disk'"):
         RunOptions(use_deepspeed=True, nvme_offload="/disk")
     with pytest.raises(TypeError, match="zero_level"):
         RingAdvancedDistributedDilatedAttention(16, 4, [8], [1], zero_level=2)
@@ -147,9 +147,9 @@ def test_ranks_that_cannot_be_shared_as_stated_are_refused(stated, message) -> N
 
 
 def test_an_axis_is_stated_by_true_false_or_a_number() -> None:
-    with pytest.raises(TypeError, match="model_parallel is True, False or a number of ranks"):
+    with pytest.raises(TypeError, match="model_parallel must be True or False or a whole number, got 0"):
         RunOptions(model_parallel=0.1)
-    with pytest.raises(ValueError, match="data_parallel is True, False or a number of ranks"):
+    with pytest.raises(ValueError, match="data_parallel must be a whole number of at least 1, got 0"):
         RunOptions(data_parallel=0)
     with pytest.raises(ValueError, match="model_parallel=2 must divide the number of ranks, got 1"):
         RingAdvancedDistributedDilatedAttention(16, 4, [8], [1], model_parallel=2)

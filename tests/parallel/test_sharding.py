@@ -175,7 +175,7 @@ def test_the_rule_weighs_bytes_then_memory() -> None:
     assert choose_scheme("ring", *wire_of(4, 4)) == "ring"
     with pytest.raises(ValueError, match="lies on 4 ranks, which do not divide the 6 key/value heads; gather or ring"):
         choose_scheme("all_to_all", *wire_of(4, 6))
-    with pytest.raises(ValueError, match="scheme must be one of auto, gather, ring, all_to_all, got 'gahter'"):
+    with pytest.raises(ValueError, match="scheme must be one of auto, gather, ring, all_to_all; got 'gahter'"):
         choose_scheme("gahter", *wire_of(4, 4))
 
 
@@ -204,5 +204,5 @@ def test_zigzag_shards_have_equal_causal_work(chunk, ranks) -> None:
 
 
 def test_shards_of_negative_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="from 0 on, one a rank"):
+    with pytest.raises(ValueError, match=r"lengths\[1\] must be a whole number of at least 0, got -1"):
         Shards((3, -1))

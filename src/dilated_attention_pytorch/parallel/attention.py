@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.checks import check_instance
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.memory_pool import Take
@@ -115,7 +116,7 @@ def sharded_dilated_attention(
 
     Every rank must make the same call, and run its backward if any does.
     """
-    ranks = ranks_of(group, mesh, axis) if ranks is None else ranks
+    ranks = ranks_of(group, mesh, axis) if ranks is None else check_instance("ranks", ranks, Ranks)
     settings: dict[str, Any] = {
         "head_layout": head_layout,
         "is_causal": is_causal,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, checked
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.parallel.comm import Place
@@ -40,6 +41,7 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
     torch.Size([1, 300, 4, 8])
     """
 
+    @checked(dropout=PROBABILITY, ring_size=COUNT)
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,

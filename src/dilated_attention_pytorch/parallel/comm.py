@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import check_instance, check_whole, shown
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.profile import Profile
 from dilated_attention_pytorch.parallel.costs import Traffic
@@ -62,6 +63,8 @@ class Ranks:
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
+        if group is not None:
+            _check_group(group)
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -181,8 +184,9 @@ def ranks_of(
 
     A mesh of one dimension without names is its own axis. `size` is how many ranks the caller expects.
     """
+    check_instance("axis", axis, str)
     found = _ranks_of(_group_of(group, mesh, axis))
-    if size is not None and size != found.size:
+    if size is not None and check_whole("ring_size", size, least=1) != found.size:
         raise ValueError(
             f"ring_size must be the size of the process group, got ring_size={size} and {found.size} "
             f"rank{'s' * (found.size != 1)}: start as many processes with torchrun, or leave ring_size out"
@@ -194,7 +198,7 @@ def _group_of(group: ProcessGroup | None, mesh: DeviceMesh | None, axis: str) ->
     if group is not None and mesh is not None:
         raise ValueError("group and mesh both state the ranks: pass one of them")
     if mesh is not None:
-        names = mesh.mesh_dim_names
+        names = check_mesh(mesh).mesh_dim_names
         if names is None and mesh.ndim == 1:
             return mesh.get_group()
         if names is None or axis not in names:
@@ -208,11 +212,24 @@ def _group_of(group: ProcessGroup | None, mesh: DeviceMesh | None, axis: str) ->
     return group
 
 
+def check_mesh(mesh: Any) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return check_instance("mesh", mesh, DeviceMesh)
+
+
+def _check_group(group: Any) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group must be a process group that this process belongs to, got {shown(group)}: make it with "
+            "torch.distributed.new_group"
+        )
+
+
 def _ranks_of(group: ProcessGroup | None) -> Ranks:
     if group is None:
         return ALONE
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group must be a process group that this process belongs to, got {group!r}")
+    _check_group(group)
     found = _known.get(group)
     if found is None:
         found = _known[group] = Ranks(group)

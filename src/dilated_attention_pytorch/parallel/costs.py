@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+from dilated_attention_pytorch.core.checks import NOT_NEGATIVE, check_choice, check_whole, checked
 from dilated_attention_pytorch.core.spec import Branch, Problem
 from dilated_attention_pytorch.parallel.sharding import (
     Document,
@@ -185,10 +186,13 @@ def _summed(wire: Wire, size: int) -> int:
     return size // wire.itemsize * wire.sum_itemsize
 
 
+@checked()
 def branch_traffic(
     scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int, *, backward: bool = False
 ) -> Traffic:
     """The bytes that a rank sends and receives for one branch."""
+    check_choice("scheme", scheme, SCHEMES[1:])
+    check_whole("rank", rank, least=0, most=wire.shards.size - 1)
     mine = [s for s in segments if held_pieces(wire.shards, s, rank)]
     traffic = (segment_traffic(scheme, wire, segment, rank, backward=backward) for segment in mine)
     return sum(traffic, start=Traffic(0, 0))
@@ -246,8 +250,7 @@ def why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | N
 
 def check_scheme(scheme: str, token_layout: str = "contiguous") -> None:
     """Refuse what is no scheme, or none for a layout of the tokens."""
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}")
+    check_choice("scheme", scheme, SCHEMES)
     check_token_layout(token_layout)
     if token_layout != "contiguous" and scheme not in ("auto", "gather"):
         raise ValueError(
@@ -268,6 +271,7 @@ def check_gathered(
         )
 
 
+@checked(budget=NOT_NEGATIVE)
 def choose_scheme(scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int = MEMORY_BUDGET) -> str:
     """The scheme that runs a branch with shared segments; the same on every rank, since it weighs all of them.
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
+from dilated_attention_pytorch.core.checks import check_module, check_whole
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
-from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
+from dilated_attention_pytorch.parallel.comm import Place, Ranks, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.cross_attention import WholeMemory
 from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks
@@ -53,12 +54,13 @@ def parallelize(
     Gradients are averages over the ranks of `data` and `sequence`: let a rank's loss be the sum over its own tokens,
     divided by the mean number of tokens a rank. Ranks along `tensor` must draw random numbers alike, others not.
     """
+    check_mesh(mesh)
     found, error = {}, None
     everyone = _everyone(mesh)
     try:
         _check(model, mesh, scheme, memory_budget)
         found = _described(model)
-    except ValueError as wrong:
+    except (TypeError, ValueError) as wrong:
         error = wrong
     settings = {"scheme": scheme, "memory_budget": memory_budget, "shard_parameters": shard_parameters, **fsdp}
     everyone.agree({"axes": mesh.mesh_dim_names, "mesh": mesh.mesh.tolist(), **settings, **found}, 0, error)
@@ -84,7 +86,7 @@ def parallelize(
 
 def token_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """The ranks that have tokens of their own, as a mesh of one axis: `data` and `sequence`; None if it has neither."""
-    names = tuple(name for name in mesh.mesh_dim_names or () if name in ("data", "sequence"))
+    names = tuple(name for name in check_mesh(mesh).mesh_dim_names or () if name in ("data", "sequence"))
     if len(names) < 2:
         return mesh[names[0]] if names else None
     return mesh[names]._flatten("_".join(names))
@@ -103,6 +105,7 @@ def _everyone(mesh: DeviceMesh) -> Ranks:
 
 def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) -> None:
     """Everything that may be wrong, before anything is changed."""
+    check_module("model", model)
     names = mesh.mesh_dim_names
     if not names or set(names) - set(AXES):
         raise ValueError(
@@ -110,8 +113,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
             f"make it with init_device_mesh(..., mesh_dim_names=(...))"
         )
     check_scheme(scheme)
-    if memory_budget < 0:
-        raise ValueError(f"memory_budget must be a number of bytes from 0 on, got {memory_budget}")
+    check_whole("memory_budget", memory_budget, least=0)
     sizes = {axis: mesh[axis].size() if axis in names else 1 for axis in AXES}
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise ValueError("the model's parameters are on a mesh already: parallelize it once, before any other engine")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention_pytorch.core.checks import check_flag
+from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, SIZE, checked
 from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache
 from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.core.pattern_cache import PatternCache
@@ -27,7 +27,7 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDil
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks, ranks_of
+from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Scheme,
@@ -63,6 +63,7 @@ class AcrossRanks(DilatedAttention):
         settings: passed on to the plain class.
     """
 
+    @checked(memory_budget=SIZE)
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -201,6 +202,7 @@ class RingDilatedAttention(AcrossRanks):
     torch.Size([1, 100, 4, 8])
     """
 
+    @checked(ring_size=COUNT, dropout=PROBABILITY)
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -222,7 +224,7 @@ class RingDilatedAttention(AcrossRanks):
         super().__init__(
             segment_lengths, dilation_rates, attention_dropout=dropout, sequence=place, scheme=scheme, **settings
         )
-        self.use_checkpointing = check_flag("use_checkpointing", use_checkpointing)
+        self.use_checkpointing = use_checkpointing
 
     @property
     def ring_size(self) -> int:
@@ -244,6 +246,7 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         if self._memory_pool is not None:
             self._memory_pool.release_idle()
 
+    @checked(seq_len=COUNT, batch_size=COUNT, num_heads=COUNT, head_dim=COUNT, num_kv_heads=COUNT)
     def get_memory_estimate(
         self,
         seq_len: int,
@@ -298,6 +301,7 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
     `pregenerate` makes and pins what calls of a known length share.
     """
 
+    @checked()
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -392,6 +396,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     (torch.Size([2, 100, 32]), 'auto')
     """
 
+    @checked()
     def __init__(
         self,
         embed_dim: int,
@@ -412,7 +417,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             data_parallel=data_parallel,
             **{name: settings.pop(name) for name in OPTIONS if name in settings},
         )
-        places = _places(options, group, mesh)
+        places = _places(options, group, mesh if mesh is None else check_mesh(mesh))
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, places=places, **settings)
         self.options = options
         self.model_parallel, self.sequence_parallel = (places[axis] is not None for axis in ("heads", "sequence"))
@@ -451,6 +456,7 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
         settings: `scheme` and `memory_budget` of `AcrossRanks`, and those of `ImprovedDilatedAttention`.
     """
 
+    @checked()
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -463,8 +469,8 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
         scheme: Scheme = "gather",
         **settings: Any,
     ) -> None:
-        sequence = Place(group, mesh, "sequence") if check_flag("sequence_parallel", sequence_parallel) else None
-        heads = Place(group, mesh, "tensor") if check_flag("model_parallel", model_parallel) else None
+        sequence = Place(group, mesh, "sequence") if sequence_parallel else None
+        heads = Place(group, mesh, "tensor") if model_parallel else None
         if sequence is not None and heads is not None and mesh is None and sequence.ranks().size > 1:
             raise ValueError(
                 f"sequence_parallel and model_parallel cannot both cut one group of {sequence.ranks().size} ranks: "

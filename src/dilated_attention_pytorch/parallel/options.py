@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dilated_attention_pytorch.core.checks import check_whole
+from dilated_attention_pytorch.core.checks import COUNT, MOST_ENTRIES, check_fields
 
 AXIS_OF = {"data_parallel": "data", "sequence_parallel": "sequence", "model_parallel": "tensor"}
 _RESTARTS = 3  # of a run that is to survive the death of ranks
@@ -31,6 +31,7 @@ class Zero:
     nvme_path: str | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.stage not in (1, 2, 3):
             raise ValueError(f"a ZeRO stage is 1, 2 or 3, got {self.stage}: for none, train with FSDP2 or DDP")
         if self.nvme_path is not None:
@@ -108,15 +109,10 @@ class RunOptions:
     checkpoint_interval: int = 100
 
     def __post_init__(self) -> None:
-        for name, ranks in self.stated_axes.items():
-            if not isinstance(ranks, bool):
-                check_whole(f"{name} is True, False or a number of ranks, which", ranks, least=1)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise TypeError(f"{field.name} is True or False, got {value!r}")
-        if self.checkpoint_interval < 1:
-            raise ValueError(f"checkpoint_interval must be at least 1 step, got {self.checkpoint_interval}")
+        ranks = {"least": 1, "most": MOST_ENTRIES}
+        check_fields(
+            self, sequence_parallel=ranks, model_parallel=ranks, data_parallel=ranks, checkpoint_interval=COUNT
+        )
         if self.nvme_path is not None and not self.nvme_offload:
             raise ValueError(f"nvme_path={self.nvme_path!r} is for nvme_offload=True: pass both, or neither")
         if not self.use_deepspeed:

@@ -12,6 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    MOST_ENTRIES,
+    POSITIVE,
+    SIZE,
+    check_choice,
+    check_divides,
+    check_fields,
+    checked,
+)
 from dilated_attention_pytorch.core.pattern import grid_rows, training_bytes, visible_pairs
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, Problem
 from dilated_attention_pytorch.parallel.costs import (
@@ -59,18 +69,22 @@ class Job:
     link_gbps: float = LINK_GBPS
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "gpus", "heads", "head_dim", "batch", "layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("tflops", "link_gbps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.key_heads < 1 or self.heads % self.key_heads:
-            raise ValueError(f"the key/value heads must divide the {self.heads} heads, got {self.key_heads}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.memory_budget < 0:
-            raise ValueError(f"memory_budget must be a number of bytes from 0 on, got {self.memory_budget}")
+        table = {"least": 1, "most": MOST_ENTRIES}
+        check_fields(
+            self,
+            tokens=COUNT,
+            gpus=table,
+            heads=table,
+            kv_heads=table,
+            head_dim=COUNT,
+            batch=COUNT,
+            layers=COUNT,
+            tflops=POSITIVE,
+            link_gbps=POSITIVE,
+            memory_budget=SIZE,
+        )
+        check_divides("kv_heads", self.key_heads, "heads", self.heads)
+        check_choice("dtype", self.dtype, DTYPES)
         check_scheme(self.scheme, self.token_layout)
 
     @property
@@ -147,6 +161,7 @@ class Plan:
         return self.job.layers * sum(slowest)
 
 
+@checked()
 def make_plan(job: Job) -> Plan:
     """Everything about a job, for every rank.
 

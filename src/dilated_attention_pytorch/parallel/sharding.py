@@ -11,10 +11,21 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Literal, get_args
 
+from dilated_attention_pytorch.core.checks import (
+    MOST_ENTRIES,
+    MOST_LISTED,
+    MOST_TOKENS,
+    SIZE,
+    check_choice,
+    check_fields,
+    check_sequence,
+    check_whole,
+    checked,
+)
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
 TokenLayout = Literal["contiguous", "zigzag"]
@@ -27,6 +38,11 @@ Spans = tuple[tuple[int, int], ...]
 """`(start, end)` of documents in tokens of the shard: one a batch row, or any number in a single row."""
 
 
+_LISTED = {"least": 0, "most": MOST_LISTED}  # tokens that are listed one by one
+_RANKS = {"least": 1, "most": MOST_ENTRIES}
+
+
+@checked(tokens=SIZE, ranks=_RANKS)
 def even_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
     """The default cut: `ceil(tokens / ranks)` tokens a rank, and what is left for the last ones, down to none.
 
@@ -38,8 +54,7 @@ def even_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
 
 
 def check_token_layout(layout: str) -> None:
-    if layout not in TOKEN_LAYOUTS:
-        raise ValueError(f"token_layout must be one of {', '.join(TOKEN_LAYOUTS)}, got {layout!r}")
+    check_choice("token_layout", layout, TOKEN_LAYOUTS)
 
 
 @dataclass(frozen=True)
@@ -59,10 +74,19 @@ class Shards:
     ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.lengths or any(length < 0 for length in self.lengths):
-            raise ValueError(f"shard lengths must be whole numbers from 0 on, one a rank, got {list(self.lengths)}")
+        check_fields(self, lengths=SIZE, ranks=SIZE)
+        if not self.lengths:
+            raise ValueError("shard lengths must have one entry per rank, got none")
+        if self.ranks is not None and (
+            len(self.ranks) != len(self.lengths) or {*self.ranks} != {*range(max(self.ranks) + 1)}
+        ):
+            raise ValueError(
+                f"ranks must say for each of the {len(self.lengths)} pieces which rank has it, counted from 0 without "
+                f"gaps, got {list(self.ranks)}"
+            )
 
     @classmethod
+    @checked(tokens=SIZE, ranks=_RANKS)
     def zigzag(cls, tokens: int, ranks: int) -> Shards:
         """The balanced layout; the last rank's two chunks follow each other, and are one piece."""
         chunks = even_lengths(tokens, 2 * ranks)
@@ -73,12 +97,14 @@ class Shards:
     @classmethod
     def cut(cls, tokens: int, ranks: int, layout: str = "contiguous") -> Shards:
         """A sequence as a layout cuts it by default."""
+        check_token_layout(layout)
         return cls.of((zigzag_lengths if layout == "zigzag" else even_lengths)(tokens, ranks), layout)
 
     @classmethod
     def of(cls, lengths: Sequence[int], layout: str = "contiguous") -> Shards:
         """The shards of ranks that have these many tokens each."""
         check_token_layout(layout)
+        check_sequence("lengths", lengths, partial(check_whole, least=0, most=MOST_TOKENS))
         if layout == "contiguous":
             return cls(tuple(lengths))
         balanced = zigzag_lengths(sum(lengths), len(lengths))
@@ -163,6 +189,7 @@ class SharedSegment:
         return range(first + (offset - (first - self.start)) % rate, last, rate)
 
 
+@checked()
 def shared_segments(branch: Branch, shards: Shards, documents: Sequence[Document]) -> tuple[SharedSegment, ...]:
     """The segments of a branch that shard boundaries cut, in one order for all ranks.
 
@@ -275,6 +302,7 @@ def zigzag_chunks(ranks: int) -> tuple[int, ...]:
     return tuple(chunk for k in range(ranks) for chunk in (k, 2 * ranks - 1 - k))
 
 
+@checked(tokens=_LISTED, ranks=_RANKS)
 def zigzag_order(tokens: int, ranks: int) -> list[int]:
     """The tokens in rank order: entry `i` is the token that stands at place `i` when balanced shards follow each other.
 
@@ -287,6 +315,7 @@ def zigzag_order(tokens: int, ranks: int) -> list[int]:
     return [token for chunk in zigzag_chunks(ranks) for token in range(edges[chunk], edges[chunk + 1])]
 
 
+@checked(tokens=_LISTED, ranks=_RANKS)
 def zigzag_places(tokens: int, ranks: int) -> list[int]:
     """The inverse of `zigzag_order`: entry `t` is the place of token `t`."""
     places = [0] * tokens
@@ -295,6 +324,7 @@ def zigzag_places(tokens: int, ranks: int) -> list[int]:
     return places
 
 
+@checked(tokens=SIZE, ranks=_RANKS)
 def zigzag_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
     """How many tokens each rank has in rank order.
 
