@@ -121,9 +121,9 @@ def test_broken_logits_are_looked_at_without_waiting_for_every_token(monkeypatch
 
 def test_what_cannot_be_generated_is_refused() -> None:
     model, prompt = model_of(), torch.randint(256, (2, 7))
-    with pytest.raises(ValueError, match="top_p must be above 0"):
+    with pytest.raises(ValueError, match="top_p must be a finite number above 0 and at most 1"):
         model.generate(prompt, 1, top_p=0.0)
-    with pytest.raises(ValueError, match="top_k at least 1"):
+    with pytest.raises(ValueError, match="top_k must be a whole number of at least 1"):
         model.generate(prompt, 1, top_k=0)
     with pytest.raises(ValueError, match="pass one of them"):
         model.generate(prompt, 1, seed=1, generator=torch.Generator())
@@ -133,7 +133,7 @@ def test_what_cannot_be_generated_is_refused() -> None:
         model.generate(prompt, 1, key_padding_mask=torch.arange(7) >= torch.tensor([7, 4])[:, None])
     with pytest.raises(ValueError, match="leave it out with use_cache=False"):
         model.generate(prompt, 1, chunk=2, use_cache=False)
-    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+    with pytest.raises(ValueError, match="chunk must be a whole number of at least 1, got 0"):
         model.generate(prompt, 1, chunk=0)
     with pytest.raises(ValueError, match="2 layers, the cache 1"):
         model(prompt, cache=model.new_cache(2)[:1])

@@ -126,7 +126,7 @@ def test_an_encoder_alone_takes_no_target() -> None:
     for more in ({"tgt": x}, {"is_causal": True}, {"tgt_key_padding_mask": torch.zeros(1, 9, dtype=torch.bool)}):
         with pytest.raises(ValueError, match="encoder alone"):
             encoder(x, **more)
-    with pytest.raises(ValueError, match=r"tgt must be \(batch, tokens, 16\), got \(1, 9, 8\)"):
+    with pytest.raises(ValueError, match=r"tgt must .*\(batch, tokens, 16\), got .*\(1, 9, 8\)"):
         LongNet(**SIZES)(x, x[..., :8])
     with pytest.raises(ValueError, match="one batch size, got 1 and 2"):
         LongNet(**SIZES)(x, x.expand(2, -1, -1))
@@ -165,7 +165,7 @@ def test_a_config_or_its_fields_but_not_both() -> None:
         LongNetLM(ModelConfig(**SIZES), d_model=8)
     with pytest.raises(ValueError, match="num_heads must divide d_model"):
         ModelConfig(d_model=10, num_heads=3)
-    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads, got 5 and 12"):
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_heads, got num_kv_heads=5 and num_heads=12"):
         ModelConfig(num_kv_heads=5)
     with pytest.raises(ValueError, match="positions must be one of rotary, xpos, none"):
         ModelConfig(positions="learned")

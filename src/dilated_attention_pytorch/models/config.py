@@ -7,8 +7,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    SIZE,
+    check_divides,
+    check_fields,
+)
 from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 
@@ -51,28 +60,33 @@ class ModelConfig:
     max_length: InitVar[int | None] = None
 
     def __post_init__(self, max_length: int | None) -> None:
-        lengths: Sequence[int] = self.segment_lengths
-        rates: Sequence[int] = self.dilation_rates
+        lengths: Sequence[int] | None = None if self.segment_lengths is _LENGTHS else self.segment_lengths
+        rates: Sequence[int] | None = None if self.dilation_rates is _RATES else self.dilation_rates
+        check_fields(
+            self,
+            vocab_size=COUNT,
+            d_model=COUNT,
+            num_heads=COUNT,
+            num_kv_heads=COUNT,
+            num_layers=COUNT,
+            num_decoder_layers=SIZE,
+            dim_feedforward=SIZE,
+            segment_lengths=COUNT,
+            dilation_rates=COUNT,
+            scale_base=POSITIVE,
+            dropout=PROBABILITY,
+            attention_dropout=PROBABILITY,
+            layer_norm_eps=NOT_NEGATIVE,
+        )
         if max_length is not None:
-            stated = (None if lengths is _LENGTHS else lengths, None if rates is _RATES else rates)
             heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-            lengths, rates = stated_branches(*stated, max_length, heads=heads, head_layout=self.head_layout)
-        object.__setattr__(self, "segment_lengths", tuple(lengths))
-        object.__setattr__(self, "dilation_rates", tuple(rates))
+            lengths, rates = stated_branches(lengths, rates, max_length, heads=heads, head_layout=self.head_layout)
+            object.__setattr__(self, "segment_lengths", tuple(lengths))
+            object.__setattr__(self, "dilation_rates", tuple(rates))
         object.__setattr__(self, "dim_feedforward", self.dim_feedforward or 4 * self.d_model)
-        for name in ("vocab_size", "d_model", "num_heads", "num_layers", "dim_feedforward"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_decoder_layers < 0:
-            raise ValueError(f"num_decoder_layers must be 0 (an encoder alone) or more, got {self.num_decoder_layers}")
-        if self.d_model % self.num_heads:
-            raise ValueError(f"num_heads must divide d_model, got {self.num_heads} and {self.d_model}")
-        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-            raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        if self.positions not in get_args(Positions):
-            raise ValueError(f"positions must be one of {', '.join(get_args(Positions))}, got {self.positions!r}")
+        check_divides("num_heads", self.num_heads, "d_model", self.d_model)
+        if self.num_kv_heads is not None:
+            check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         _ = self.spec
 
     @property

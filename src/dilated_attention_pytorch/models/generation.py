@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import MOST_TOKENS, NOT_NEGATIVE, check_fields, check_instance, check_whole
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
@@ -45,21 +46,18 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
-            raise ValueError(
-                f"temperature must be at least 0 and top_k at least 1, got {self.temperature} and {self.top_k}"
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        check_fields(self, temperature=NOT_NEGATIVE, top_k={"least": 1}, top_p={"above": 0, "most": 1})
 
     def generator(
         self, seed: int | None, generator: torch.Generator | None, device: torch.device
     ) -> torch.Generator | None:
+        if generator is not None:
+            check_instance("generator", generator, torch.Generator)
         if seed is None:
             return generator
         if generator is not None:
             raise ValueError("seed and generator both say where draws come from: pass one of them")
-        return torch.Generator(device).manual_seed(seed)
+        return torch.Generator(device).manual_seed(check_whole("seed", seed, least=-(2**63), most=2**63 - 1))
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A token for each row of `(B, vocab)` logits."""
@@ -80,8 +78,8 @@ class Sampling:
 
 def cached_logits(model: LanguageModel, tokens: Tensor, key_padding_mask: Tensor | None, chunk: int | None) -> Steps:
     """Logits from a bounded cache, which takes the prompt in chunks."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+    if chunk is not None:
+        check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
     cache = model.new_cache(tokens.shape[0], padding=_left_padding(tokens, key_padding_mask))
     for piece in tokens.split(chunk or max(tokens.shape[1], 1), dim=1):
         last = model.hidden(piece, cache=cache)[:, -1]
@@ -113,8 +111,6 @@ def generated_tokens(
 
     Logits that are not finite are a `FloatingPointError`: on a CPU before their token is chosen, elsewhere within 64.
     """
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     ended: Tensor | None = None
     chosen: Tensor | None = None
     greatest: list[Tensor] = []  # logit of each row: NaN or infinite if one is NaN, one infinite, or all are -inf

@@ -12,6 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention_pytorch.core.checks import (
+    MOST_TOKENS,
+    check_flag,
+    check_instance,
+    check_sequence,
+    check_tensor,
+    check_whole,
+    checked,
+)
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.files import check_files
@@ -35,6 +44,7 @@ class _Pretrained(SharesResources, nn.Module):
     change what a run takes and counts, not what a model is. Neither are `device` and `dtype`, those of the parameters.
     """
 
+    @checked()
     def __init__(
         self,
         config: ModelConfig | None = None,
@@ -62,6 +72,7 @@ class _Pretrained(SharesResources, nn.Module):
         self.spans = DocumentSpans()
         self._run_checkpointed: Callable[..., Tensor] = _recompute_layer
 
+    @checked()
     def gradient_checkpointing_enable(self, enable: bool = True, run: Callable[..., Tensor] | None = None) -> None:
         """Keep only the layers' inputs while training and recompute the rest in backward.
 
@@ -70,11 +81,13 @@ class _Pretrained(SharesResources, nn.Module):
         self.gradient_checkpointing = enable
         self._run_checkpointed = _recompute_layer if run is None else run
 
+    @checked()
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `config.json` and `model.safetensors` into `folder`, each whole or not at all."""
         save_weights(self, self.config.to_json(), Path(folder))
 
     @classmethod
+    @checked()
     def from_pretrained(
         cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None, **shared: Any
     ) -> Model:
@@ -125,6 +138,14 @@ class _Pretrained(SharesResources, nn.Module):
             )
         return RotaryPositions(self.config.head_dim)
 
+    def _check(self, name: str, x: Tensor) -> None:
+        """Refuse what are no embeddings for this model."""
+        if check_tensor(name, x).dim() != 3 or x.shape[-1] != self.config.d_model or not x.is_floating_point():
+            raise ValueError(
+                f"{name} must hold floating-point numbers, (batch, tokens, {self.config.d_model}), got {x.dtype} "
+                f"{tuple(x.shape)}"
+            )
+
     def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         if self.gradient_checkpointing and self.training:
             return self._run_checkpointed(layer, *args, **kwargs)
@@ -171,6 +192,8 @@ class LongNetLM(_Pretrained):
         `finish(hidden, weight)` takes the place of the head, with the final hidden states and the head's weight: a loss
         that needs no logits of all tokens at once. It runs within `forward`, where ranks that share the model have it.
         """
+        if finish is not None:
+            check_instance("finish", finish, Callable)
         hidden = self.hidden(
             tokens, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens, cache=cache
         )
@@ -191,11 +214,8 @@ class LongNetLM(_Pretrained):
         With a cache, `tokens` are the next ones of its rows, and it has taken them when this returns. `tokens` may be
         embeddings `(B, N, d_model)`, as `self.embedding` gives them. Each layer's input is appended to `states`.
         """
-        is_embedded = tokens.dim() == 3 and tokens.is_floating_point() and tokens.shape[2] == self.config.d_model
-        if not is_embedded and (tokens.dim() != 2 or tokens.is_floating_point()):
-            raise ValueError(
-                f"tokens must be (batch, tokens) of whole numbers, got {tokens.dtype} {tuple(tokens.shape)}"
-            )
+        self._check_tokens(tokens, may_be_embedded=True)
+        is_embedded = tokens.dim() == 3
         B, N = tokens.shape[:2]
         spans = self._spans(tokens, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
         if cache is None:
@@ -213,6 +233,25 @@ class LongNetLM(_Pretrained):
             x = self._run(layer, x, is_causal=True, spans=spans, rotation=rotation, **held)
         return self.norm(x)
 
+    def _check_tokens(self, tokens: Tensor, *, may_be_embedded: bool = False) -> None:
+        if may_be_embedded and check_tensor("tokens", tokens).is_floating_point() and tokens.dim() == 3:
+            self._check("tokens", tokens)
+            return
+        if check_tensor("tokens", tokens).dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"tokens must be (batch, tokens) of whole numbers (int64 or int32), got {tokens.dtype} "
+                f"{tuple(tokens.shape)}"
+            )
+        # On a GPU a look at the values would wait for the device: PyTorch's own assertion reports them there.
+        if is_plain(tokens) and tokens.device.type == "cpu" and tokens.numel():
+            least, most = (int(bound) for bound in tokens.aminmax())
+            if least < 0 or most >= self.config.vocab_size:
+                raise ValueError(
+                    f"tokens must lie within the vocabulary, from 0 to {self.config.vocab_size - 1}, got "
+                    f"{least if least < 0 else most}: raise vocab_size, or check the tokenizer"
+                )
+
+    @checked(batch={"least": 1, "most": MOST_TOKENS}, rewindable={"least": 0, "most": MOST_TOKENS})
     def new_cache(
         self, batch: int, *, padding: Tensor | None = None, rewindable: int = 0, dtype: torch.dtype | None = None
     ) -> list[DilatedKVCache]:
@@ -242,6 +281,8 @@ class LongNetLM(_Pretrained):
         ]
 
     def _check_cache(self, cache: Sequence[DilatedKVCache], tokens: Tensor) -> None:
+        for i, one in enumerate(check_sequence("cache", cache)):
+            check_instance(f"cache[{i}]", one, DilatedKVCache)
         if len(cache) != len(self.layers):
             raise ValueError(f"the model has {len(self.layers)} layers, the cache {len(cache)}: make it with new_cache")
         if cache[0].batch != tokens.shape[0] or cache[0].lengths.device != tokens.device:
@@ -287,6 +328,8 @@ class LongNetLM(_Pretrained):
             chunk: how many tokens of the prompt to take at once; all by default.
             on_tokens: called with the new tokens, `(B,)`, as soon as they are there; `stream` iterates over them.
         """
+        if on_tokens is not None:
+            check_instance("on_tokens", on_tokens, Callable)
         new = []
         for chosen in self.stream(
             tokens,
@@ -322,9 +365,13 @@ class LongNetLM(_Pretrained):
         chunk: int | None = None,
     ) -> Iterator[Tensor]:
         """The tokens that `generate` appends, `(B,)` at a time, as they come."""
+        self._check_tokens(tokens)
+        check_whole("max_new_tokens", max_new_tokens, least=0, most=MOST_TOKENS)
+        if eos is not None:
+            check_whole("eos", eos)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         draw = sampling.generator(seed, generator, tokens.device)
-        if use_cache:
+        if check_flag("use_cache", use_cache):
             steps = cached_logits(self, tokens, key_padding_mask, chunk)
         elif chunk is not None:
             raise ValueError("chunk cuts the prompt that a cache takes: leave it out with use_cache=False")
@@ -379,6 +426,8 @@ class LongNet(_Pretrained):
 
         `is_causal` concerns the decoder's self-attention; it is causal unless told otherwise.
         """
+        if is_causal is not None:
+            check_flag("is_causal", is_causal)
         if self.decoder_norm is None:
             if tgt is not None or tgt_key_padding_mask is not None or is_causal is not None:
                 raise ValueError(
@@ -389,6 +438,7 @@ class LongNet(_Pretrained):
         if tgt is None:
             raise ValueError("an encoder-decoder needs tgt; for an encoder alone set num_decoder_layers=0")
         self._check("tgt", tgt)
+        self._check("src", src)
         if tgt.shape[0] != src.shape[0]:
             raise ValueError(f"src and tgt must have one batch size, got {src.shape[0]} and {tgt.shape[0]}")
         memory = self.encode(src, src_key_padding_mask)
@@ -416,7 +466,3 @@ class LongNet(_Pretrained):
         for layer in self.encoder:
             src = self._run(layer, src, spans=spans, rotation=rotation)
         return self.encoder_norm(src)
-
-    def _check(self, name: str, x: Tensor) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.config.d_model:
-            raise ValueError(f"{name} must be (batch, tokens, {self.config.d_model}), got {tuple(x.shape)}")

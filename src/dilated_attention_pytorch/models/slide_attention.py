@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import COUNT, checked
 from dilated_attention_pytorch.functional import attention_rows
 from dilated_attention_pytorch.models.torchscale import TorchscaleAttention
 
 
+@checked()
 def cls_attention(model: nn.Module, *inputs: Any, **named: Any) -> Tensor:
     """The weights that row 0 gives to every token, of each layer and head: `(layers, heads, N)`, on the CPU.
 
@@ -61,6 +63,7 @@ def _recorder(found: list[Tensor]) -> Callable[[TorchscaleAttention, tuple[Any, 
     return record
 
 
+@checked(tile_size=COUNT)
 def on_slide(weights: Tensor, coordinates: Tensor, tile_size: int = 256) -> Tensor:
     """Weights of tiles, `(..., tiles)`, as maps of the slide, `(..., rows, columns)`; 0 where there is no tile.
 
@@ -77,8 +80,6 @@ def on_slide(weights: Tensor, coordinates: Tensor, tile_size: int = 256) -> Tens
             f"there must be a pair of coordinates for each tile, got {tuple(coordinates.shape)} for "
             f"{weights.shape[-1]} weights; token 0 is the CLS token, so leave it out: weights[..., 1:]"
         )
-    if tile_size < 1:
-        raise ValueError(f"tile_size must be at least 1, got {tile_size}")
     grid = torch.floor(coordinates.double() / tile_size).long().to(weights.device)
     column, row = (grid - grid.amin(0)).unbind(1)
     rows, columns = int(row.max()) + 1, int(column.max()) + 1

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
@@ -26,6 +27,7 @@ _METHODS = ("dense_to_sparse", "sparse_to_dense", "gathering", "scattering")
 _PARTS = ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads", "embed_dim", "args")
 
 
+@checked()
 def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: str = "auto") -> Module:
     """Swap every torchscale `DilatedAttention` within `model` for this package's, in place, and return the model.
 
@@ -40,8 +42,6 @@ def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: s
             true gradients, which is faster to train with.
         backend: `auto`, or the engine to run.
     """
-    if not isinstance(exact_torchscale, bool) and exact_torchscale != "forward":
-        raise ValueError(f'exact_torchscale must be False, True or "forward", got {exact_torchscale!r}')
     if is_torchscale_attention(model) or isinstance(model, TorchscaleAttention):
         raise ValueError("an attention has no parent to be swapped in: pass the model that holds it")
     places = [
@@ -231,6 +231,7 @@ _IN_A_LAYER = {
 }
 
 
+@checked()
 def load_torchscale_weights(
     model: LongNet | LongNetLM, state_dict: Mapping[str, Tensor], *, prefix: str = "", scaled_embedding: bool = False
 ) -> None:
