@@ -130,9 +130,9 @@ def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started
         ("data = [1]", "(in FILE, or a flag)"),
         ("steps = -1", "steps must be at least 1, got -1 (in FILE, or a flag)"),
         ("steps = 0", "steps must be at least 1, got 0"),
-        ("learning_rate = nan", "learning_rate must be above 0 and finite, got nan"),
-        ("seed = 99999999999999999999", "seed must be at least 0 and below 2^63"),
-        ("[model]\ndropout = nan", "dropout must be at least 0 and below 1, got nan"),
+        ("learning_rate = nan", "learning_rate must be a finite number above 0, got nan"),
+        ("seed = 99999999999999999999", "seed must be a whole number of at most 9223372036854775807"),
+        ("[model]\ndropout = nan", "dropout must be a finite number of at least 0 and below 1, got nan"),
         ("preset = 125", "preset in FILE must be a string, got 125"),
         ("preset = '7b'", "a model's size is one of"),
         ("memory = 3", "memory in FILE is a table: write [memory]"),
@@ -228,7 +228,7 @@ def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
             "use tensor_parallel 1, or leave structured_sparsity out",
         ),
         ({"batch_size": 8, "accumulate": 3}, "3 must divide the batch_size, which is 8"),
-        ({"skip_broken_steps": -1}, "skip_broken_steps must be at least 0"),
+        ({"skip_broken_steps": -1}, "skip_broken_steps must be a whole number of at least 0"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(settings, message) -> None:

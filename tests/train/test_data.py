@@ -224,6 +224,12 @@ def test_the_permutation_is_one_and_depends_on_its_key(count) -> None:
         assert 300 < moved < 370  # a third, as of a random one
 
 
+@pytest.mark.parametrize(("index", "count"), [(0, 0), (3, 3), (-1, 3), (0, -1)])
+def test_an_index_outside_a_permutation_is_refused(index, count) -> None:
+    with pytest.raises(ValueError, match="index must be from 0 to count - 1"):
+        permuted(index, count, (0, 1))
+
+
 def test_validation_windows_fit_a_split_that_float32_cannot_count() -> None:
     corpus = corpus_of(torch.zeros(16_777_219, dtype=torch.uint8), [0])
     assert {batch.tokens.shape for batch in corpus.validation_batches(8, 16, 8)} == {torch.Size([8, 16])}
@@ -331,7 +337,7 @@ def test_an_order_is_one_of_two() -> None:
     assert [TrainConfig(pack=pack).settled_order for pack in (False, True)] == ["random", "epochs"]
     assert dataclasses.replace(TrainConfig(), pack=True).settled_order == "epochs"
     assert TrainConfig(pack=True, order="random").settled_order == "random"
-    with pytest.raises(ValueError, match="order must be one of random, epochs, got 'sorted'"):
+    with pytest.raises(ValueError, match="order must be one of random, epochs; got 'sorted'"):
         TrainConfig(order="sorted")
     with pytest.raises(ValueError, match="without a tokenizer text is read byte by byte: vocab_size must be 256"):
         TrainConfig(model=ModelConfig(vocab_size=300))

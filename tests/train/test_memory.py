@@ -495,7 +495,7 @@ def test_structured_sparsity_prunes_two_of_four_weights_of_the_feed_forward_netw
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"checkpointing": "some"}, "one of none, full, selective, got 'some'"),
+        ({"checkpointing": "some"}, "one of none, full, selective; got 'some'"),
         ({"precision": "int8"}, "one of fp32, bf16, fp16"),
         ({"optimizer": "sgd"}, "one of adamw, adamw8bit-torchao"),
         ({"mlp_tile": -1}, "at least 0, got -1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import types
 import urllib.request
@@ -123,7 +124,32 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, kind, 
         open_all([kind], tmp_path)
 
 
-@pytest.mark.parametrize("address", ["9464", ":9464", "localhost", "localhost:x", "localhost:99999"])
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    assert parse_address("[::1]:9464") == ("::1", 9464)
+    assert TrainConfig(prometheus_address="[::1]:9464").prometheus_address == "[::1]:9464"
+    if not socket.has_ipv6:
+        return
+    pytest.importorskip("prometheus_client")
+    try:
+        monitor = PrometheusMonitor(*parse_address("[::1]:0"))
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    try:
+        monitor.log({"loss": 2.0}, 1)
+        assert parse_address(monitor.address)[0] == "::1"
+        with urllib.request.urlopen(f"http://{monitor.address}/metrics") as answer:
+            assert b"dilated_attention_loss 2.0" in answer.read()
+    finally:
+        monitor.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "9464", ":9464", "localhost", "localhost:x", "localhost:99999", "::1:9464", "[]:9464", "[::1]", "[::1:9464",
+        "localhost:\u0661", "[localhost]:9464",
+    ],
+)  # fmt: skip
 def test_an_address_without_a_host_or_a_port_is_refused(address) -> None:
     with pytest.raises(ValueError, match="an address is HOST:PORT"):
         TrainConfig(prometheus_address=address)

@@ -8,6 +8,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    MOST_TOKENS,
+    check_instance,
+    check_sequence,
+    check_whole,
+    checked,
+)
+
 Item = TypeVar("Item", bound=Mapping[str, Any])
 IGNORED = -100  # the label that counts for nothing, as in PyTorch's cross-entropy
 
@@ -26,21 +35,19 @@ class DynamicBatcher:
     [[5, 7, 8], [30], [16]]
     """
 
+    @checked(max_tokens=COUNT, max_batch_size=COUNT, segment_lengths=COUNT)
     def __init__(
         self, max_tokens: int = 32_768, max_batch_size: int = 32, segment_lengths: Sequence[int] = (2048, 4096, 8192)
     ) -> None:
         self.max_tokens = max_tokens
         self.max_batch_size = max_batch_size
         self.segment_lengths = tuple(sorted(segment_lengths))
-        if min(max_tokens, max_batch_size, len(self.segment_lengths), *self.segment_lengths) < 1:
-            raise ValueError(
-                f"max_tokens, max_batch_size and at least one segment length must be at least 1, got {max_tokens}, "
-                f"{max_batch_size} and {list(segment_lengths)}"
-            )
+        if not self.segment_lengths:
+            raise ValueError("segment_lengths must have at least one entry, got none")
 
     def get_batch_size(self, seq_len: int) -> int:
         """How many sequences of a length go together."""
-        if not 1 <= seq_len <= self.max_tokens:
+        if check_whole("seq_len", seq_len, least=1) > self.max_tokens:
             raise ValueError(
                 f"a sequence of {seq_len:,} tokens does not fit a batch of {self.max_tokens:,}: raise max_tokens, or "
                 "cut the sequence"
@@ -53,16 +60,17 @@ class DynamicBatcher:
         >>> [DynamicBatcher(segment_lengths=[8, 16]).round_to_segment(length) for length in (3, 9, 33)]
         [8, 16, 48]
         """
-        longest = self.segment_lengths[-1]
+        longest, length = self.segment_lengths[-1], check_whole("length", length, least=0, most=MOST_TOKENS)
         if length > longest:
             return -(-length // longest) * longest
         return next(segment for segment in self.segment_lengths if length <= segment)
 
+    @checked()
     def create_batches(self, dataset: Iterable[Item]) -> list[list[Item]]:
         """Lists of items, `{"input_ids": tokens, ...}`, of one rounded length each; `collate` makes tensors of them."""
         groups: dict[int, list[Item]] = {}
         for item in dataset:
-            length = len(item["input_ids"])
+            length = len(check_sequence("input_ids", check_item(item)["input_ids"]))
             self.get_batch_size(length)  # too long, or empty: said before it is rounded
             groups.setdefault(self.round_to_segment(length), []).append(item)
         batches = []
@@ -103,9 +111,9 @@ def collate(items: Sequence[Mapping[str, Any]], *, length: int | None = None, pa
 
 def tokens_and_labels(item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """The tokens `(N,)` of an item and what each should predict, `(N,)`."""
-    if not isinstance(item, Mapping) or "input_ids" not in item or item.keys() - {"input_ids", "labels"}:
-        shown = sorted(item) if isinstance(item, Mapping) else type(item).__name__
-        raise ValueError(f"an item is a mapping with input_ids and perhaps labels, got {shown}")
+    check_item(item)
+    if item.keys() - {"input_ids", "labels"}:
+        raise ValueError(f"an item is a mapping with input_ids and perhaps labels, got {sorted(item)}")
     tokens = torch.as_tensor(item["input_ids"], dtype=torch.long)
     labels = next_tokens(tokens) if item.get("labels") is None else torch.as_tensor(item["labels"], dtype=torch.long)
     if tokens.dim() != 1 or not len(tokens) or labels.shape != tokens.shape:
@@ -114,6 +122,13 @@ def tokens_and_labels(item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
             f"{tuple(labels.shape)}"
         )
     return tokens, labels
+
+
+def check_item(item: Any) -> Mapping[str, Any]:
+    check_instance("an item", item, Mapping)
+    if "input_ids" not in item:
+        raise ValueError(f"an item must have input_ids, got {sorted(map(str, item))}")
+    return item
 
 
 def next_tokens(tokens: Tensor) -> Tensor:

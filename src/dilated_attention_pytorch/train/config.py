@@ -12,8 +12,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_fields, check_sequence
 from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
@@ -129,39 +130,36 @@ class TrainConfig:
     memory: MemoryOptions = field(default=MemoryOptions())
 
     def __post_init__(self) -> None:
+        stages = tuple(Stage.of(stage) for stage in check_sequence("stages", self.stages))
+        object.__setattr__(self, "stages", stages)
+        from_zero = {"least": 0, "most": 2**63 - 1}
+        check_fields(
+            self,
+            sequence_length=COUNT,
+            batch_size=COUNT,
+            steps=from_zero,
+            learning_rate=POSITIVE,
+            warmup_steps=from_zero,
+            weight_decay=NOT_NEGATIVE,
+            clip_norm={"above": 0, "most": math.inf},  # infinite: nothing is clipped
+            validate_every=COUNT,
+            validation_batches=COUNT,
+            checkpoint_every=COUNT,
+            keep_checkpoints=COUNT,
+            sample_bytes=from_zero,
+            seed=from_zero,
+            sequence_parallel=COUNT,
+            tensor_parallel=COUNT,
+            timeout_seconds=POSITIVE,
+            accumulate=COUNT,
+            skip_broken_steps=from_zero,
+        )
         # Absolute, so that the run can be resumed from anywhere.
         object.__setattr__(self, "data", tuple(os.path.abspath(path) for path in self.data))
         for name in ("tokenizer", "token_cache"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
-        if self.order is not None and self.order not in get_args(Order):
-            raise ValueError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
-        object.__setattr__(self, "monitors", tuple(self.monitors))
         self._begin_with_first_stage()
-        for name in (
-            "sequence_length",
-            "batch_size",
-            "steps",
-            "validate_every",
-            "validation_batches",
-            "checkpoint_every",
-            "keep_checkpoints",
-            "sequence_parallel",
-            "tensor_parallel",
-            "accumulate",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "weight_decay", "sample_bytes", "skip_broken_steps", "seed"):
-            if not 0 <= getattr(self, name) < 1 << 63:
-                raise ValueError(f"{name} must be at least 0 and below 2^63, got {getattr(self, name)}")
-        for name in ("learning_rate", "timeout_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        if not self.clip_norm > 0:  # infinite: nothing is clipped
-            raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
-        if self.engine not in get_args(Engine):
-            raise ValueError(f"engine must be one of {', '.join(get_args(Engine))}, got {self.engine!r}")
         if self.engine == "deepspeed" and self.zero is None:
             object.__setattr__(self, "zero", Zero())
         if self.engine != "deepspeed" and self.zero is not None:
@@ -193,8 +191,7 @@ class TrainConfig:
 
     def _begin_with_first_stage(self) -> None:
         """Let the run's own settings be those of its first stage; stated ones that differ are refused."""
-        stages = tuple(Stage.of(stage) for stage in self.stages)
-        object.__setattr__(self, "stages", stages)
+        stages = self.stages
         object.__setattr__(self, "steps", self.steps or sum(stage.steps for stage in stages) or 250)
         if not stages:
             return

@@ -342,6 +342,8 @@ def permuted(index: int, count: int, key: tuple[int, ...]) -> int:
     >>> sorted(permuted(index, 10, (0, 1)) for index in range(10))
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
+    if not 0 <= index < count:
+        raise ValueError(f"index must be from 0 to count - 1, got index={index} and count={count}")
     half = max(1, math.ceil((count - 1).bit_length() / 2))
     mask = (1 << half) - 1
     while True:  # what falls outside goes round again, which keeps it one to one

@@ -10,12 +10,13 @@ import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields
 from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.core.memory_pool import LEAST_THRESHOLD
 from dilated_attention_pytorch.functional import autocast_inputs
@@ -75,23 +76,7 @@ class MemoryOptions:
     compile_backend: str = "inductor"
 
     def __post_init__(self) -> None:
-        choices = (
-            ("checkpointing", Checkpointing),
-            ("optimizer", OptimizerName),
-            ("precision", Precision),
-            ("parameters", ParameterPrecision),
-            ("compile_mode", CompileMode),
-        )
-        for name, known in choices:
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}")
-        for name, least in (("mlp_tile", 0), ("loss_chunk", 0), ("offload_least_bytes", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        for name in ("offload", "float8", "structured_sparsity", "compile"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_fields(self, mlp_tile=SIZE, loss_chunk=SIZE, offload_least_bytes=COUNT)
         if self.offload and self.checkpointing == "none":
             raise ValueError(
                 "offload moves what checkpointing keeps: choose checkpointing='full' or 'selective' with it"

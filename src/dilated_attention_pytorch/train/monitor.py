@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from dilated_attention_pytorch.core.checks import check_instance
 from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.files import write_whole
 
@@ -149,9 +150,9 @@ class PrometheusMonitor:
             self._server, self._thread = self._client.start_http_server(port, addr=host, registry=self._registry)
         except OSError as error:
             raise OSError(
-                f"cannot serve metrics at {host}:{port} ({error.strerror}): choose another address"
+                f"cannot serve metrics at {_address(host, port)} ({error.strerror}): choose another address"
             ) from error
-        self.address = f"{host}:{self._server.server_port}"
+        self.address = _address(host, self._server.server_port)
 
     def log(self, values: Values, step: int) -> None:
         for name, value in {"step": step, **values}.items():
@@ -174,16 +175,25 @@ class PrometheusMonitor:
         return self._gauges[name]
 
 
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def parse_address(address: str) -> tuple[str, int]:
     """`HOST:PORT`, as in `127.0.0.1:9464`; an empty host is refused, for it would mean every network.
 
-    >>> parse_address("127.0.0.1:9464")
-    ('127.0.0.1', 9464)
+    An IPv6 address stands in brackets.
+
+    >>> parse_address("127.0.0.1:9464"), parse_address("[::1]:9464")
+    (('127.0.0.1', 9464), ('::1', 9464))
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"an address is HOST:PORT, as in 127.0.0.1:9464, got {address!r}")
-    return host, int(port)
+    host, _, port = check_instance("address", address, str).rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    bracketed = host == f"[{bare}]"
+    digits = port.isascii() and port.isdecimal() and len(port) <= 5
+    if not bare or not digits or int(port) > 65535 or bracketed != (":" in bare):
+        raise ValueError(f"an address is HOST:PORT, as in 127.0.0.1:9464 or [::1]:9464, got {address!r}")
+    return bare, int(port)
 
 
 def flatten(values: Values) -> dict[str, float]:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_divides, checked
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.parallel.options import Zero
@@ -47,6 +48,7 @@ _LENGTHS = ("seqlens", "cu_seqlens", "key_padding_mask")
 _REMEMBERED = "memory_options"
 
 
+@checked()
 def optimize_small_model(model: LongNetLM | LongNet, *, hardware: str = "auto", **changes: Any) -> LongNetLM | LongNet:
     """Prepare a model of up to about 350M parameters, in place, for training on the device it is on.
 
@@ -63,6 +65,7 @@ def optimize_small_model(model: LongNetLM | LongNet, *, hardware: str = "auto", 
     return _optimized(model, "small", hardware, {**compiled, **changes})
 
 
+@checked()
 def optimize_medium_model(
     model: LongNetLM | LongNet, use_cpu_offload: bool = False, *, hardware: str = "auto", **changes: Any
 ) -> tuple[LongNetLM | LongNet, torch.optim.Optimizer]:
@@ -73,6 +76,7 @@ def optimize_medium_model(
     return _with_adamw(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
 
 
+@checked(batch_size=COUNT, clip_norm=NOT_NEGATIVE)
 def optimize_large_model(
     model: LongNetLM | LongNet,
     use_deepspeed: bool = True,
@@ -118,6 +122,7 @@ def optimize_large_model(
     return engine, optimizer
 
 
+@checked()
 def enable_fp8_training(model: LongNetLM | LongNet) -> LongNetLM | LongNet:
     """Let the products of a model's linear layers run in float8, and others in bfloat16, in place; returns the model.
 
@@ -127,6 +132,7 @@ def enable_fp8_training(model: LongNetLM | LongNet) -> LongNetLM | LongNet:
     return _enable(model, {"float8": True})
 
 
+@checked()
 def enable_structured_sparsity(model: LongNetLM | LongNet, sparsity_ratio: float = 0.5) -> LongNetLM | LongNet:
     """Let two of four neighbouring weights of the feed-forward networks count, in place; returns the model.
 
@@ -149,6 +155,7 @@ def options_of(model: nn.Module) -> MemoryOptions | None:
     return getattr(inner, _REMEMBERED, None)
 
 
+@checked(target_batch_size=COUNT, actual_batch_size=COUNT, clip_norm=POSITIVE)
 def gradient_accumulation_training(
     model: nn.Module,
     dataloader: Iterable[Batch],
@@ -167,10 +174,7 @@ def gradient_accumulation_training(
     the small batches. What is left over at the end is a step as well, of fewer sequences. A `scaler` that is enabled
     means float16, unless the model or `options` say otherwise.
     """
-    if actual_batch_size < 1 or target_batch_size % actual_batch_size:
-        raise ValueError(
-            f"actual_batch_size must divide target_batch_size, got {actual_batch_size} and {target_batch_size}"
-        )
+    check_divides("actual_batch_size", actual_batch_size, "target_batch_size", target_batch_size)
     step = _Step(model, optimizer, scaler, options, compute_loss, clip_norm)
     losses: list[float] = []
     group: list[Batch] = []
@@ -234,6 +238,7 @@ def hierarchical_training_schedule() -> list[dict[str, Any]]:
     ]
 
 
+@checked(warmup_steps=NOT_NEGATIVE, clip_norm=POSITIVE, seed={"least": -(2**63), "most": 2**63 - 1})
 def train_stage(
     model: nn.Module,
     dataset: Sequence[Batch],
@@ -281,6 +286,7 @@ def train_stage(
     return losses
 
 
+@checked()
 def train_hierarchically(
     model: nn.Module,
     datasets: Sequence[Sequence[Batch]],

@@ -12,12 +12,12 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dilated_attention_pytorch.core.checks import COUNT, MOST_TOKENS, POSITIVE, check_fields, check_whole, checked
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import check_sparse_config
@@ -44,11 +44,7 @@ class Stage:
     steps: int
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "batch_size", "steps"):
-            object.__setattr__(self, name, _count(name, getattr(self, name)))
-        rate = self.learning_rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate < math.inf:
-            raise ValueError(f"learning_rate of a stage must be a number above 0, got {rate!r}")
+        check_fields(self, sequence_length=COUNT, batch_size=COUNT, steps=COUNT, learning_rate=POSITIVE)
         spec = DilatedSpec.of(self.segment_lengths, self.dilation_rates)
         object.__setattr__(self, "segment_lengths", spec.segment_lengths)
         object.__setattr__(self, "dilation_rates", spec.dilation_rates)
@@ -77,8 +73,11 @@ class Stage:
         if epochs is not None:
             if sequences is None:
                 raise ValueError(f"epochs={epochs!r} are of a dataset, which is not known here: give steps instead")
-            batches = math.ceil(sequences / _count("batch_size", values.get("batch_size", 0)))
-            values["steps"] = _count("epochs", epochs) * batches
+            batches = math.ceil(
+                check_whole("sequences", sequences, least=0, most=MOST_TOKENS)
+                / check_whole("batch_size", values.get("batch_size", 0), least=1)
+            )
+            values["steps"] = check_whole("epochs", epochs, least=1) * batches
         fields = [field.name for field in dataclasses.fields(cls)]
         missing, unknown = [name for name in fields if name not in values], sorted(values.keys() - set(fields))
         if missing or unknown:
@@ -133,6 +132,7 @@ def with_pattern(model: ModelConfig, stage: Stage) -> ModelConfig:
     return changed
 
 
+@checked()
 def update_attention_config(
     model: nn.Module,
     segment_lengths: Sequence[int] | Mapping[str, Any] | Stage,
@@ -207,16 +207,6 @@ def _pattern(
         segments, rates = stated, dilation_rates
     spec = DilatedSpec.of(segments, rates)
     return spec.segment_lengths, spec.dilation_rates
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        whole = index(value)
-    except TypeError:
-        whole = 0
-    if isinstance(value, bool) or whole < 1:
-        raise ValueError(f"{name} of a stage must be a whole number of at least 1, got {value!r}")
-    return whole
 
 
 def _toml() -> Any:
