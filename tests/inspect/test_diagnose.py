@@ -143,7 +143,7 @@ def test_fragmentation_of_a_gpu_is_told_from_plain_lack(monkeypatch) -> None:
 def test_another_error_is_refused() -> None:
     with pytest.raises(ValueError, match="KeyError is no out-of-memory error"):
         diagnose_oom_error(KeyError("x"))
-    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="of at least 1, got 0"):
         diagnose_oom_error(largest=0)
 
 

@@ -110,7 +110,7 @@ def test_the_command_prints_a_table_or_json(capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--gpus 0", "gpus must be at least 1, got 0"),
+        ("--gpus 0", "gpus must be a whole number of at least 1, got 0"),
         ("--gpus 2 --rates 1 2", "must pair up, got 3 lengths"),
         ("--gpus 2 --kv-heads 5", "key/value heads must divide the 12 heads, got 5"),
         ("--gpus 2 --dtype int8", "dtype must be one of bfloat16"),

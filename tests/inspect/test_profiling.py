@@ -92,7 +92,7 @@ def test_what_cannot_be_profiled_is_refused_before_it_runs(tmp_path) -> None:
             profile_memory_usage(small_model(), batch, **files)
     with pytest.raises(ValueError, match=r"written as \.svg or \.png"):
         profile_memory_usage(small_model(), tokens, trace=tmp_path / "trace.json", picture="timeline.pdf")
-    with pytest.raises(ValueError, match="row_limit must be at least 1"):
+    with pytest.raises(ValueError, match="row_limit must be a whole number of at least 1"):
         profile_memory_usage(small_model(), tokens, row_limit=0, **files)
     assert not (tmp_path / "trace.json").exists()
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_timed_is_refused() -> None:
     for modules, configs, more, message in (
         ({}, [CONFIG], {}, "nothing to time"),
         (attention, [], {}, "nothing to time"),
-        (attention, [CONFIG], {"num_runs": 0}, "num_runs must be at least 1"),
+        (attention, [CONFIG], {"num_runs": 0}, "num_runs must be a whole number of at least 1"),
         (attention, [{"seq_len": 8, "batch_size": 1}], {}, "a config has the keys seq_len, batch_size, embed_dim"),
         (attention, [CONFIG | {"heads": 4}], {}, "perhaps num_heads, got"),
         (attention, [CONFIG | {"seq_len": 0}], {}, "whole numbers of at least 1"),

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import POSITIVE, checked
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import global_caches
 from dilated_attention_pytorch.inspect.report import size
@@ -273,6 +274,7 @@ def _trim_heap() -> None:
     trim(0)
 
 
+@checked(interval=POSITIVE)
 def monitor_memory_realtime(
     interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None, quiet: bool = False
 ) -> MemoryMonitor:
@@ -298,11 +300,10 @@ def monitor_memory_realtime(
 class MemoryMonitor:
     """Samples memory in a thread between `start` and `stop`, with one sample at either end; `readings` has them all."""
 
+    @checked(interval=POSITIVE)
     def __init__(
         self, interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None
     ) -> None:
-        if not interval > 0:
-            raise ValueError(f"interval, the seconds between samples, must be above 0, got {interval}")
         if picture is not None:
             from dilated_attention_pytorch.inspect.pictures import check_picture
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dilated_attention_pytorch.core.checks import COUNT, checked
 from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
 from dilated_attention_pytorch.inspect.memory import (
     ALLOCATOR_SETTINGS,
@@ -34,6 +35,7 @@ _WORTH_SAYING = 0.01  # of what is in use
 _EIGHT_BIT_SHARE = 2.03 / 8  # bytes of AdamW's state a parameter, in 8 bits and in float32
 
 
+@checked(largest=COUNT)
 def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10, quiet: bool = False) -> Report:
     """Say what holds memory now, and which options there are, by the bytes that each would free.
 
@@ -48,8 +50,6 @@ def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10,
         error = handled if handled is not None and is_out_of_memory(handled) else None
     elif not is_out_of_memory(error):
         raise ValueError(f"{type(error).__name__} is no out-of-memory error: {error}")
-    if largest < 1:
-        raise ValueError(f"largest, the number of tensors to list, must be at least 1, got {largest}")
     reading, tensors = read_memory(), live_tensors()
     gpu = _the_gpu(reading, error)
     if error is None and gpu is not None and gpu.allocated < sum(x.bytes for x in tensors if x.device == "cpu"):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from dilated_attention_pytorch.core.checks import COUNT, check_module, checked
 from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
 from dilated_attention_pytorch.inspect.report import size
 from dilated_attention_pytorch.measuring import measure
@@ -40,6 +41,7 @@ class MemoryProfile:
     phases: Mapping[str, int]
 
 
+@checked(row_limit=COUNT)
 def profile_memory_usage(
     model: nn.Module,
     sample_batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor,
@@ -69,8 +71,6 @@ def profile_memory_usage(
     from dilated_attention_pytorch.inspect.pictures import check_picture, write_timeline
 
     inputs, labels = _unpack(sample_batch)
-    if row_limit < 1:
-        raise ValueError(f"row_limit must be at least 1, got {row_limit}")
     trace, picture = Path(trace), None if picture is None else Path(picture)
     if picture is not None:
         check_picture(picture)
@@ -182,6 +182,7 @@ SHAPE_KEYS = ("seq_len", "batch_size", "embed_dim", "num_heads")
 HEAD_DIM = 64
 
 
+@checked(num_runs=COUNT)
 def benchmark_implementations(
     implementations: Mapping[str, nn.Module],
     test_configs: Sequence[Mapping[str, int]],
@@ -213,10 +214,10 @@ def benchmark_implementations(
     >>> results["dilated"]["64_2"]["throughput"] > 0
     True
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be of floating-point numbers, got {dtype}")
     if not implementations or not test_configs:
         raise ValueError("there is nothing to time: pass at least one module and one config")
-    if num_runs < 1:
-        raise ValueError(f"num_runs must be at least 1, got {num_runs}")
     shapes = [_shape(config) for config in test_configs]
     keys = [f"{shape['seq_len']}_{shape['batch_size']}" for shape in shapes]
     if len(set(keys)) < len(keys):
@@ -225,6 +226,7 @@ def benchmark_implementations(
         )
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model in implementations.items():
+        check_module(f"implementations[{name!r}]", model)
         place, kind = _home(model, device, dtype)
         results[name] = {}
         for key, shape in zip(keys, shapes):

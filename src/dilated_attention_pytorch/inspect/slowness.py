@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import global_caches
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
@@ -31,6 +32,7 @@ from dilated_attention_pytorch.measuring import measure, usable_cores
 SLOW, FRAGMENTED, UNSTABLE = "Slow Training", "Memory Fragmentation", "Numerical Instability"
 
 
+@checked()
 def diagnose_performance_issues(step: Callable[[], object] | None = None, *, quiet: bool = False) -> Report:
     """Say what slows this process, fragments its memory or makes its numbers unstable, as far as it shows.
 
