@@ -190,6 +190,9 @@ def _ordered(real: Tensor, before: int, new: int) -> Tensor | None:
     is_apart = begins.sum(1) > 1
     if before:
         is_apart |= ~real[:, -1] & real.any(1)
+    if not bool(is_apart.any()):
+        return None
+    if before:
         went_on = real[:, :before].any(1) & ~real[:, before - 1] & real[:, before:].any(1)
         if bool(went_on.any()):
             raise ValueError(
@@ -197,9 +200,7 @@ def _ordered(real: Tensor, before: int, new: int) -> Tensor | None:
                 "cache and the new ones, which a right-padded prompt leaves: generate reads the next token from a "
                 "row's last place, so pad prompts on the left (padding_side='left')"
             )
-    if not bool(is_apart.any()):
-        return None
-    if not before and not torch.is_grad_enabled():
+    elif not torch.is_grad_enabled():
         warnings.warn(
             "attention_mask has padding between tokens, which the pattern leaves out of its count. That is right for "
             "virtual tokens before left padding. If a right-padded prompt has left it in generate, pad prompts on the "
