@@ -22,6 +22,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Without a GPU, kernels run in Triton's interpreter; it must be asked for before a kernel is defined.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # DeepSpeed prints what it finds when a library first imports it, which may be within a doctest.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # Where Triton does not exist, its kernels cannot be imported for their doctests.
 collect_ignore_glob = [] if find_spec("triton") else ["src/*/kernels/triton/*"]
