@@ -232,6 +232,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(shared, "compare", lambda off, on, device: compare(off, on, device, seconds=0.01, least=2))
     monkeypatch.setattr(shared, "_in_threads", lambda run: (run(), 1.0)[1])
     monkeypatch.setattr(shared, "peak_in_new_process", lambda *arguments: 100 + arguments[-1])
+    monkeypatch.setattr(shared, "_steps_on_ranks", lambda tokens: [])
 
 
 def test_the_cache_suite_measures_every_kind_and_the_whole_step(tmp_path, capsys, tiny) -> None:
@@ -259,6 +260,13 @@ def test_the_pool_suite_measures_every_module(tmp_path, capsys, tiny) -> None:
     assert "N=256 DilatedAttention bfloat16 forward+backward" in cases
     assert all(line["memory_ratio"] == 1.01 for line in lines if line["peak_on"] is not None)
     assert "peak memory with it on at most 1.05 of off; worst 1.010" in capsys.readouterr().out
+
+
+def test_the_pool_suite_measures_the_classes_across_ranks_on_two_of_them() -> None:
+    cases = {step.case: step for step in shared._steps_on_ranks(64)}
+    for name in shared.RINGS:
+        step = cases[f"N=64 {name} bfloat16 forward+backward, 2 gloo ranks"]
+        assert min(step.off, step.on) > 0
 
 
 def test_a_peak_is_what_a_step_needs_at_least() -> None:

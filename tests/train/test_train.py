@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
@@ -60,6 +61,13 @@ def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text
     assert [m["step"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     newest = checkpoints.list_checkpoints(tmp_path / "run")[-1]
     assert {path.name for path in newest.iterdir()} == {"checksums.txt", "config.json", "model.safetensors", "state.pt"}
+
+
+def test_the_log_tells_each_checkpoint_that_is_saved(tmp_path, text, caplog) -> None:
+    with caplog.at_level(logging.DEBUG, "dilated_attention_pytorch"):
+        assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 0
+    (saved,) = checkpoints.list_checkpoints(tmp_path / "run")
+    assert caplog.messages.count(f"saved checkpoint {saved}") == 1
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch.bench.harness import compare, machine, measure
@@ -38,7 +40,11 @@ from dilated_attention_pytorch.nn import (
 from dilated_attention_pytorch.parallel import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
+    DistributedImprovedDilatedAttention,
     Ranks,
+    RingDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
     Shards,
 )
 from dilated_attention_pytorch.parallel.attention import schedule_for
@@ -249,10 +255,20 @@ def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
         yield Step(f"N={tokens:,} packed {name} forward+backward", **asdict(found))
 
 
-ATTENTION = ("DilatedAttention", "ImprovedDilatedAttention", "BlockSparseRingDilatedAttention")
+ATTENTION = (
+    "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttentionV2", "BlockSparseRingDilatedAttention",
+)  # fmt: skip
+RINGS: dict[str, Callable[..., Any]] = {
+    "RingDilatedAttention": RingDilatedAttention,
+    "RingDilatedAttentionV2": RingDilatedAttentionV2,
+    "RingDilatedAttentionV3": RingDilatedAttentionV3,
+    "DistributedImprovedDilatedAttention": partial(DistributedImprovedDilatedAttention, sequence_parallel=True),
+}
+RANKS, ROUNDS = 2, 9
 MODULES: dict[str, Callable[..., Any]] = {
     "DilatedAttention": DilatedAttention,
     "ImprovedDilatedAttention": ImprovedDilatedAttention,
+    "RingDilatedAttentionV2": RingDilatedAttentionV2,
     "BlockSparseRingDilatedAttention": partial(BlockSparseRingDilatedAttention, sparse_config=SPARSE),
     "MultiheadDilatedAttention": MultiheadDilatedAttention,
     "ImprovedMultiheadDilatedAttention": ImprovedMultiheadDilatedAttention,
@@ -325,6 +341,33 @@ def _pool_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
                 yield Step(f"N={tokens:,} {name} {dtype} forward+backward", **asdict(found), **_named(*peaks))
         found = compare(_staging(device, tokens, False), _staging(device, tokens, True), device)
         yield Step(f"N={tokens:,} keys and values through host buffers, 4 times", **asdict(found))
+        if device == "cpu":  # one GPU has no place for a second rank
+            yield from _steps_on_ranks(tokens)
+
+
+def _steps_on_ranks(tokens: int) -> list[Step]:
+    """Classes across ranks, each in processes of this machine that exchange rows through gloo."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(RANKS) as workers:
+        meeting = (Path(folder) / "ranks").as_uri()
+        ranks = [workers.apply_async(steps_of_rank, (tokens, rank, meeting)) for rank in range(RANKS)]
+        first, *_ = [rank.get() for rank in ranks]
+        return first
+
+
+def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Step]:
+    """What one rank takes with the pool off and on; the longest segment is shared by all."""
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    pattern = {"segment_lengths": (*SPEC["segment_lengths"][:2], tokens), "dilation_rates": SPEC["dilation_rates"]}
+    steps = []
+    for name, kind in RINGS.items():
+        for dtype in ("bfloat16", "float32"):
+            inputs = [x.requires_grad_() for x in _inputs("cpu", tokens // RANKS, dtype)]
+            off, on = (_attention_step(kind(**pattern, enable_memory_pool=used), inputs) for used in (False, True))
+            # As many rounds on every rank, however long they take: a rank waits for the others in each.
+            found = compare(off, on, "cpu", seconds=1e-9, least=ROUNDS)
+            steps.append(Step(f"N={tokens:,} {name} {dtype} forward+backward, {RANKS} gloo ranks", **asdict(found)))
+    dist.destroy_process_group()
+    return steps
 
 
 def _staging(device: str, tokens: int, pooled: bool) -> Callable[[], object]:
