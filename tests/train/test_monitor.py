@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import resource
 import socket
 import sys
 import types
@@ -11,7 +13,9 @@ import urllib.request
 import pytest
 import torch
 
+from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import TrainConfig
+from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.monitor import (
     JsonLinesMonitor,
     Monitors,
@@ -20,6 +24,9 @@ from dilated_attention_pytorch.train.monitor import (
     parse_address,
     peak_memory,
 )
+from dilated_attention_pytorch.train.run_folder import read_metrics, write_metrics
+
+from .test_train import FLAGS
 
 FIGURES = {"loss": 2.5, "tokens_per_second": 1e6, "branch_bytes": {"w64 r1": 0, "w512 r8": 4096}}
 
@@ -166,3 +173,52 @@ def test_unknown_monitors_engines_and_timeouts_are_refused() -> None:
 
 def test_memory_is_counted() -> None:
     assert peak_memory(torch.device("cpu")) > 1_000_000
+
+
+def test_a_monitor_that_cannot_write_is_named_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    monkeypatch.setattr(SummaryWriter, "close", full)
+    flags = ["--steps", "4", "--monitors", "tensorboard", "jsonl", *FLAGS]
+    assert main(["train", "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), *flags]) == 0
+    told = capsys.readouterr().err
+    assert told.count("TensorBoardMonitor lost figures (OSError: [Errno 28] No space left on device); the run") == 1
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 4
+    assert list_checkpoints(tmp_path / "run")[-1].name == "step-00000004"
+
+
+def test_lines_stay_whole_after_one_that_the_disk_cut(tmp_path) -> None:
+    monitor = JsonLinesMonitor(tmp_path / "log.jsonl")
+    monitor.log({"loss": 1.0}, step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "log.jsonl").stat().st_size + 5, limits[1]))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match=r"part of a line|File too large"):
+                monitor.log({"loss": 1.0}, step=step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monitor.log({"loss": 1.0}, step=4)
+    monitor.close()
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert lines == ['{"step": 1, "loss": 1.0}', '{"ste', '{"step": 4, "loss": 1.0}']
+
+
+def test_numbers_that_are_not_finite_are_null_in_files_and_nan_when_they_are_read(tmp_path) -> None:
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    monitor = JsonLinesMonitor(tmp_path / "log.jsonl")
+    monitor.log({"validation_bits": math.nan, "branch_bytes": {"w64 r1": math.inf}}, step=1)
+    monitor.close()
+    write_metrics(tmp_path, [{"step": 1, "validation_bits": math.nan, "loss": -math.inf}])
+    for name in ("log.jsonl", "metrics.jsonl"):
+        assert json.loads((tmp_path / name).read_text(), parse_constant=refuse)["validation_bits"] is None
+    (record,) = read_metrics(tmp_path)
+    assert record["step"] == 1
+    assert math.isnan(record["validation_bits"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.pages.charts import curves_svg
 from dilated_attention_pytorch.train.checkpoint import list_saved
+from dilated_attention_pytorch.train.report import write_run_report
 from dilated_attention_pytorch.train.run_folder import read_run
 
 FLAGS = """
@@ -186,3 +189,62 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys) -> None:
     assert "no folder" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 1
     assert "is no run's folder: it has none of config.json" in capsys.readouterr().err
+
+
+def changed(content: bytes, draw: random.Random) -> bytes:
+    """One kind of damage, or a value that JSON can spell and a run never writes."""
+    found = bytearray(content)
+    kind = draw.choice(["flip", "cut", "zero", "deep", "value"])
+    if kind == "flip":
+        for _ in range(20):
+            found[draw.randrange(len(found))] ^= 1 << draw.randrange(8)
+    elif kind == "cut":
+        del found[draw.randrange(len(found)) :]
+    elif kind == "zero":
+        found[:] = bytes(len(found))
+    elif kind == "deep":
+        found[:] = b"[" * 100_000
+    else:
+        old = draw.choice(re.findall(rb": ([^,}\]]+)", content))
+        new = draw.choice([b"1" + b"0" * 400, b"1e308", b"-1e308", b"NaN", b"null", b'"\\ud800"', b'{"a": 1}', b"true"])
+        found = found.replace(b": " + old, b": " + new)
+    return bytes(found)
+
+
+def test_any_damaged_run_has_a_page(run) -> None:
+    draw = random.Random(0)
+    (run / "log.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
+    names = ["config.json", "metrics.jsonl", "log.jsonl", "environment.jsonl"]
+    whole = {name: (run / name).read_bytes() for name in names}
+    for _ in range(60):
+        for name in draw.sample(names, 2):
+            (run / name).write_bytes(changed(whole[name], draw))
+        write_run_report(run)
+        for name, content in whole.items():
+            (run / name).write_bytes(content)
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    (run / "environment.jsonl").unlink()
+    (run / "config.json").unlink()
+    (run / "config.json").symlink_to("nowhere")
+    text = page(run)
+    assert "<code>metrics.jsonl</code> cannot be read" in text
+    assert "there is no <code>environment.jsonl</code>, which every run has that has saved" in text
+    assert "<code>config.json</code> cannot be read" in text
+
+
+def test_a_page_is_written_whole_or_not_at_all(run, monkeypatch, capsys) -> None:
+    before = page(run)
+    real = Path.write_text
+
+    def cut_off(self, text, *given, **settings):
+        if "report.html" in self.name:
+            real(self, text[:100])
+            raise OSError(28, "No space left on device")
+        return real(self, text, *given, **settings)
+
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    assert main(["report", str(run)]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert (run / "report.html").read_text(encoding="utf-8") == before
+    assert not list(run.glob(".*.partial"))

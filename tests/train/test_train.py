@@ -127,6 +127,35 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path, text, capsys) -> Non
     assert run("--data", text, "--out", folder, "--steps", 2, *FLAGS) == 0
 
 
+def test_a_second_process_asks_for_the_lock_before_it_reads(tmp_path, text, capsys, monkeypatch) -> None:
+    folder = tmp_path / "run"
+    assert run("--data", text, "--out", folder, "--steps", 2, *FLAGS) == 0
+    broken = folder / "checkpoints" / "step-00000002" / "state.pt"
+    broken.write_bytes(b"")  # as while the first process writes
+    before = sorted(folder.rglob("*"))
+
+    def read(*_, **__):
+        raise AssertionError("the second process has read")
+
+    with claim(folder):
+        monkeypatch.setattr(trainer, "open_corpus", read)
+        monkeypatch.setattr(trainer, "_is_to_resume", read)
+        for again in (("--resume", folder), ("--data", text, "--out", folder, "--steps", 2, *FLAGS)):
+            assert run(*again) == 1
+            assert f"process {os.getpid()} is training in {folder}: wait" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_what_killed_processes_left_of_files_is_swept(tmp_path, text) -> None:
+    folder = tmp_path / "run"
+    (folder / "samples").mkdir(parents=True)
+    left = [folder / ".config.json.1.partial", folder / ".metrics.jsonl.1.partial", folder / "samples" / ".a.1.partial"]
+    for path in left:
+        path.write_text("half")
+    assert run("--data", text, "--out", folder, "--steps", 2, *FLAGS) == 0
+    assert not any(path.exists() for path in left)
+
+
 def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, text, capsys) -> None:
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
     whole = [m["loss"] for m in metrics(tmp_path / "run")]

@@ -6,13 +6,14 @@ A value is a number, or numbers by name where there is one for each of several t
 
 from __future__ import annotations
 
+import errno
 import importlib
-import json
 import os
 import re
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -20,7 +21,7 @@ import torch
 
 from dilated_attention_pytorch.core.checks import check_instance
 from dilated_attention_pytorch.core.extras import install_extra
-from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.files import json_line, write_whole
 
 Kind = Literal["console", "jsonl", "tensorboard", "wandb", "prometheus"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -36,10 +37,11 @@ class Monitor(Protocol):
 
 
 class Monitors:
-    """Several monitors as one."""
+    """Several monitors as one. One that cannot write, as on a full disk, is said to once, and the run goes on."""
 
     def __init__(self, *monitors: Monitor) -> None:
         self._monitors = list(monitors)
+        self._failed: list[Monitor] = []
 
     def open(self, kinds: Sequence[str], run: Path, start: int, prometheus_address: str) -> None:
         """Add those of a run in the folder `run` that begins after step `start`."""
@@ -48,11 +50,24 @@ class Monitors:
 
     def log(self, values: Values, step: int) -> None:
         for monitor in self._monitors:
-            monitor.log(values, step)
+            with self._tolerating(monitor):
+                monitor.log(values, step)
 
     def close(self) -> None:
         while self._monitors:
-            self._monitors.pop().close()
+            monitor = self._monitors.pop()
+            with self._tolerating(monitor):
+                monitor.close()
+
+    @contextmanager
+    def _tolerating(self, monitor: Monitor) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each service has its own
+            if monitor not in self._failed:
+                self._failed.append(monitor)
+                why = f"{type(error).__name__}: {error}"
+                print(f"{type(monitor).__name__} lost figures ({why}); the run goes on", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Monitors:
         return self
@@ -86,19 +101,24 @@ class ConsoleMonitor:
 
 
 class JsonLinesMonitor:
-    """One JSON object a step, appended as it happens; a resumed run goes on in the same file."""
+    """One JSON object per step, appended as it happens; a resumed run goes on in the same file.
+
+    A number that is not finite is `null`.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as stream:
             stream.seek(max(stream.seek(0, os.SEEK_END) - 1, 0))
-            if stream.read() not in (b"", b"\n"):  # a killed run left half a line
-                stream.write(b"\n")
-        self._stream = path.open("a")
+            self._is_cut = stream.read(1) not in (b"", b"\n")  # a killed run left half a line
+        self._stream = path.open("ab", buffering=0)
 
     def log(self, values: Values, step: int) -> None:
-        self._stream.write(json.dumps({"step": step, **values}) + "\n")
-        self._stream.flush()
+        line = b"\n" * self._is_cut + json_line({"step": step, **values}).encode()
+        written = self._stream.write(line)
+        self._is_cut = written < len(line)
+        if self._is_cut:
+            raise OSError(errno.ENOSPC, "only a part of a line could be written")
 
     def close(self) -> None:
         self._stream.close()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from dilated_attention_pytorch.measuring import size
 from dilated_attention_pytorch.pages.charts import curves_svg, thinned
@@ -55,7 +55,9 @@ def _state(run: RunFolder) -> str:
         return f"Known up to step **{run.done:,}**; how many there should be is not known."
     if run.done >= run.steps:
         return f"**Finished**: all {run.steps:,} steps."
-    written = [path.stat().st_mtime for path in run.path.iterdir() if path.suffix in (".jsonl", ".json")]
+    written = [
+        path.stat().st_mtime for path in run.path.iterdir() if path.suffix in (".jsonl", ".json") and path.is_file()
+    ]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(written, default=0.0)))
     resume = (
         f"if it is not going on, continue it with `dilated-attention train --resume {run.path}`"
@@ -140,18 +142,21 @@ def _starts(run: RunFolder) -> list[str]:
 
 
 def _points(run: RunFolder, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
-    """A record's figure over steps; what is not a finite number is no point."""
+    """A record's figure over steps; what cannot be drawn is no point."""
     found = [(record["step"], record.get(key)) for record in run.records]
-    return [(step, y * scale) for step, y in found if isinstance(y, (int, float)) and math.isfinite(y)]
+    return [(step, y * scale) for step, y in found if _is_drawable(y)]
+
+
+def _is_drawable(y: Any) -> TypeGuard[float]:
+    """Whether a figure is a number, finite, and not so great that the axis of a chart overflows."""
+    return isinstance(y, (int, float)) and abs(y) < 1e300
 
 
 def _baselines(run: RunFolder) -> dict[str, float]:
     stated = run.starts[-1].get("baselines") if run.starts else None
     if not isinstance(stated, dict):
         return {}
-    return {
-        _BASELINES.get(str(name), str(name)): bits for name, bits in stated.items() if isinstance(bits, (int, float))
-    }
+    return {_BASELINES.get(str(name), str(name)): bits for name, bits in stated.items() if _is_drawable(bits)}
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:

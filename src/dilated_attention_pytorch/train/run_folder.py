@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.files import json_line, write_whole
 from dilated_attention_pytorch.measuring import machine
 from dilated_attention_pytorch.train.checkpoint import Saved, list_saved, naming_a_full_disk
 
@@ -81,7 +82,7 @@ def record_start(run: Path, step: int, device: str, **known: Any) -> None:
     """Append what this start, after `step`, runs on; `known` is what else the run knows by then."""
     line = {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step, **known, "machine": machine(device)}
     with naming_a_full_disk(run, STARTS), (run / STARTS).open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+        stream.write(json_line(line))
 
 
 def _sample(run: Path, step: int) -> Path:
@@ -102,20 +103,21 @@ def write_sample(run: Path, step: int, text: str) -> Path:
 
 
 def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(record) + "\n" for record in records)
+    lines = "".join(map(json_line, records))
     with naming_a_full_disk(run, METRICS):
         write_whole(run / METRICS, lambda path: path.write_text(lines))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records, for a run that goes on from them: broken ones are refused."""
+    """The records, for a run that goes on from them: broken ones are refused. What is not finite is NaN."""
     path = run / METRICS
     if not path.is_file():
         return []
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         _ = [record["step"] for record in records]
-    except (KeyError, TypeError, ValueError) as error:
+        records = [{name: math.nan if value is None else value for name, value in one.items()} for one in records]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
     return records
 
@@ -153,12 +155,12 @@ def read_run(path: Path) -> RunFolder:
     if not any((path / name).exists() for name in names):
         raise FileNotFoundError(f"{path} is no run's folder: it has none of {', '.join(names)}")
     run = RunFolder(path)
-    if (path / CONFIG).is_file():
+    if os.path.lexists(path / CONFIG):
         try:
             run.config = json.loads((path / CONFIG).read_text())
             if not isinstance(run.config, dict):
                 raise ValueError(f"it holds {type(run.config).__name__}")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             run.config = {}
             run.damage.append(f"`{CONFIG}` cannot be read: {error}")
     else:
@@ -167,13 +169,16 @@ def read_run(path: Path) -> RunFolder:
     by_step: dict[int, dict[str, Any]] = {}
     for name in (LOG, METRICS):
         for record in _lines(path / name, run.damage):
-            if isinstance(record.get("step"), int):
-                by_step[record["step"]] = by_step.get(record["step"], {}) | record
+            step = record.get("step")
+            if isinstance(step, int) and 0 <= step < 1 << 53:
+                by_step[step] = by_step.get(step, {}) | record
             else:
                 run.damage.append(f"`{name}` has a line without a step, which is left out")
     run.records = [by_step[step] for step in sorted(by_step)]
     run.starts = _lines(path / STARTS, run.damage)
     run.saved = list_saved(path)
+    missing = [name for name in (METRICS, STARTS) if run.saved and not os.path.lexists(path / name)]
+    run.damage += [f"there is no `{name}`, which every run has that has saved" for name in missing]
     for one in run.saved:
         if one.state == "unfinished":
             run.damage.append(f"`checkpoints/{one.path.name}` is not whole: it is being written now, or was cut off")
@@ -189,7 +194,7 @@ def read_run(path: Path) -> RunFolder:
 
 def _lines(path: Path, damage: list[str]) -> list[dict[str, Any]]:
     """The lines of a file that are JSON objects; of the others, one word."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
     try:
         lines = path.read_text().splitlines()
@@ -200,7 +205,7 @@ def _lines(path: Path, damage: list[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict):
             found.append(value)
