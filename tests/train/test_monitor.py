@@ -167,7 +167,7 @@ def test_unknown_monitors_engines_and_timeouts_are_refused() -> None:
         TrainConfig(monitors=("statsd",))
     with pytest.raises(ValueError, match="engine must be one of fsdp, ddp"):
         TrainConfig(engine="horovod")
-    with pytest.raises(ValueError, match="timeout_seconds must be above 0"):
+    with pytest.raises(ValueError, match="timeout_seconds must be a finite number above 0"):
         TrainConfig(timeout_seconds=0)
 
 
