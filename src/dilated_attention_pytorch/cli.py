@@ -209,8 +209,14 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--vocabulary", type=whole_number, metavar="V", help="with --model: its tokens (default: 50304)")
     plan.add_argument("--gpus", type=whole_number, metavar="P", help="that share the sequence")
-    plan.add_argument("--segments", nargs="+", type=whole_number, metavar="W", help="one a branch (2048 4096 8192)")
-    plan.add_argument("--rates", nargs="+", type=whole_number, metavar="R", help="one a branch (1 2 4)")
+    plan.add_argument(
+        "--segments",
+        nargs="+",
+        type=whole_number,
+        metavar="W",
+        help="one per branch (for all tokens)",
+    )
+    plan.add_argument("--rates", nargs="+", type=whole_number, metavar="R", help="one per branch")
     for flag, text in (
         ("--heads", "query heads (default: 12)"),
         ("--kv-heads", "key/value heads (default: as many)"),
@@ -248,8 +254,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.inspect.plan import as_json, text
     from dilated_attention_pytorch.parallel.plan import Job, make_plan
 
-    segments, rates = given.pop("segments", [2048, 4096, 8192]), given.pop("rates", [1, 2, 4])
-    spec = DilatedSpec.of(segments, rates, given.pop("layout", "interleaved"))
+    layout = given.pop("layout", "interleaved")
+    if given.keys() & {"segments", "rates"}:
+        spec = DilatedSpec.of(given.pop("segments", []), given.pop("rates", []), layout)
+    else:
+        heads = given.get("kv_heads", given.get("heads", Job.heads))
+        spec = DilatedSpec.for_length(given["tokens"], heads, head_layout=layout)
     plan = make_plan(Job(spec=spec, is_causal=given.pop("causal", False), **given))
     print(json.dumps(as_json(plan), indent=1) if as_data else "\n".join(text(plan)))
 
@@ -265,11 +275,14 @@ def _plan_step(given: dict[str, Any], as_data: bool) -> None:
         raise ValueError(f"{names} cannot change a model's size, nor how one GPU trains it: leave it out with --model")
     fields = {"vocabulary": "vocab_size", "segments": "segment_lengths", "rates": "dilation_rates"}
     changes = {name: given[flag] for flag, name in fields.items() if flag in given}
-    config = text_model(given["model"], **changes)
     gpu, batch, tokens = int(given.get("gpu", 80) * 2**30), given.get("batch", 1), given.get("tokens")
     room = {"batch": batch, "host_bytes": int(given["host"] * 2**30) if "host" in given else None}
+    config = text_model(given["model"], **changes, **({} if tokens is None else {"sequence_length": tokens}))
     if tokens is None:
         fits = list(longest_fits(config, gpu, **room))
+        if fits:  # branches that connect what was found
+            config = text_model(given["model"], **changes, sequence_length=fits[-1].tokens)
+            fits = list(longest_fits(config, gpu, **room))
     else:
         fits = [fit for fit in [cheapest_fit(config, tokens, gpu, **room)] if fit is not None]
     if not fits:

@@ -22,7 +22,7 @@ PLAIN = MemoryOptions()
 @pytest.fixture
 def tiny(monkeypatch) -> None:
     monkeypatch.setattr(capacity, "MODEL_SIZES", ("125m",))
-    monkeypatch.setattr(capacity, "text_model", lambda size: TINY)
+    monkeypatch.setattr(capacity, "text_model", lambda size, **changes: TINY)
     monkeypatch.setattr(capacity, "REQUIRED", {"125m": 64})
     monkeypatch.setattr(capacity, "DENSE", ("125m", 64))
     monkeypatch.setattr(capacity, "working_eight_bit", lambda device: "adamw8bit-torchao")

@@ -155,6 +155,7 @@ ATTENTION = [
 MULTIHEAD = [
     "MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingMultiheadDilatedAttention",
     "RingAdvancedDistributedDilatedAttention", "BlockSparseRingMultiheadDilatedAttention",
+    "DistributedImprovedMultiheadDilatedAttention",
 ]  # fmt: skip
 LAYERS = ["DilatedTransformerEncoderLayer", "DilatedTransformerDecoderLayer"]
 

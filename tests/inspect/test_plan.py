@@ -111,11 +111,11 @@ def test_the_command_prints_a_table_or_json(capsys) -> None:
     ("flags", "message"),
     [
         ("--gpus 0", "gpus must be a whole number of at least 1, got 0"),
-        ("--gpus 2 --rates 1 2", "must pair up, got 3 lengths"),
-        ("--gpus 2 --kv-heads 5", "key/value heads must divide the 12 heads, got 5"),
+        ("--gpus 2 --rates 1 2", "must pair up, got 0 lengths"),
+        ("--gpus 2 --kv-heads 5", "kv_heads must divide heads, got kv_heads=5 and heads=12"),
         ("--gpus 2 --dtype int8", "dtype must be one of bfloat16"),
-        ("--gpus 2 --tflops 0", "tflops must be above 0, got 0.0"),
-        ("--gpus 2 --link-gbps nan", "link_gbps must be above 0, got nan"),
+        ("--gpus 2 --tflops 0", "tflops must be a finite number above 0, got 0.0"),
+        ("--gpus 2 --link-gbps nan", "link_gbps must be a finite number above 0, got nan"),
         ("--gpus 2 --scheme rign", "scheme must be one of auto"),
         ("--gpus 2 --token-layout zigzag --scheme ring", "'ring' takes contiguous shards"),
         ("--gpus 2 --layout interleafed", "head_layout must be one of"),
@@ -139,3 +139,22 @@ def test_a_memory_of_no_size_is_refused(size, capsys) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--model", "125m", f"--gpu={size}"])
     assert f"must be a size in GiB, such as 80, got '{size}'" in capsys.readouterr().err
+
+
+def test_plans_print_the_reach_and_connect_everything_by_default(capsys) -> None:
+    flags = ["--tokens", "98304", "--gpus", "2", "--heads", "4", "--layers", "6"]
+    main(["plan", *flags, "--segments", "2048", "8192", "--rates", "1", "4"])
+    short = capsys.readouterr().out
+    assert "after 1 layer 3.64%" in short
+    assert all(f"after {layers} layers 8.33% of 98,304 tokens on average" in short for layers in (2, 6))
+    main(["plan", *flags])
+    reaching = capsys.readouterr().out
+    assert all(f"after {layers} layers 100.00% of 98,304 tokens on average" in reaching for layers in (2, 6))
+    main(["plan", *flags, "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["job"]["dilation_rates"] == [1, 2, 4]
+    assert len(planned["computed"]["reach"]) == 3
+    main(["plan", "--model", "125m", "--tokens", "200000", "--json"])
+    fitted = json.loads(capsys.readouterr().out)
+    assert fitted["segment_lengths"][-1] >= 200_000
+    assert "100.00% at least" in fitted["reach"][-1]

@@ -42,7 +42,7 @@ def test_every_cell_holds_the_share_of_its_pairs_that_is_seen(pattern, branches,
 
 def test_the_summary_counts_over_all_heads() -> None:
     spec = DilatedSpec.of([64], [2], "interleaved")
-    covered, seen, kept, flops, keys = summary(
+    covered, seen, kept, flops, keys, *reached = summary(
         View(spec, 128, heads=2, head_dim=8, sparse=SparsePatternConfig("local_window", 0.5, 16))
     )
     assert "50.00% of all rows" in covered
@@ -52,6 +52,10 @@ def test_the_summary_counts_over_all_heads() -> None:
     assert f"{4 * 8 * 2 * 2 * 2 * 16 * 16 / 1e9:,.4g} GFLOP" in flops
     assert "take 2.00x, dense attention 16.00x" in flops
     assert "0 at least, 8.0 on average, 16 at most" in keys
+    assert [line.split() for line in reached] == [  # half of a segment, which nothing leaves
+        ["reach", *["after", "1", "layer", "25.00%", "of", "128", "tokens", "on", "average,", "25.00%", "at", "least"]],
+        *(f"after {layers} layers 25.00% of 128 tokens on average, 25.00% at least".split() for layers in (2, 12)),
+    ]
 
 
 @pytest.mark.parametrize("pattern", PATTERN_TYPES)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch import RingDilatedAttention, RingMultiheadDilatedAttention, SparsePatternConfig
+from dilated_attention_pytorch import (
+    ReachWarning,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+    SparsePatternConfig,
+)
 from dilated_attention_pytorch.parallel import sharded_dilated_attention
 
 SPEC = ([8, 16], [1, 2])
@@ -98,3 +105,15 @@ def check_bad_input() -> None:
             raise
         # The ranks are still in step.
         assert sharded_dilated_attention(*shard(), *SPEC).shape == (1, 8, 4, 4)
+    check_reach_is_of_the_whole_sequence()
+
+
+def check_reach_is_of_the_whole_sequence() -> None:
+    """The shards of 40 tokens are shorter than the longest segment, their sequence is not; the first rank says so."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sharded_dilated_attention(*shard(40), [16, 64], [1, 4])
+    said = [str(one.message) for one in given if one.category is ReachWarning]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("at most 64 of 80 tokens" in words for words in said)

@@ -67,6 +67,16 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(file, started) ->
     assert (by_flags.model.num_heads, by_flags.model.dropout, by_flags.model.d_model) == (4, 0.1, 32)
 
 
+def test_the_default_model_connects_the_length_that_is_stated(file, started) -> None:
+    main(["train", "--sequence-length", "3000", "--num-heads", "8"])
+    main(["train", "--sequence-length", "3000", "--segment-lengths", "64", "512", "--dilation-rates", "1", "4"])
+    main(["train", "--sequence-length", "100"])
+    followed, stated, short = started
+    assert (followed.model.segment_lengths, followed.model.dilation_rates) == ((64, 128, 256, 4096), (1, 2, 4, 8))
+    assert stated.model.segment_lengths == (64, 512)
+    assert short.model == SMALL_MODEL
+
+
 def test_a_file_goes_before_what_its_preset_stands_for(tmp_path, started) -> None:
     path = tmp_path / "settings.toml"
     stated = "batch_size = 3\n[model]\ndropout = 0.3\n[memory]\nmlp_tile = 5\n"

@@ -52,15 +52,13 @@ def run_capacity(
     append_line(out, {"machine": found})
     print(describe(found))
     steps = list(_steps(names, cap, room, eight_bit, required=not uncapped, offload=offload))
-    seconds = sum(_seconds(text_model(name), fits[0]) for _, name, fits in steps)
+    seconds = sum(_seconds(config, fits[0]) for _, _, config, fits in steps)
     print(f"{len(steps)} steps, each in a process of its own: about {seconds:.0f} s on an H200")
     print(f"\n{markdown_row(CAPACITY)}\n|{'---|' * len(CAPACITY)}")
     lines = []
-    for kind, name, fits in steps:
+    for kind, name, config, fits in steps:
         for fit in fits:
-            case = StepCase(
-                config=text_model(name), tokens=fit.tokens, options=fit.options, device=device, cap_bytes=cap
-            )
+            case = StepCase(config=config, tokens=fit.tokens, options=fit.options, device=device, cap_bytes=cap)
             if kind in ("dilated", "dense"):
                 case = replace(case, dense=kind == "dense", steps=2)
             line = {
@@ -68,6 +66,7 @@ def run_capacity(
                 "kind": "uncapped" if uncapped else kind,
                 "size": name,
                 "tokens": fit.tokens,
+                "longest_segment": max(config.segment_lengths),
                 "cap_bytes": cap,
                 "predicted_bytes": fit.footprint.peak,
                 "options": asdict(fit.options),
@@ -83,27 +82,37 @@ def run_capacity(
 
 def _steps(
     names: Sequence[str], cap: int, room: int, eight_bit: OptimizerName, *, required: bool, offload: bool
-) -> Iterator[tuple[str, str, list[Fit]]]:
-    """What to measure, `(kind, size, tries)`; the next try is for when one runs out of memory."""
+) -> Iterator[tuple[str, str, ModelConfig, list[Fit]]]:
+    """What to measure, `(kind, size, model, tries)`; the next try is for when one runs out of memory.
+
+    Each length with branches that connect all of it first, then with those of the presets' own length.
+    """
     for name in names if required else ():
-        if name in REQUIRED:
+        for config in _patterns(name, REQUIRED[name]) if name in REQUIRED else ():
             every = choices(eight_bit=eight_bit)
-            fit = cheapest_fit(text_model(name), REQUIRED[name], cap, host_bytes=room, options=every)
+            fit = cheapest_fit(config, REQUIRED[name], cap, host_bytes=room, options=every)
             if fit is None:
                 raise ValueError(f"no options let {name} take {REQUIRED[name]:,} tokens in {cap / 2**30:.1f} GiB")
-            yield "required", name, [fit]
+            yield "required", name, config, [fit]
     name, tokens = DENSE
     if required and name in names:
-        fit = cheapest_fit(text_model(name), tokens, cap, options=[MemoryOptions(precision="bf16", loss_chunk=2048)])
+        patterns = _patterns(name, tokens)
+        fit = cheapest_fit(patterns[0], tokens, cap, options=[MemoryOptions(precision="bf16", loss_chunk=2048)])
         if fit is not None:
-            yield "dilated", name, [fit]
-            yield "dense", name, [fit]
+            for config in patterns:
+                yield "dilated", name, config, [fit]
+            yield "dense", name, patterns[0], [fit]
     for name in names:
-        config = text_model(name)
-        found = list(longest_fits(config, cap, host_bytes=room, options=choices(offload=offload, eight_bit=eight_bit)))
+        every = choices(offload=offload, eight_bit=eight_bit)
+        found = list(longest_fits(text_model(name), cap, host_bytes=room, options=every))
         if not found:
             raise ValueError(f"no options let {name} take any sequence in {cap / 2**30:.1f} GiB: leave it out")
-        yield "longest", name, [_shorter(config, found[-1], share) for share in _TRIES]
+        for config in _patterns(name, found[-1].tokens):
+            yield "longest", name, config, [_shorter(config, found[-1], share) for share in _TRIES]
+
+
+def _patterns(name: str, tokens: int) -> list[ModelConfig]:
+    return list(dict.fromkeys([text_model(name, sequence_length=tokens), text_model(name)]))
 
 
 def _shorter(config: ModelConfig, fit: Fit, share: float) -> Fit:

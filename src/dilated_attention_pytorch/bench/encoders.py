@@ -40,7 +40,7 @@ def peak_memory(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         found = (row.measured(name, "peak_bytes") for name in names)
         cells = "".join(f"{'-' if peak is None else format(peak / 2**30, '.2f'):>19} " for peak in found)
-        yield f"{row.case.title:<56}{cells}"
+        yield f"{row.case.title:<76}{cells}"
     yield ""
 
 

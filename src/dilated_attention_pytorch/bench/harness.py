@@ -66,7 +66,8 @@ class Case:
     @property
     def title(self) -> str:
         """What distinguishes a case, in a few words."""
-        words = [f"N={self.tokens:,}", f"D={self.head_dim}", f"H={self.heads}", f"{len(self.segment_lengths)} branches"]
+        branches = f"{len(self.segment_lengths)} branches to {max(self.segment_lengths):,}"
+        words = [f"N={self.tokens:,}", f"D={self.head_dim}", f"H={self.heads}", branches]
         words += [f"{self.encoder_layers} layers"] if self.encoder_layers else []
         words += ["causal"] if self.is_causal else []
         words += [self.head_layout] if self.head_layout != "interleaved" else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dilated_attention_pytorch.bench.results import (
     TARGETS,
     Row,
     beside_published,
+    but_for_length,
     cell,
     judge,
     memory,
@@ -347,7 +348,7 @@ def _time_charts(rows: list[Row]) -> list[tuple[str, str]]:
     """A chart for each problem that was measured at several lengths, in whatever suites."""
     problems: dict[Case, list[Row]] = {}
     for row in rows:
-        problems.setdefault(replace(row.case, tokens=1), []).append(row)
+        problems.setdefault(but_for_length(row.case), []).append(row)
     names, charts = _names(rows), []
     for problem, found in problems.items():
         lines = {
@@ -357,6 +358,7 @@ def _time_charts(rows: list[Row]) -> list[tuple[str, str]]:
         lines = {name: points for name, points in lines.items() if len({tokens for tokens, _ in points}) > 1}
         if lines:
             _, _, but_for_tokens = problem.title.partition(" ")
+            but_for_tokens = but_for_tokens.replace("1 branches to 1 ", "branches over all tokens ")
             chart = lines_svg(lines, names, "tokens", "milliseconds")
             charts.append((but_for_tokens + _on(problem.device), chart))
     return charts

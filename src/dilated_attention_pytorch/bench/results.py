@@ -153,12 +153,18 @@ def per_token(row: Row, rows: Sequence[Row]) -> float | None:
     """Against the suite's shortest case that is like this one but for its length."""
     if row.suite != "scaling":
         return None
-    alike = [
-        other for other in rows if other.suite == row.suite and replace(other.case, tokens=row.case.tokens) == row.case
-    ]
+    problem = but_for_length(row.case)
+    alike = [other for other in rows if other.suite == row.suite and but_for_length(other.case) == problem]
     shortest = min(alike, key=lambda other: other.case.tokens)
     now, then = (_quotient(one.measured(OURS, "milliseconds"), one.case.tokens) for one in (row, shortest))
     return _quotient(now, then)
+
+
+def but_for_length(case: Case) -> Case:
+    """What cases of several lengths share: all but the length, and but branches that reach over all of it."""
+    if max(case.segment_lengths) >= case.tokens:
+        case = replace(case, segment_lengths=(1,), dilation_rates=(1,))
+    return replace(case, tokens=1)
 
 
 def off_linear(row: Row, rows: Sequence[Row]) -> float | None:

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.bench.contenders import Setup
 from dilated_attention_pytorch.bench.harness import Case, machine, measure
 from dilated_attention_pytorch.bench.results import RATIOS, Row, cell, describe, ratio_cell, why_not_measured
 
-_TITLE, _CELL, _RATIO = 56, 19, 15  # widths of the printed columns
+_TITLE, _CELL, _RATIO = 76, 19, 15  # widths of the printed columns
 
 
 def run_suites(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dilated_attention_pytorch.bench.harness import Case
+from dilated_attention_pytorch.core.reach import branches_for
 
 USUAL: dict[str, Any] = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 PAPER: dict[str, Any] = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}
@@ -19,12 +20,16 @@ SIZES = ((64, 12), (128, 16))
 
 
 def attention(device: str) -> Iterator[Case]:
-    """Over lengths, head dims and causality; then the paper's own branches; then the other head layouts."""
+    """Over lengths, head dims and causality, each with branches that connect the whole sequence and with short ones.
+
+    Then the paper's own branches; then the other head layouts.
+    """
     if device == "cpu":
         yield from _each_way(causal=(False, True), tokens=8192, heads=4, head_dim=64, **CPU)
         return
     for (dim, heads), tokens in itertools.product(SIZES, (32_768, 131_072, 1_048_576)):
-        yield from _each_way(causal=(False, True), tokens=tokens, heads=heads, head_dim=dim, **USUAL)
+        for branches in (_reaching(tokens, heads), USUAL):
+            yield from _each_way(causal=(False, True), tokens=tokens, heads=heads, head_dim=dim, **branches)
     for tokens in (131_072, 1_048_576):
         yield from _each_way(causal=(False, True), tokens=tokens, heads=12, head_dim=64, **PAPER)
     for layout in ("blocked", "grouped"):
@@ -39,11 +44,17 @@ def short(device: str) -> Iterator[Case]:
 
 
 def scaling(device: str) -> Iterator[Case]:
-    """Time over sequence length. With four heads, 16M tokens need 65 GiB for forward and backward."""
+    """Time over sequence length, of branches that connect all of it, whose rates grow with it, and of short ones.
+
+    With four heads, 16M tokens need 65 GiB for forward and backward.
+    """
     lengths = (13, 14, 15) if device == "cpu" else (20, 21, 22, 23, 24)
     shape = {"heads": 1, **CPU} if device == "cpu" else {"heads": 4, **USUAL}
     for power in lengths:
-        yield from _each_way(tokens=1 << power, head_dim=64, **shape)
+        tokens = 1 << power
+        reaching = {**shape, **_reaching(tokens)}
+        for branches in (reaching, shape) if reaching != shape else (shape,):
+            yield from _each_way(tokens=tokens, head_dim=64, **branches)
 
 
 def blocksparse(device: str) -> Iterator[Case]:
@@ -91,7 +102,7 @@ def choose_cases(
 
     >>> {suite: [case.title for case in cases] for suite, cases in choose_cases(
     ...     ["short", "scaling"], "cuda", words=["forward"], tokens=[512]).items()}
-    {'short': ['N=512 D=64 H=12 3 branches forward']}
+    {'short': ['N=512 D=64 H=12 3 branches to 8,192 forward']}
     """
     every = {suite: list((SUITES | ENCODER_SUITES)[suite](device)) for suite in suites}
     chosen = {
@@ -104,6 +115,11 @@ def choose_cases(
             f"no case has all the words {list(words)} and one of the lengths {list(tokens)}: choose from\n  {titles}"
         )
     return {suite: cases for suite, cases in chosen.items() if cases}
+
+
+def _reaching(tokens: int, heads: int | None = None) -> dict[str, Any]:
+    lengths, rates = branches_for(tokens, heads)
+    return {"segment_lengths": lengths, "dilation_rates": rates}
 
 
 def _has(case: Case, words: Sequence[str]) -> bool:

@@ -22,6 +22,8 @@ def markdown_row(cells: Sequence[str]) -> str:
 def capacity_row(line: dict[str, Any]) -> list[str]:
     """One step; a failed one says why in the place of its time."""
     what = {"dilated": "this attention", "dense": "dense attention"}.get(line["kind"], line["kind"])
+    if "longest_segment" in line and line["kind"] != "dense":
+        what += f", segments to {line['longest_segment']:,}"
     head = [line["size"], f"{what}, {line['cap_bytes'] / 2**30:.0f} GiB", f"{line['tokens']:,}"]
     predicted = "" if line["kind"] == "dense" else f"{line['predicted_bytes'] / 2**30:.1f}"
     if "failed" in line:
@@ -71,7 +73,7 @@ def capacity_notes(lines: Sequence[dict[str, Any]]) -> list[str]:
         worst = max(checked, key=lambda ratio: abs(ratio - 1))
         met = "met" if abs(worst - 1) <= WITHIN else "NOT MET"
         notes.append(f"{met}: the memory model within {WITHIN:.0%} of the measured peak; farthest {worst:.3f}")
-    rates = {line["kind"]: line["tokens_per_second"] for line in lines if "tokens_per_second" in line}
+    rates = {line["kind"]: line["tokens_per_second"] for line in reversed(lines) if "tokens_per_second" in line}
     if {"dilated", "dense"} <= rates.keys():
         notes.append(
             f"tokens/s of this attention over those of dense attention: {rates['dilated'] / rates['dense']:.2f}"

@@ -194,10 +194,15 @@ def reach_lines(spec: DilatedSpec, tokens: int, heads: int, layers: int, *, is_c
     shares = reach_shares(spec, tokens, heads, layers=depths, is_causal=is_causal)
     whose = "the tokens up to its own" if is_causal else f"{tokens:,} tokens"
     return [
-        f"after {depth} layer{'s' * (depth > 1)} {share.mean().item():.2%} of {whose} on average, "
-        f"{share.min().item():.2%} at least"
+        f"after {depth} layer{'s' * (depth > 1)} {_percent(share.mean())} of {whose} on average, "
+        f"{_percent(share.min())} at least"
         for depth, share in zip(depths, shares)
     ]
+
+
+def _percent(share: Tensor) -> str:
+    """Rounded down: all is all."""
+    return f"{math.floor(share.item() * 1e4 + 1e-9) / 1e4:.2%}"
 
 
 def warn_of_reach(spec: DilatedSpec, tokens: int, heads: int) -> None:

@@ -23,6 +23,7 @@ def add_show(commands: Any) -> None:
     show.add_argument("--heads", type=int, default=4, help="heads in all (default: 4)")
     show.add_argument("--head", type=int, default=0, help="the head to draw (default: 0)")
     show.add_argument("--head-dim", type=int, default=64, help="for the FLOPs (default: 64)")
+    show.add_argument("--layers", type=int, default=12, help="for the reach (default: 12)")
     show.add_argument("--layout", default="interleaved", help="interleaved, blocked or grouped")
     show.add_argument("--causal", action="store_true", help="rows see only what is before them")
     show.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
@@ -80,6 +81,7 @@ def _show(arguments: argparse.Namespace) -> None:
         arguments.head_dim,
         arguments.causal,
         sparse,
+        arguments.layers,
     )
     print(*text(view, arguments.width), sep="\n")
     if arguments.out is not None:

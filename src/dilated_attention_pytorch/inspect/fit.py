@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dilated_attention_pytorch.core.reach import reach_lines
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.fitting import Fit
 from dilated_attention_pytorch.train.footprint import KINDS, parameter_count
@@ -24,6 +25,9 @@ def fit_json(model: str, config: ModelConfig, fits: Sequence[Fit]) -> dict[str, 
     return {
         "model": model,
         "parameters": parameter_count(config),
+        "segment_lengths": config.segment_lengths,
+        "dilation_rates": config.dilation_rates,
+        "reach": _reach(config, fits[-1].tokens),
         "fits": [
             {
                 "tokens": fit.tokens,
@@ -74,4 +78,9 @@ def fit_text(
     ]
     if found.host:
         lines.append(f"  {'pinned host memory':<36}{found.host / GIB:>10.2f} GiB")
-    return lines
+    lines += ["", f"reach of a row, segments {list(config.segment_lengths)}, rates {list(config.dilation_rates)}"]
+    return [*lines, *(f"  {line}" for line in _reach(config, answer.tokens))]
+
+
+def _reach(config: ModelConfig, tokens: int) -> list[str]:
+    return reach_lines(config.spec, tokens, config.num_kv_heads or config.num_heads, config.num_layers, is_causal=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from dilated_attention_pytorch.core.reach import reach_lines
 from dilated_attention_pytorch.parallel.costs import Traffic
 from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, Plan, RankPlan
 
@@ -34,6 +35,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             ],
             "flops_forward": plan.job.layers * sum(rank.flops for rank in plan.ranks),
             "balance": plan.balance,
+            "reach": _reach(plan.job),
         },
         "modelled": {"peak_bytes": plan.fullest.peak, "step_seconds": plan.step_seconds},
         "ranks": ranks,
@@ -80,6 +82,9 @@ def text(plan: Plan) -> list[str]:
         f"  {'forward, busiest rank':<36}{max(flops) / 1e12:>14,.4g} TFLOP",
         *(f"  {f'busiest over mean, {layout}':<36}{ratio:>14.3f}" for layout, ratio in plan.balance.items()),
         "",
+        "reach of a row",
+        *(f"  {line}" for line in _reach(job)),
+        "",
         f"MODELLED, at {job.tflops:g} TFLOP/s a GPU and {job.link_gbps:g} Gbit/s each way",
         "",
         "memory of the fullest rank",
@@ -95,6 +100,10 @@ def text(plan: Plan) -> list[str]:
         f"  {'step, all layers':<36}{plan.step_seconds * 1e3:>14,.4g} ms",
     ]
     return lines
+
+
+def _reach(job: Job) -> list[str]:
+    return reach_lines(job.spec, job.tokens, job.key_heads, job.layers, is_causal=job.is_causal)
 
 
 def _busiest(traffic: Sequence[Traffic]) -> Traffic:

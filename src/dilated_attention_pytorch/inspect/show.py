@@ -11,6 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.block_layout import BlockLayout, grids_of, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.pattern import visible_pairs
+from dilated_attention_pytorch.core.reach import reach_lines
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 
 # A darker character from each share of a cell's pairs on.
@@ -28,9 +29,10 @@ class View:
     head_dim: int = 64
     is_causal: bool = False
     sparse: SparsePatternConfig | None = None
+    layers: int = 12
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "heads", "head_dim"):
+        for name in ("tokens", "heads", "head_dim", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.head < self.heads:
@@ -119,7 +121,10 @@ def drawing(shares: Tensor) -> str:
 
 
 def summary(view: View) -> list[str]:
-    """Coverage, what is kept, FLOPs and keys a row, in words: over all heads, counted exactly."""
+    """Coverage, what is kept, FLOPs, keys per row and reach, in words: over all heads, counted exactly.
+
+    The reach is that of the branches; a block pattern shows less.
+    """
     n, spec = view.tokens, view.spec
     seen = keys_seen(view.layout(), spec, spec.offsets(view.heads), n, is_causal=view.is_causal)  # (n, H)
     pairs = int(seen.sum())
@@ -138,6 +143,10 @@ def summary(view: View) -> list[str]:
         f"the branches without a block pattern take {whole / pairs:.2f}x, dense attention {every / pairs:.2f}x",
         f"keys a row sees  {int(seen.min()):,} at least, {pairs / seen.numel():,.1f} on average, "
         f"{int(seen.max()):,} at most",
+        *(
+            f"{'reach' if not line else '':<17}{words}"
+            for line, words in enumerate(reach_lines(spec, n, view.heads, view.layers, is_causal=view.is_causal))
+        ),
     ]
 
 

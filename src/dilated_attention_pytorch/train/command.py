@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dilated_attention_pytorch.core.reach import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import (
@@ -15,6 +16,7 @@ from dilated_attention_pytorch.train.config import (
     MEMORY_MAY_CHANGE,
     OF_A_STAGE,
     PRESETS,
+    SMALL_MODEL,
     TrainConfig,
     build_tables,
     change_model,
@@ -113,10 +115,23 @@ def _with_presets(settings: dict[str, Any], flags: dict[str, Any], file: Path | 
     if together.get("tokenizer") is not None and any(name in together for name in PRESETS):
         concerned["vocab_size"] = read_tokenizer(together["tokenizer"]).vocab_size
     before = expand_presets(concerned)
+    if "model" not in before and not together.get("stages"):
+        before |= _reaching(settings.get("model", {}), flags, together.get("sequence_length", 0))
     for name in PRESETS:
         flags.pop(name, None)
     stated = {name: value for name, value in settings.items() if name not in PRESETS}
     return {**before, **build_tables(stated, before, file)}
+
+
+def _reaching(table: Any, flags: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The default model with branches that connect longer sequences than its own, if nobody states them."""
+    stated = {**(table if isinstance(table, dict) else {}), **flags}
+    shortest, longest = SMALL_MODEL.segment_lengths[0], SMALL_MODEL.segment_lengths[-1]
+    if tokens <= longest or stated.keys() & {"segment_lengths", "dilation_rates"}:
+        return {}
+    heads = stated.get("num_kv_heads") or stated.get("num_heads", SMALL_MODEL.num_heads)
+    lengths, rates = branches_for(tokens, heads, shortest=shortest)
+    return {"model": change_model(SMALL_MODEL, {"segment_lengths": lengths, "dilation_rates": rates})}
 
 
 def _check_beside_stages(settings: dict[str, Any], flags: dict[str, Any], first: Stage) -> None:
