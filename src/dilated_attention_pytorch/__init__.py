@@ -57,6 +57,7 @@ from dilated_attention_pytorch.nn import (
     XPosPositions,
     create_dilated_attention,
     create_multihead_dilated_attention,
+    replace_attention,
 )
 from dilated_attention_pytorch.parallel import (
     BlockSparseRingDilatedAttention,
@@ -146,6 +147,7 @@ __all__ = [
     "parallelize",
     "patch_gigapath",
     "profile_memory_usage",
+    "replace_attention",
     "reset_global_memory_pool",
     "reset_global_pattern_cache",
     "train_hierarchically",

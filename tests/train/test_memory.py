@@ -520,8 +520,8 @@ def test_a_model_is_prepared_once_and_before_it_is_wrapped() -> None:
     model = prepare(small_model(), MemoryOptions(mlp_tile=8))
     with pytest.raises(ValueError, match="prepare a model once"):
         prepare(model, MemoryOptions(mlp_tile=8))
-    with pytest.raises(TypeError, match="before anything is wrapped around it, got Sequential"):
-        prepare(nn.Sequential(model), MemoryOptions())
+    with pytest.raises(TypeError, match="before anything is wrapped around it, got DataParallel"):
+        prepare(nn.DataParallel(model), MemoryOptions())
 
 
 def test_tiles_of_no_rows_are_refused() -> None:

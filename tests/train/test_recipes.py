@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import dilated_attention_pytorch
 from dilated_attention_pytorch import (
+    DilatedAttention,
     DynamicBatcher,
     LongNetLM,
     enable_fp8_training,
@@ -242,6 +243,66 @@ def test_optimizing_a_small_model_keeps_what_it_computes() -> None:
     assert options_of(model) == memory_preset("small", hardware_preset("cpu"))
 
 
+class Dense(nn.Module):
+    """A language model of PyTorch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.embedding(tokens), is_causal=False))
+
+
+def test_optimizing_takes_any_model_with_attention_and_keeps_what_it_computes() -> None:
+    torch.manual_seed(0)
+    dense = Dense()
+    whole = {"segment_lengths": [32], "dilation_rates": [1], "hardware": "cpu"}
+    tokens = torch.randint(50, (2, 32))
+    expected = dense(tokens)
+    expected.square().sum().backward()
+    for optimize in (
+        optimize_small_model,
+        lambda model, **settings: optimize_medium_model(model, **settings)[0],
+        lambda model, **settings: optimize_large_model(model, False, **settings)[0],
+    ):
+        model = optimize(copy.deepcopy(dense), **whole)
+        model.zero_grad()
+        assert sum(isinstance(part, DilatedAttention) for part in model.modules()) == 2
+        recomputed = []
+        layer = next(part for part in model.modules() if isinstance(part, nn.TransformerEncoderLayer))
+        layer.linear1.register_forward_hook(lambda *_, seen=recomputed: seen.append(1))
+        found = model(tokens)
+        torch.testing.assert_close(found, expected)
+        found.square().sum().backward()
+        assert len(recomputed) == 2  # the layer ran again in backward
+        for name in ("embedding", "head", "encoder.layers.1.linear2"):
+            torch.testing.assert_close(model.get_submodule(name).weight.grad, dense.get_submodule(name).weight.grad)
+        assert not [name for name in model.state_dict() if "wrapped" in name]
+        again = optimize(model, hardware="cpu")  # which wraps nothing twice
+        assert sum("CheckpointWrapper" in type(part).__name__ for part in again.modules()) == 2
+    options = options_of(model)
+    assert (options.loss_chunk, options.mlp_tile) == (0, 0)
+    losses = gradient_accumulation_training(
+        model, [{"input_ids": tokens}] * 4, torch.optim.AdamW(model.parameters(), 1e-2), None, 2, 2
+    )
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="loss_chunk takes the head of a LongNetLM, got Dense"):
+        optimize_small_model(copy.deepcopy(dense), **whole, loss_chunk=8)
+    with pytest.raises(TypeError, match=r"got Dense: replace_attention puts it in the place of nn\.MultiheadAttention"):
+        optimize_small_model(dense, hardware="cpu")
+
+
+def test_the_layers_of_any_model_are_compiled(monkeypatch) -> None:
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **how: compiled.append(type(self).__name__))
+    optimize_small_model(Dense(), segment_lengths=[32], dilation_rates=[1], hardware="h100")
+    assert compiled == ["TransformerEncoderLayer"] * 2
+
+
 def test_optimizing_a_medium_model_gives_the_documented_optimizer() -> None:
     model, optimizer = optimize_medium_model(small_model(), use_cpu_offload=True)
     assert options_of(model).offload
@@ -350,7 +411,7 @@ def test_float8_and_sparsity_are_refused_where_they_cannot_run() -> None:
         assert options_of(model) == before
     with pytest.raises(ValueError, match=r"sparsity_ratio must be 0\.5, got 0\.9"):
         enable_structured_sparsity(small_model(), sparsity_ratio=0.9)
-    with pytest.raises(TypeError, match="prepare takes a LongNetLM or a LongNet"):
+    with pytest.raises(TypeError, match=r"prepare takes a model with dilated attention, .* got Linear"):
         enable_fp8_training(nn.Linear(16, 16))
 
 

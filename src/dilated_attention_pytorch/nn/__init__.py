@@ -10,6 +10,7 @@ from dilated_attention_pytorch.nn.factories import create_dilated_attention, cre
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import RotaryPositions, Rotation, XPosPositions, rotate
+from dilated_attention_pytorch.nn.replacement import replace_attention
 from dilated_attention_pytorch.nn.transformer import (
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
@@ -33,5 +34,6 @@ __all__ = [
     "XPosPositions",
     "create_dilated_attention",
     "create_multihead_dilated_attention",
+    "replace_attention",
     "rotate",
 ]

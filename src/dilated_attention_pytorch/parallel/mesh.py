@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from dilated_attention_pytorch.core.checks import check_module, check_whole
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions
+from dilated_attention_pytorch.nn.replacement import replace_parts
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.parallel.comm import Place, Ranks, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
@@ -69,7 +70,7 @@ def parallelize(
     if heads is not None and heads.ranks().size > 1:
         share_features(model, mesh["tensor"])
     places: dict[str, Any] = {"sequence": sequence, "heads": heads}
-    model = _replace(model, lambda part: _across_ranks(part, places, scheme, memory_budget))
+    model = replace_parts(model, lambda part: _across_ranks(part, places, scheme, memory_budget))
     if sequence is not None and sequence.ranks().size > 1:
         for part in model.modules():
             if isinstance(part, DilatedTransformerDecoderLayer):
@@ -165,16 +166,6 @@ def _across_ranks(part: nn.Module, places: dict[str, Any], scheme: Scheme, memor
     elif sequence is not None and isinstance(part, DocumentSpans):
         return SpansAcrossRanks(sequence)
     return part
-
-
-def _replace(model: nn.Module, by: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Put `by` of each part in its place, in all its places alike."""
-    replaced = {part: by(part) for part in list(model.modules())}
-    for part in replaced:
-        for name, child in part.named_children():
-            if replaced[child] is not child:
-                setattr(part, name, replaced[child])
-    return replaced[model]
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

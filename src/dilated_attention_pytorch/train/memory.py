@@ -6,11 +6,12 @@ Each option is independent of the others. All but `precision`, `parameters`, `fl
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +22,15 @@ from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.core.memory_pool import LEAST_THRESHOLD
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.replacement import replace_parts
+from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.cross_entropy import Reduction, linear_cross_entropy
 from dilated_attention_pytorch.train.offload import Offload
-from dilated_attention_pytorch.train.recompute import Recomputation, tile_feed_forwards
+from dilated_attention_pytorch.train.recompute import Recomputation, TiledFeedForward, tile_feed_forwards
+
+Prepared = TypeVar("Prepared", bound=nn.Module)
 
 Checkpointing = Literal["none", "full", "selective"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -122,20 +129,25 @@ class MemoryOptions:
         return torch.autocast(torch.device(device).type, _LOW_PRECISION[self.precision])
 
 
-def prepare(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | LongNet:
-    """Change a model in place so that it trains with these options, and return it.
+def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
+    """Change a model that has dilated attention, in place, so that it trains with these options, and return it.
 
-    Call it once, with the model on its device, before ranks share it (`fully_shard`, DDP, DeepSpeed). Names of
-    parameters stay, so checkpoints are those of the plain model.
+    Call it once, with the model on its device, before ranks share it (`fully_shard`, DDP, DeepSpeed). Names in a state
+    dict stay, so checkpoints are those of the plain model. What is checkpointed and compiled are the layers of a
+    `LongNetLM` or `LongNet`; of another model the modules that hold attention, such as `nn.TransformerEncoderLayer`.
 
     >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
     >>> options = MemoryOptions(checkpointing="selective", mlp_tile=64, loss_chunk=64)
     >>> tokens = torch.randint(256, (2, 100))
     >>> loss(prepare(model, options), tokens[:, :-1], tokens[:, 1:], options).backward()
     """
-    if not isinstance(model, LongNetLM | LongNet):
+    from torch.distributed.fsdp import FSDPModule
+
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, FSDPModule)
+    if isinstance(model, wrappers) or not any(isinstance(part, DilatedAttention) for part in model.modules()):
         raise TypeError(
-            f"prepare takes a LongNetLM or a LongNet, before anything is wrapped around it, got {type(model).__name__}"
+            f"prepare takes a model with dilated attention, before anything is wrapped around it, got "
+            f"{type(model).__name__}: replace_attention puts it in the place of nn.MultiheadAttention"
         )
     device = next(model.parameters()).device
     if options.float8:
@@ -146,15 +158,31 @@ def prepare(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | L
         model.bfloat16()
     if options.mlp_tile and not tile_feed_forwards(model, options.mlp_tile):
         raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model once")
-    if (run := options.recomputation) is not None:
-        model.gradient_checkpointing_enable(run=run)
     if options.compile:
         mode = None if options.compile_mode == "default" else options.compile_mode
         for layer in _layers(model):
             layer.compile(backend=options.compile_backend, mode=mode)
-            if options.mlp_tile:
-                layer.feed_forward.compile_tiles(options.compile_backend, mode)
-    return model
+            for part in layer.modules():
+                if isinstance(part, TiledFeedForward):
+                    part.compile_tiles(options.compile_backend, mode)
+    return model if (run := options.recomputation) is None else _checkpoint_layers(model, run)
+
+
+def _checkpoint_layers(model: Prepared, run: Recomputation) -> Prepared:
+    if isinstance(model, LongNetLM | LongNet):
+        model.gradient_checkpointing_enable(run=run)
+        return model
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+
+    if before := [part for part in model.modules() if isinstance(part, CheckpointWrapper)]:
+        for part in before:
+            part.checkpoint_fn = functools.partial(run)
+        return model
+    layers = {*_layers(model)}
+    wrapped: Any = replace_parts(
+        model, lambda part: checkpoint_wrapper(part, checkpoint_fn=run) if part in layers else part
+    )
+    return wrapped
 
 
 def loss(
@@ -242,8 +270,20 @@ def make_scaler(options: MemoryOptions, device: torch.device | str) -> torch.amp
     return torch.amp.GradScaler(torch.device(device).type, enabled=options.precision == "fp16")
 
 
-def _layers(model: LongNetLM | LongNet) -> list[Any]:
-    return list(model.layers) if isinstance(model, LongNetLM) else [*model.encoder, *model.decoder]
+def _layers(model: nn.Module) -> list[nn.Module]:
+    if isinstance(model, LongNetLM):
+        return list(model.layers)
+    if isinstance(model, LongNet):
+        return [*model.encoder, *model.decoder]
+    holder = {child: part for part in model.modules() for child in part.children()}
+    found: dict[nn.Module, None] = {}
+    for part in model.modules():
+        if isinstance(part, DilatedAttention):
+            attention = holder[part] if isinstance(holder.get(part), MultiheadDilatedAttention) else part
+            layer = holder.get(attention, model)
+            alone = layer is model or isinstance(layer, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            found[attention if alone else layer] = None
+    return list(found)
 
 
 def _use_float8(model: nn.Module, device: torch.device) -> None:
@@ -257,15 +297,15 @@ def _use_float8(model: nn.Module, device: torch.device) -> None:
         raise ValueError("float8 takes linear layers whose sizes are multiples of 16, and the model has none")
 
 
-def _use_structured_sparsity(model: LongNetLM | LongNet, device: torch.device) -> None:
+def _use_structured_sparsity(model: nn.Module, device: torch.device) -> None:
     _need_capability(device, (8, 0), "2:4 sparse products", "leave structured_sparsity out there")
     if not torch.backends.cusparselt.is_available():
         raise ValueError("2:4 sparse products run in cuSPARSELt, which this PyTorch was built without")
     found = 0
-    for layer in _layers(model):
-        for name, part in list(layer.feed_forward.named_children()):
+    for network in [part for part in model.modules() if isinstance(part, FeedForward)]:
+        for name, part in list(network.named_children()):
             if isinstance(part, nn.Linear) and part.in_features % 128 == part.out_features % 128 == 0:
-                setattr(layer.feed_forward, name, _SemiSparseLinear(part))
+                setattr(network, name, _SemiSparseLinear(part))
                 found += 1
     if not found:
         raise ValueError(

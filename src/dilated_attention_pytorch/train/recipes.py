@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_divides, checked
-from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.replacement import replace_attention
+from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
 from dilated_attention_pytorch.train.engine import Ranks, under_torchrun
@@ -49,16 +51,27 @@ _REMEMBERED = "memory_options"
 
 
 @checked()
-def optimize_small_model(model: LongNetLM | LongNet, *, hardware: str = "auto", **changes: Any) -> LongNetLM | LongNet:
+def optimize_small_model(
+    model: nn.Module,
+    *,
+    hardware: str = "auto",
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    **changes: Any,
+) -> nn.Module:
     """Prepare a model of up to about 350M parameters, in place, for training on the device it is on.
 
     Activations fill the memory, so they are computed again in backward; products are in the hardware's precision; on a
     GPU, layers are compiled. `changes` are fields of `MemoryOptions`, as they are to be. Returns the model.
 
+    The model is any that has dilated attention; with `segment_lengths` and `dilation_rates`, `replace_attention` first
+    puts it in the place of `nn.MultiheadAttention`. So it is for the other sizes.
+
     >>> sizes = {"d_model": 32, "num_heads": 4, "num_layers": 2, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
     >>> optimize_small_model(LongNetLM(**sizes), hardware="cpu").gradient_checkpointing
     True
     """
+    model = _dilated(model, segment_lengths, dilation_rates)
     compiled = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}
     if not hardware_preset(hardware, _device_of(model)).is_gpu or "compile" in changes:
         compiled = {}
@@ -67,21 +80,30 @@ def optimize_small_model(model: LongNetLM | LongNet, *, hardware: str = "auto", 
 
 @checked()
 def optimize_medium_model(
-    model: LongNetLM | LongNet, use_cpu_offload: bool = False, *, hardware: str = "auto", **changes: Any
-) -> tuple[LongNetLM | LongNet, torch.optim.Optimizer]:
+    model: nn.Module,
+    use_cpu_offload: bool = False,
+    *,
+    hardware: str = "auto",
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    **changes: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Prepare a model of about 350M to 1.3B parameters, and make its AdamW, on a GPU one of 8 bits.
 
     With `use_cpu_offload`, what is kept for backward lies in host memory. `changes` are fields of `MemoryOptions`.
     """
+    model = _dilated(model, segment_lengths, dilation_rates)
     return _with_adamw(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
 
 
 @checked(batch_size=COUNT, clip_norm=NOT_NEGATIVE)
 def optimize_large_model(
-    model: LongNetLM | LongNet,
+    model: nn.Module,
     use_deepspeed: bool = True,
     *,
     hardware: str = "auto",
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     batch_size: int = 1,
     clip_norm: float = 1.0,
     **changes: Any,
@@ -93,6 +115,7 @@ def optimize_large_model(
     `batch_size` a rank, with gradients clipped to `clip_norm`. Without it the optimizer is an AdamW, on a GPU one of 8
     bits, and steps are the caller's.
     """
+    model = _dilated(model, segment_lengths, dilation_rates)
     if not use_deepspeed:
         return _with_adamw(model, "large", hardware, changes)
     if changes.setdefault("optimizer", "adamw") != "adamw":
@@ -111,11 +134,11 @@ def optimize_large_model(
     if options.precision == "fp16":  # DeepSpeed scales losses by itself
         config["fp16"] = {"enabled": True}
         options = dataclasses.replace(options, precision="fp32")
-    _prepare(model, options, hardware)
+    model = _prepare(model, options, hardware)
     if options.precision != "fp32":
         # Within the model: DeepSpeed switches off what is around it.
         autocast: Any = options.autocast(device)
-        model.forward = autocast(model.forward)  # type: ignore[method-assign]
+        model.forward = autocast(model.forward)
     engine, optimizer, *_ = deepspeed.initialize(
         model=model, optimizer=_make_adamw(model, fused=True), config=config, dist_init_required=False
     )
@@ -123,7 +146,7 @@ def optimize_large_model(
 
 
 @checked()
-def enable_fp8_training(model: LongNetLM | LongNet) -> LongNetLM | LongNet:
+def enable_fp8_training(model: nn.Module) -> nn.Module:
     """Let the products of a model's linear layers run in float8, and others in bfloat16, in place; returns the model.
 
     Parameters stay in float32, and each product scales its factors. Needs a GPU of compute capability 9.0 (H100) or
@@ -133,7 +156,7 @@ def enable_fp8_training(model: LongNetLM | LongNet) -> LongNetLM | LongNet:
 
 
 @checked()
-def enable_structured_sparsity(model: LongNetLM | LongNet, sparsity_ratio: float = 0.5) -> LongNetLM | LongNet:
+def enable_structured_sparsity(model: nn.Module, sparsity_ratio: float = 0.5) -> nn.Module:
     """Let two of four neighbouring weights of the feed-forward networks count, in place; returns the model.
 
     They are the larger ones, chosen anew in every step, so that half of the products' work falls away on a GPU of
@@ -314,30 +337,43 @@ def train_hierarchically(
     return losses
 
 
-def _optimized(
-    model: LongNetLM | LongNet, kind: Kind, hardware: str, changes: Mapping[str, Any]
-) -> LongNetLM | LongNet:
+def _optimized(model: nn.Module, kind: Kind, hardware: str, changes: Mapping[str, Any]) -> nn.Module:
     return _prepare(model, _chosen(kind, model, hardware, changes), hardware)
 
 
 def _with_adamw(
-    model: LongNetLM | LongNet, kind: Kind, hardware: str, changes: Mapping[str, Any]
-) -> tuple[LongNetLM | LongNet, torch.optim.Optimizer]:
+    model: nn.Module, kind: Kind, hardware: str, changes: Mapping[str, Any]
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     options = _chosen(kind, model, hardware, changes)
     optimizer = _make_adamw(model, options)  # a package that it lacks is told before the model is changed
     return _prepare(model, options, hardware), optimizer
 
 
+def _dilated(
+    model: nn.Module, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
+) -> nn.Module:
+    if segment_lengths is None and dilation_rates is None:
+        return model
+    return replace_attention(model, segment_lengths, dilation_rates)
+
+
 def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: Mapping[str, Any]) -> MemoryOptions:
-    return dataclasses.replace(memory_preset(kind, hardware_preset(hardware, _device_of(model))), **changes)
+    options = memory_preset(kind, hardware_preset(hardware, _device_of(model)))
+    if not isinstance(model, LongNetLM):  # the loss of other models begins with their scores
+        if changes.get("loss_chunk"):
+            raise ValueError(f"loss_chunk takes the head of a LongNetLM, got {type(model).__name__}: leave it out")
+        options = dataclasses.replace(options, loss_chunk=0)
+    if not any(isinstance(part, FeedForward) for part in model.modules()):
+        options = dataclasses.replace(options, mlp_tile=0)
+    return dataclasses.replace(options, **changes)
 
 
-def _prepare(model: LongNetLM | LongNet, options: MemoryOptions, hardware: str) -> LongNetLM | LongNet:
+def _prepare(model: nn.Module, options: MemoryOptions, hardware: str) -> nn.Module:
     before = options_of(model) or MemoryOptions()
     # Layers that were made so before stay so; what does not go together is said before anything is changed.
     stay: dict[str, Any] = {name: True for name in ("float8", "structured_sparsity") if getattr(before, name)}
     together = dataclasses.replace(options, **stay)
-    prepare(model, options)
+    model = prepare(model, options)
     if hardware_preset(hardware, _device_of(model)).tf32:
         for part in model.modules():
             if isinstance(part, DilatedAttention):
@@ -345,14 +381,14 @@ def _prepare(model: LongNetLM | LongNet, options: MemoryOptions, hardware: str) 
     return _remember(model, together)
 
 
-def _enable(model: LongNetLM | LongNet, change: dict[str, Any]) -> LongNetLM | LongNet:
+def _enable(model: nn.Module, change: dict[str, Any]) -> nn.Module:
     before = options_of(model) or MemoryOptions()
     change["precision"] = "bf16" if before.precision == "fp32" else before.precision
     together = dataclasses.replace(before, **change)  # what does not go together is said before anything is changed
     return _remember(prepare(model, MemoryOptions(**change)), together)
 
 
-def _remember(model: LongNetLM | LongNet, options: MemoryOptions) -> LongNetLM | LongNet:
+def _remember(model: nn.Module, options: MemoryOptions) -> nn.Module:
     setattr(model, _REMEMBERED, options)
     return model
 
