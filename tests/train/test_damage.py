@@ -201,7 +201,7 @@ def test_weights_that_are_not_finite_push_out_no_checkpoint(tmp_path, text, caps
 
 def test_a_config_that_claims_too_much_is_refused_before_memory_is_allocated(tmp_path) -> None:
     LongNetLM(**SIZES).save_pretrained(tmp_path)
-    for change in ({"d_model": 2**20}, {"num_layers": 10**9}, {"vocab_size": 2**50}):  # 4 TiB and more
+    for change in ({"d_model": 2**20}, {"num_layers": 10**9}, {"vocab_size": 2**40}):  # 4 TiB and more
         (tmp_path / "config.json").write_text(ModelConfig(**(SIZES | change)).to_json())
         with pytest.raises(ValueError, match="does not fit the model"):
             LongNetLM.from_pretrained(tmp_path)
