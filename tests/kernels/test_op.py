@@ -7,13 +7,22 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention_pytorch import BlockSparseRingDilatedAttention, SparsePatternConfig
-from dilated_attention_pytorch.core.spans import checked_spans
+from dilated_attention_pytorch import BlockSparseRingDilatedAttention, LongNet, SparsePatternConfig
+from dilated_attention_pytorch.core.block_layout import layout_of
+from dilated_attention_pytorch.core.reference import reference_forward
+from dilated_attention_pytorch.core.spans import checked_spans, document_spans
+from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.op import attend_backward, attend_op
+from dilated_attention_pytorch.nn.full_cache import attend_full_cache
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+from dilated_attention_pytorch.nn.transformer import FeedForward
+from dilated_attention_pytorch.train.recompute import TiledFeedForward
 
 SPEC = {"segment_lengths": [4, 8, 16], "dilation_rates": [1, 2, 3]}
 
@@ -93,6 +102,16 @@ def test_gradcheck_accepts_out_and_lse(backend, is_causal, dropout_p) -> None:
     assert torch.autograd.gradcheck(run, tensors(tokens=7, heads=2, kv_heads=1))
 
 
+@pytest.mark.parametrize("settings", [{}, {"dropout_p": 0.3}, {"sparse_config": SPARSE["random"]}], ids=str)
+def test_gradcheck_accepts_forward_mode_and_batched_gradients(settings) -> None:
+    def run(q, k, v):
+        torch.manual_seed(0)
+        return dilated_attention(q, k, v, [4, 8], [1, 2], is_causal=True, return_lse=True, **settings)
+
+    inputs = tensors(tokens=5, heads=2, kv_heads=1)
+    assert torch.autograd.gradcheck(run, inputs, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
+
+
 class Seen(TorchDispatchMode):
     """The operators that run under it."""
 
@@ -126,11 +145,175 @@ def test_fake_and_meta_tensors_give_shapes() -> None:
             assert (out.shape, lse.shape) == ((1, 18, 4, 4), (1, 18, 4))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    q, k, v = tensors()
-    (grad,) = torch.autograd.grad(dilated_attention(q, k, v, **SPEC).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        grad.sum().backward()
+def loss(query):
+    return dilated_attention(query, query, query, **SPEC).sum()
+
+
+def tangent_of_gradient(query):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(query.requires_grad_(), torch.ones_like(query))
+        return torch.autograd.grad(loss(dual), dual)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda q: torch.autograd.grad(loss(q.requires_grad_()), q, create_graph=True)[0].sum().backward(),
+        torch.func.jacrev(torch.func.grad(loss)),
+        torch.func.jacfwd(torch.func.grad(loss)),
+        torch.func.jacfwd(torch.func.jacfwd(loss)),
+        torch.func.jacrev(torch.func.jacfwd(loss)),
+        torch.func.hessian(loss),
+        tangent_of_gradient,
+    ],
+)
+def test_a_second_derivative_is_refused(second) -> None:
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        second(tensors(tokens=3, heads=1)[0].detach())
+
+
+TANGENTS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "packed": {"cu_seqlens": torch.tensor([0, 5, 16])},
+    "padded": {"seqlens": torch.tensor([13]), "is_causal": True},
+    "nothing": {"seqlens": torch.tensor([0])},
+    "with empty rows": {"segment_lengths": [8], "dilation_rates": [3]},
+    "by content": {"sparse_config": SPARSE["content_adaptive"], "is_causal": True},
+    "in bfloat16": {"dtype": torch.bfloat16},
+    "from a reference": {"backend": "reference"},
+    "from a kernel": {"backend": "triton", "dtype": torch.float32},
+}
+
+
+@pytest.mark.filterwarnings("ignore:no branch of")
+@pytest.mark.parametrize("case", TANGENTS)
+def test_tangents_equal_those_of_the_reference(case) -> None:
+    settings = SPEC | {"dtype": torch.float64} | TANGENTS[case]
+    dtype = settings.pop("dtype")
+    device = "cuda" if torch.cuda.is_available() and case == "from a kernel" else "cpu"
+    primals = tuple(torch.randn(1, 18, heads, 16, dtype=dtype, device=device) for heads in (4, 2, 2))
+    tangents = tuple(torch.randn_like(x) for x in primals)
+
+    def run(q, k, v):
+        return dilated_attention(q, k, v, **settings, return_lse=True)
+
+    spans = document_spans(1, 18, **{name: settings[name] for name in ("seqlens", "cu_seqlens") if name in settings})
+    spec = DilatedSpec.of(settings["segment_lengths"], settings["dilation_rates"])
+    problem = Problem(spec=spec, is_causal=settings.get("is_causal", False), sparse=settings.get("sparse_config"))
+    layout = None if problem.sparse is None else layout_of(problem, *primals[:2])
+    exact = [x.double() for x in primals], [x.double() for x in tangents]
+    expected = torch.func.jvp(lambda *x: reference_forward(*x, problem, spans, None, layout), *map(tuple, exact))[1]
+    with forward_ad.dual_level():
+        both = run(*(forward_ad.make_dual(x, t) for x, t in zip(primals, tangents)))
+        duals = [forward_ad.unpack_dual(x).tangent for x in both]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]
+    for found in (duals, torch.func.jvp(run, primals, tangents)[1]):
+        for one, other in zip(found, expected):
+            assert one.isfinite().all()
+            assert (one - other).norm() <= tolerance * other.norm()
+
+
+def test_a_missing_tangent_is_zero() -> None:
+    q, k, v = (x.detach() for x in tensors())
+    _, of_value = torch.func.jvp(lambda v: dilated_attention(q, k, v, **SPEC), (v,), (v,))
+    torch.testing.assert_close(of_value, dilated_attention(q, k, v, **SPEC))  # linear in the values
+
+
+def test_transforms_of_torch_func_equal_autograd() -> None:
+    inputs = tuple(x.detach() for x in tensors(tokens=7, heads=2, kv_heads=1))
+    several = tuple(torch.stack([x, 2 * x]) for x in inputs)
+    cotangent = torch.randn_like(inputs[0])
+
+    def run(q, k, v):
+        return dilated_attention(q, k, v, **SPEC, is_causal=True)
+
+    whole = torch.autograd.functional.jacobian(run, inputs)
+    one_by_one = torch.stack([run(*x) for x in zip(*several)])
+    every = (0, 1, 2)
+    torch.testing.assert_close(torch.func.jacfwd(run, every)(*inputs), whole)
+    torch.testing.assert_close(torch.func.jacrev(run, every)(*inputs), whole)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(run, inputs, vectorize=True), whole)
+    torch.testing.assert_close(torch.vmap(run)(*several), one_by_one)
+    only_queries = torch.vmap(run, (1, None, None))(several[0].transpose(0, 1), *inputs[1:])
+    torch.testing.assert_close(only_queries[0], run(*inputs))
+    _, of_outputs = torch.func.vjp(run, *inputs)
+    expected = torch.func.grad(lambda *x: (run(*x) * cotangent).sum(), every)(*inputs)
+    torch.testing.assert_close(of_outputs(cotangent), expected)
+    of_several = torch.func.jvp(torch.vmap(run), several, several)[1]
+    torch.testing.assert_close(of_several[0], torch.func.jvp(run, inputs, inputs)[1])
+
+
+def test_forward_mode_passes_through_an_encoder() -> None:
+    """A tangent and a gradient are each other's transposes."""
+    model = LongNet(d_model=16, num_heads=4, num_layers=2, num_decoder_layers=0, **SPEC).double().eval()
+    x, tangent, cotangent = torch.randn(3, 2, 19, 16, dtype=torch.float64).unbind(0)
+    out, found = torch.func.jvp(model, (x,), (tangent,))
+    (gradient,) = torch.func.vjp(model, x)[1](cotangent)
+    torch.testing.assert_close((found * cotangent).sum(), (tangent * gradient).sum())
+    torch.testing.assert_close(out, model(x))
+
+
+def test_forward_mode_passes_through_a_full_cache() -> None:
+    spec, begin, start = DilatedSpec.of(**SPEC), torch.tensor(10), torch.tensor([0])
+    inputs = tuple(x.detach() for x in tensors())
+
+    def run(q, k, v):
+        return attend_full_cache(q[:, 10:], k, v, begin, start, spec)
+
+    _, whole = torch.func.jvp(lambda *x: dilated_attention(*x, **SPEC, is_causal=True), inputs, inputs)
+    torch.testing.assert_close(torch.func.jvp(run, inputs, inputs)[1], whole[:, 10:])
+
+
+def run_with_tangents(function):
+    with forward_ad.dual_level():
+        return function(*(forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in tensors()))
+
+
+def through_a_cache(query, key, value):
+    cache = DilatedKVCache(**SPEC, batch=1, num_heads=4, num_kv_heads=2, head_dim=4, dtype=query.dtype)
+    return cache.attend(query, key, value)
+
+
+TILES = TiledFeedForward(FeedForward(4, 8), rows=3).double()
+
+
+def through_tiles(query, key, value):
+    return TILES(query)
+
+
+def under_a_dispatch_mode(query, key, value):
+    with Seen():
+        return dilated_attention(query, key, value, **SPEC)
+
+
+@pytest.mark.parametrize("function", [through_a_cache, through_tiles, under_a_dispatch_mode], ids=lambda f: f.__name__)
+def test_forward_mode_is_refused_where_a_tangent_would_be_lost(function) -> None:
+    plain = tuple(x.detach() for x in tensors())
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        run_with_tangents(function)
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+        torch.func.jvp(function, plain, plain)
+    function(*plain)
+
+
+def test_forward_mode_is_refused_where_it_would_be_compiled_or_traced() -> None:
+    plain = tuple(x.detach() for x in tensors())
+
+    def run(q, k, v):
+        return dilated_attention(q, k, v, **SPEC)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled(*plain)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no forward-mode derivatives"):
+        run_with_tangents(compiled)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no forward-mode derivatives"):
+        torch.compile(lambda: torch.func.jvp(run, plain, plain), fullgraph=True, backend="aot_eager")()
+    with pytest.raises(NotImplementedError, match="computed eagerly"):
+        make_fx(lambda t: torch.func.jvp(run, plain, (t, *plain[1:])))(plain[0])
+    with pytest.raises(NotImplementedError, match="vectorize=True"):
+        torch.autograd.functional.jacobian(run, plain, strategy="forward-mode", vectorize=True)
 
 
 @pytest.mark.parametrize("lengths", ["none", "mask", "packed"])

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilated_attention_pytorch import (
@@ -34,6 +35,13 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
     hole = torch.zeros(1, 8, dtype=torch.bool)
     hole[0, 7 if first else 0] = True
     flat = [x[0] for x in shard()]
+
+    def forward_mode():
+        with forward_ad.dual_level():
+            q, k, v = shard()
+            dual = forward_ad.make_dual(q, torch.ones_like(q)) if first else q
+            return sharded_dilated_attention(dual, k, v, *SPEC)
+
     stated = {"shard_lengths": (8, 8)}
     return {
         "specs": (attend(shard(), SPEC if first else ([8, 32], [1, 2])), "rank 1 has segment_lengths=\\[8, 32\\]"),
@@ -78,6 +86,7 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
         "shard lengths": (attend(shard(), shard_lengths=(8, 9)), "shard_lengths must state the tokens"),
         "no tokens": (attend(shard(tokens=0)), "no rank has any tokens"),
         "heads that do not divide": (attend(shard(heads=3), ([32], [1]), scheme="all_to_all"), "2 ranks, which do not"),
+        "forward mode": (forward_mode, "across ranks computes no forward-mode derivatives"),
         "scheme": (attend(shard(), scheme="gahter"), "scheme must be one of"),
         "reference": (attend(shard(), backend="reference"), "computes whole sequences on one device"),
         "ring size": (lambda: RingDilatedAttention(*SPEC, ring_size=8), "got ring_size=8 and 2 ranks"),
@@ -98,7 +107,7 @@ def check_bad_input() -> None:
     rank = dist.get_rank()
     for name, (call, message) in calls(rank).items():
         try:
-            with pytest.raises((TypeError, ValueError), match=message):
+            with pytest.raises((NotImplementedError, TypeError, ValueError), match=message):
                 call()
         except BaseException:
             print(f"rank {rank}: {name}", flush=True)

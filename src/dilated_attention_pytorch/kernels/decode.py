@@ -26,6 +26,7 @@ from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable, Problem
+from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.kernels import dense, vendor
 from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.ladder import choose_backend
@@ -45,6 +46,7 @@ def attend_cached(
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `state`."""
+    refuse_tangents("attention to a cache", query, key, value)
     if is_plain(query, state.keys):
         return _attend_cached(query, key, value, state, problem, backend, resources)
     keys, values, lengths, rows, _ = state

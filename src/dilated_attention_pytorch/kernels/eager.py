@@ -39,14 +39,16 @@ def forward(
     layout: BlockLayout | None = None,
     resources: Resources = NO_RESOURCES,
     by_vendor: bool = False,
+    followed: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """`followed` keeps to operators that PyTorch's forward mode differentiates: the inputs carry tangents."""
     with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
         q, k, v = (_working(x, take, as_is=by_vendor) for x in (query, key, value))
         kv_heads = k.shape[2]
         groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
         out = _sums_of(query, _precision(query), take, problem)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
-        flash = layout is None and seed is None and dense.flash_fits(q, scale)
+        flash = layout is None and seed is None and not followed and dense.flash_fits(q, scale)
         partition = partition_for(problem, spans, q.shape, kv_heads, resources.cache)
         view_q, view_out, view_lse = (partition.viewer(x, groups) for x in (q, out, lse))
         view_k, view_v = partition.viewer(k), partition.viewer(v)

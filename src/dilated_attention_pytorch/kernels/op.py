@@ -5,7 +5,9 @@ branches there are. Engines differ in speed only; `backend` names the one that r
 
 `attend` is what to call. Tracers, tensor subclasses and dispatch modes see a registered operator; a plain eager call
 goes straight to the same code, because the registered operator's way through the dispatcher and Python's autograd takes
-several times as long as a short sequence takes on a GPU.
+several times as long as a short sequence takes on a GPU. Transforms of `torch.func` see an autograd function with the
+rules that they ask for. Derivatives are first derivatives: reverse mode by the engine of the call, forward mode by
+PyTorch's operators on every device.
 """
 
 # No postponed annotations: torch.library reads the types to make the operators' schemas.
@@ -16,14 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
 from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
-from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
+from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.kernels import eager, vendor
 from dilated_attention_pytorch.kernels.eager import by_head
 from dilated_attention_pytorch.kernels.ladder import choose_backend
@@ -47,7 +51,14 @@ def attend(
     `resources` may be None, which is for what always pays.
     """
     if not plain or resources is None:
-        both = attend_op(query, key, value, spans, seed, *_settings(problem, backend, resources))
+        reuse_layouts = resources is None or resources.cache is not None
+        if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+            both = _untraced(_AttendTransformed)(query, key, value, spans, seed, problem, backend, reuse_layouts)
+        else:
+            refuse_tangents("a compiled or traced dilated attention", query, key, value)
+            both = attend_op(query, key, value, spans, seed, *_settings(problem, backend, reuse_layouts))
+    elif forward_ad._current_level >= 0:
+        return _untraced(_Attend)(query, key, value, spans, seed, return_lse, problem, backend, resources)
     elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend, resources)
     else:
@@ -68,17 +79,139 @@ class _Attend(torch.autograd.Function):
         out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, resources, layout))
         ctx.rest = problem, backend, resources, layout  # backward must see the tiles that forward saw
         ctx.save_for_backward(query, key, value, out, lse, spans, seed)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(query, key, value, spans, seed)
         ctx.set_materialize_grads(False)
+        ctx.return_lse = return_lse
         return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
-        if torch.is_grad_enabled():
-            # Under create_graph the gradient itself is recorded; the operator then refuses to be differentiated.
-            grads = _gradients(ctx, attend_backward, _settings(*ctx.rest[:3]), grad_out, grad_lse)
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0 or _is_vectorized():
+            # Something follows the gradient itself: create_graph, forward mode, or vmap.
+            problem, backend, resources, _ = ctx.rest
+            rest = problem, backend, resources.cache is not None
+            grads = _gradients(ctx, _Gradients.apply, rest, grad_out, grad_lse)
         else:
             grads = _gradients(ctx, _backward, ctx.rest, grad_out, grad_lse)
         return (*grads, None, None, None, None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *rest: Any) -> Any:
+        problem, _, resources, _ = ctx.rest
+        tangents = _tangents(ctx, dq, dk, dv, problem, resources.cache is not None)
+        return tangents if ctx.return_lse else tangents[0]
+
+
+class _OneByOne(torch.autograd.Function):
+    """A function without derivatives of its own; `torch.vmap` calls it once per element."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        results = [
+            cls.apply(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(column) for column in zip(*results)), (0,) * len(results[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "dilated attention has first derivatives only: do not differentiate its gradient or its tangent again "
+            "(create_graph=True, torch.func.hessian), or take differences of gradients"
+        )
+
+    jvp = backward
+
+
+class _AttendTransformed(_OneByOne):
+    """The operator's derivatives for `torch.func`."""
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, problem: Problem, backend: str,
+        reuse_layouts: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return attend_op(query, key, value, spans, seed, *_settings(problem, backend, reuse_layouts))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, spans, seed, *ctx.rest = inputs
+        ctx.save_for_backward(query, key, value, *output, spans, seed)
+        ctx.save_for_forward(query, key, value, spans, seed)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        return (*_gradients(ctx, _Gradients.apply, ctx.rest, grad_out, grad_lse), *(None,) * 5)
+
+    @staticmethod
+    def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        problem, _, reuse_layouts = ctx.rest
+        return _tangents(ctx, dq, dk, dv, problem, reuse_layouts)
+
+
+@functools.cache  # made when first used: it imports the compiler
+def _untraced(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply`, eager also where a function around it is compiled: forward mode cannot be traced."""
+    return torch.compiler.disable(function.apply)
+
+
+class _Gradients(_OneByOne):
+    """`(dq, dk, dv)` where something other than a plain backward asks for them."""
+
+    @staticmethod
+    def forward(
+        grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+        spans: Any, seed: Any, problem: Problem, backend: str, reuse_layouts: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        saved = query, key, value, out, lse, spans, seed
+        return attend_backward(grad_out, grad_lse, *saved, *_settings(problem, backend, reuse_layouts))
+
+
+class _Tangents(_OneByOne):
+    """The tangents of `(out, lse)`, by PyTorch's forward mode on the eager engine's operators."""
+
+    @staticmethod
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, spans: Any, seed: Any,
+        problem: Problem, reuse_layouts: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if not is_plain(query, key, value, dq, dk, dv) or _is_vectorized():
+            raise NotImplementedError(
+                "forward-mode derivatives of dilated attention are computed eagerly, on plain tensors or by torch.func "
+                "(jvp, jacfwd, vmap); a tracer and torch.autograd.functional's vectorize=True cannot see them"
+            )
+        layout = _layout(problem, query, key, reuse_layouts)
+        with forward_ad._set_fwd_grad_enabled(True), no_autocast(query.device.type):
+            # Converted first: where `copy_` converts a tensor, it does not convert its tangent.
+            exact = [x.detach().to(lse_dtype(x.dtype)) for x in (query, key, value, dq, dk, dv)]
+            q, k, v = (forward_ad.make_dual(x, tangent) for x, tangent in zip(exact[:3], exact[3:]))
+            both = eager.forward(q, k, v, problem, spans, seed, layout, followed=True)
+            pairs = [forward_ad.unpack_dual(x) for x in both]
+        # Without a tangent no row sees a key.
+        out, lse = (torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs)
+        return out.to(query.dtype), lse
+
+
+def _is_vectorized() -> bool:
+    """Whether `torch.func` or the older vmap behind `is_grads_batched=True` runs this."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(_VMAP) or torch._C._are_functorch_transforms_active()
+
+
+_VMAP = torch._C._dispatch_key_parse("VmapMode")
+
+
+def _tangents(
+    ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, problem: Problem, reuse_layouts: bool
+) -> tuple[Tensor, Tensor]:
+    query, key, value, spans, seed = ctx.saved_tensors
+    given = [torch.zeros_like(x) if t is None else t for x, t in ((query, dq), (key, dk), (value, dv))]
+    return _Tangents.apply(query, key, value, *given, spans, seed, problem, reuse_layouts)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
@@ -110,6 +243,7 @@ def attend_op(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
         pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
+    refuse_tangents("a compiled or traced dilated attention", query, key, value)
     layout = _layout(problem, query, key, reuse_layouts)
     out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, NO_RESOURCES, layout))
     return out, lse
@@ -149,6 +283,7 @@ def attend_backward(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
         pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
+    refuse_tangents("the gradient of dilated attention", grad_out, query, key, value)
     layout = _layout(problem, query, key, reuse_layouts)
     return _backward(
         grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend, NO_RESOURCES, layout
@@ -277,7 +412,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _settings(problem: Problem, backend: str, resources: Resources | None) -> tuple[Any, ...]:
+def _settings(problem: Problem, backend: str, reuse_layouts: bool) -> tuple[Any, ...]:
     """A problem as the operators take it: in numbers and words."""
     spec, sparse = problem.spec, problem.sparse
     assert problem.table is None, "a rank's share of a call is not an operator's"
@@ -289,7 +424,7 @@ def _settings(problem: Problem, backend: str, resources: Resources | None) -> tu
         return settings
     return (
         *settings, sparse.pattern_type, sparse.sparsity_ratio, sparse.block_size, sparse.local_window_size,
-        sparse.global_tokens, sparse.seed, resources is None or resources.cache is not None,
+        sparse.global_tokens, sparse.seed, reuse_layouts,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.tangents import has_tangents
 from dilated_attention_pytorch.functional import autocast_inputs, checked_problem, dilated_attention
 from dilated_attention_pytorch.kernels.decode import attend_cached
 
@@ -53,9 +54,10 @@ def attend_full_cache(
     m, n = query.shape[1], key.shape[1]
     if n < m:
         raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
-    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    inputs = query, key, value
+    differentiated = has_tangents(*inputs) or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
     # The newest token is the last of its row in any order; of several, some may be padding and stand elsewhere.
-    if needs_gradients or dropout_p or (order is not None and m > 1):
+    if differentiated or dropout_p or (order is not None and m > 1):
         return _attend_as_whole(query, key, value, begin, start, spec, order, scale, dropout_p, backend)
     if order is not None:
         key, value = reordered(key, order), reordered(value, order)

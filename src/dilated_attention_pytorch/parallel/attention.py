@@ -27,6 +27,7 @@ from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
 from dilated_attention_pytorch.core.spec import HeadLayout, Problem
+from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.functional import (
     autocast_inputs,
     checked_problem,
@@ -140,6 +141,7 @@ def sharded_dilated_attention(
     problem, mask_spans, error = None, [], None
     try:
         problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
+        refuse_tangents("attention across ranks", query, key, value)
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, token_layout, backend)
         if lengths:
             refuse_lengths_of_tiles(sparse_config)
@@ -149,7 +151,7 @@ def sharded_dilated_attention(
             mask_spans = spans_of_own_mask(query.shape[0], query.shape[1], lengths)
         choices = {"scheme": scheme, "memory_budget": memory_budget, "token_layout": token_layout}
         call = _described(query, key, value, branches, {**settings, **choices}, lengths)
-    except (AttributeError, TypeError, ValueError) as wrong:
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as wrong:
         error = wrong
     length = query.shape[1] if query.dim() > 1 else 0
     # A mask is each rank's own, and may be wrong at any call.

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dilated_attention_pytorch.core.kept import KeptResults
+from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.offload import Offload
 
@@ -89,6 +90,7 @@ def _compiled_tile(backend: str, mode: str | None) -> Callable[[FeedForward, Ten
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run_in_tiles(module: TiledFeedForward, x: Tensor, compiled_by: tuple[str, str | None] | None) -> Tensor:
     compute = functools.partial(FeedForward.forward if compiled_by is None else _compiled_tile(*compiled_by), module)
+    refuse_tangents("a feed-forward part in tiles", x, *module.parameters())
     flat = x.flatten(0, -2)
     if flat.requires_grad:
         flat = _Keep.apply(flat)
