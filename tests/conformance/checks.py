@@ -143,3 +143,29 @@ def flash_errors(dtype: torch.dtype, head_dim: int, keys: int, scale: float, dev
     lse = lse.to(device)
     found = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), torch.autograd.grad((out * do).sum(), low)))
     return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in expected.items()}
+
+
+def check_broken(
+    broken: str, number: float, backend: str, dtype: torch.dtype, spec, is_causal: bool, *, tokens: int = 40,
+    head_dim: int = 16, device: str = "cpu",
+) -> None:  # fmt: skip
+    """What is not finite in the reference is not finite here, and nothing else is wrong.
+
+    One number of token 5 in head 0 is `number`. Within its segments a kernel may break more than the rows that see it,
+    because 0 times nan is nan.
+    """
+    inputs = {name: torch.randn(1, tokens, 2, head_dim, dtype=dtype, device=device) for name in ("q", "k", "v")}
+    inputs[broken][0, 5, 0, 3] = number
+    results = {}
+    for name in ("reference", backend):
+        leaves = [x.clone().requires_grad_() for x in inputs.values()]
+        out, lse = dilated_attention(*leaves, *spec, is_causal=is_causal, return_lse=True, backend=name)
+        results[name] = (out, lse, *torch.autograd.grad(out.float().sin().sum(), leaves))
+    tolerance = 1e-4 if dtype != torch.bfloat16 else 5e-2
+    reached = max(5 // w * w + w for w in spec[0])  # the first token that shares no segment with token 5
+    for name, found, expected in zip(("out", "lse", "dq", "dk", "dv"), results[backend], results["reference"]):
+        assert not (found.isfinite() & ~expected.isfinite()).any(), name
+        assert found[:, reached:].isfinite().all(), name
+        assert found[:, :, 1].isfinite().all(), name
+        both = found.isfinite() & expected.isfinite()
+        torch.testing.assert_close(found[both], expected[both], rtol=tolerance, atol=tolerance)

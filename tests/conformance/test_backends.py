@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 
+from dilated_attention_pytorch.core.pattern import dense_mask
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import dense
 
-from .checks import BASE, check_budget, corners, reference_on, run
+from .checks import BASE, check_broken, check_budget, corners, reference_on, run
 from .draws import Draw, draws
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore:no branch of")]
@@ -208,3 +210,38 @@ def test_no_warning_is_raised_by_a_covered_spec() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dilated_attention(*BASE.tensors(torch.float32), [8, 16], [1, 2]).isfinite().all()
+
+
+BROKEN = [(name, number) for name in ("q", "k", "v") for number in (torch.nan, torch.inf, -torch.inf)]
+SHORT_SPECS = [([4], [1]), ([1], [1]), ([4, 8], [1, 2]), ([3, 25], [1, 3]), ([40], [1])]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_eager_gives_nan_where_the_reference_does(dtype: torch.dtype, is_causal: bool) -> None:
+    for broken, number in BROKEN:
+        for spec in SHORT_SPECS:
+            check_broken(broken, number, "eager", dtype, spec, is_causal)
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of NumPy, which interprets
+@pytest.mark.parametrize(("broken", "number"), BROKEN[::2])
+def test_triton_gives_nan_where_the_reference_does_in_the_interpreter(broken: str, number: float) -> None:
+    check_broken(broken, number, "triton", torch.float32, ([4, 8], [1, 2]), is_causal=True, tokens=12)
+
+
+@pytest.mark.parametrize("broken", ["q", "k", "v"])
+def test_the_reference_gives_nan_only_where_rows_see_one(broken: str) -> None:
+    spec, x = DilatedSpec.of([4, 8], [1, 2]), torch.randn(3, 1, 16, 2, 4, dtype=torch.float64)
+    x["qkv".index(broken), 0, 5, 0, 3] = torch.nan
+    leaves = [y.clone().requires_grad_() for y in x]
+    out = dilated_attention(*leaves, [4, 8], [1, 2], is_causal=True, backend="reference")
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
+    sees = dense_mask(spec, spec.offsets(2), 16, is_causal=True).any(0)  # (heads, rows, keys)
+    token = torch.zeros(2, 16, dtype=torch.bool)
+    token[0, 5] = True
+    rows = token if broken == "q" else sees[:, :, 5] & token.any(1, keepdim=True)
+    keys = (sees & rows[:, :, None]).any(1)  # of the broken rows
+    for found, expected in zip((out, *grads), (rows, rows, keys, keys)):
+        assert torch.equal(found.isnan().any(-1)[0].T, expected)

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.bench.tune import candidates
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.triton import tuning
 
-from .checks import BASE, check_budget, run
+from .checks import BASE, check_broken, check_budget, run
 from .draws import Draw, draws
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -246,3 +246,11 @@ def test_tensors_may_have_more_elements_than_fit_in_32_bits(kernels) -> None:
     last = [x[:, -8192:].contiguous() for x in (q, k, v)]
     alone = dilated_attention(*last, segments, rates, is_causal=True, backend="triton")
     torch.testing.assert_close(out[:, -8192:], alone, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("spec", [([4, 8], [1, 2]), ([128, 256], [1, 2])], ids=str)
+def test_kernels_give_nan_where_the_reference_does(kernels, spec, is_causal: bool) -> None:
+    for broken in ("q", "k", "v"):
+        for number in (torch.nan, torch.inf, -torch.inf):
+            check_broken(broken, number, "triton", BF16, spec, is_causal, tokens=600, head_dim=64, device="cuda")

@@ -51,10 +51,10 @@ def reference_forward(
     out = query.new_zeros(B, N, H, D)
     lse = query.new_full((B, N, H), -torch.inf)
     for b, tokens in _rows_of_documents(spans, B, N):
-        weights, row_lse = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
+        weights, row_lse, sees = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
         weights = weights * _kept(problem, seed, b, tokens, weights)
         v = _per_query_head(value[b, tokens], H)
-        out[b, tokens] = torch.einsum("ghij,jhd->ihd", weights, v)
+        out[b, tokens] = _sum("ghij,jhd->ihd", weights, v, sees)
         lse[b, tokens] = row_lse.transpose(0, 1)
     return out, lse
 
@@ -76,18 +76,18 @@ def reference_backward(
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     group = H // key.shape[2]
     for b, tokens in _rows_of_documents(spans, B, N):
-        weights, _ = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
+        weights, _, sees = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
         kept = _kept(problem, seed, b, tokens, weights)
         k, v = (_per_query_head(x[b, tokens], H) for x in (key, value))
         do = grad_out[b, tokens]
-        d_weights = torch.einsum("ihd,jhd->hij", do, v) * kept
+        d_weights = (torch.einsum("ihd,jhd->hij", do, v) * kept).masked_fill(~sees, 0.0)
         delta = (d_weights * weights).sum((0, 3))  # (H, n): sum over every pair that the row's one softmax covers
         if grad_lse is not None:
             delta = delta - grad_lse[b, tokens].double().transpose(0, 1)
-        d_scores = (weights * (d_weights - delta[None, :, :, None])).sum(0) * problem.softmax_scale(D)
-        dq[b, tokens] = torch.einsum("hij,jhd->ihd", d_scores, k)
-        dk[b, tokens] = torch.einsum("hij,ihd->jhd", d_scores, query[b, tokens]).unflatten(1, (-1, group)).sum(2)
-        dv[b, tokens] = torch.einsum("ghij,ihd->jhd", weights * kept, do).unflatten(1, (-1, group)).sum(2)
+        d_scores = weights * (d_weights - delta[None, :, :, None]).masked_fill(~sees, 0.0) * problem.softmax_scale(D)
+        dq[b, tokens] = _sum("ghij,jhd->ihd", d_scores, k, sees)
+        dk[b, tokens] = _sum("ghij,ihd->jhd", d_scores, query[b, tokens], sees).unflatten(1, (-1, group)).sum(2)
+        dv[b, tokens] = _sum("ghij,ihd->jhd", weights * kept, do, sees).unflatten(1, (-1, group)).sum(2)
     return dq, dk, dv
 
 
@@ -99,8 +99,21 @@ def _rows_of_documents(spans: Tensor | None, batch: int, tokens: int) -> list[tu
     ]
 
 
-def _weights(q: Tensor, k: Tensor, problem: Problem, layout: BlockLayout | None, b: int) -> tuple[Tensor, Tensor]:
-    """Of one document: the weights of every (branch, key) pair, `(branches, H, n, n)`, and the lse, `(H, n)`."""
+def _sum(equation: str, weights: Tensor, x: Tensor, sees: Tensor) -> Tensor:
+    """The einsum over visible pairs. What is not finite in `x` becomes nan, and only where a visible pair brings it."""
+    if x.isfinite().all():
+        return torch.einsum(equation, weights, x)
+    touched = torch.einsum(equation, sees.to(x.dtype), (~x.isfinite()).to(x.dtype)) > 0
+    return torch.einsum(equation, weights, x.nan_to_num(0.0, 0.0, 0.0)).masked_fill(touched, torch.nan)
+
+
+def _weights(
+    q: Tensor, k: Tensor, problem: Problem, layout: BlockLayout | None, b: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one document: the weights of all (branch, key) pairs, `(branches, H, n, n)`, the lse, `(H, n)`, and the mask.
+
+    The mask says which pairs are visible; the weights of the others are 0.
+    """
     n, H, D = q.shape
     offsets = problem.query_head_offsets(H, k.shape[1])
     sees = dense_mask(problem.spec, offsets, n, is_causal=problem.is_causal, device=q.device)
@@ -111,8 +124,8 @@ def _weights(q: Tensor, k: Tensor, problem: Problem, layout: BlockLayout | None,
     covered = sees.any(3).any(0)  # (H, n)
     # An uncovered row has no finite score; a stand-in keeps both its value and its gradient from being nan.
     lse = scores.masked_fill(~covered[None, :, :, None], 0.0).logsumexp((0, 3))
-    weights = (scores - lse[None, :, :, None]).exp()
-    return weights, lse.masked_fill(~covered, -torch.inf)
+    weights = (scores - lse[None, :, :, None]).exp().masked_fill(~sees, 0.0)
+    return weights, lse.masked_fill(~covered, -torch.inf), sees
 
 
 def _kept(problem: Problem, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:

@@ -39,7 +39,16 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=is_causal, scale=scale
     )
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    # Where all scores of a row are nan or -inf, the kernel may give out = 0 and lse = 0. Then the score of the first
+    # key, which every row sees, is not finite either: 0 times it adds nan there, and nothing where 0 is the true lse.
+    doubtful = (lse == 0).nonzero(as_tuple=True)
+    if len(doubtful[0]):
+        segments, _, heads = doubtful
+        nothing = (q[doubtful] * k[segments, 0, heads]).sum(-1).mul_(0.0)
+        lse[doubtful] += nothing
+        out[doubtful] += nothing[:, None]
+    return out, lse
 
 
 def flash_backward(
