@@ -152,7 +152,7 @@ def dilated_attention(
         `(B, N, H, D)` in the dtype of `query`; padded rows and rows that no branch covers are 0.
 
     >>> q, k, v = torch.randn(3, 2, 100, 4, 8).unbind(0)
-    >>> dilated_attention(q, k, v, segment_lengths=[16, 64], dilation_rates=[1, 4], is_causal=True).shape
+    >>> dilated_attention(q, k, v, segment_lengths=[16, 128], dilation_rates=[1, 4], is_causal=True).shape
     torch.Size([2, 100, 4, 8])
     """
     refuse_dense_mask(attn_mask)

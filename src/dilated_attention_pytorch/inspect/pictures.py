@@ -278,6 +278,28 @@ def layouts_svg(segment_lengths: Sequence[int], dilation_rates: Sequence[int], h
     return _svg(110 + heads * wide, y, rows)
 
 
+def reach_svg(specs: Sequence[DilatedSpec], n: int, row: int, heads: int, layers: int = 3) -> str:
+    """The tokens that one row depends on after 1 to `layers` layers, of all heads, for each spec."""
+    drawn, y = [], _GAP
+    for spec in specs:
+        sees = dense_mask(spec, spec.offsets(heads), n).flatten(0, 1).any(0)  # (n, n)
+        words = f"segments {list(spec.segment_lengths)}, rates {list(spec.dilation_rates)}, {heads} heads"
+        drawn.append(_text(0, y, words))
+        reached = torch.arange(n) == row
+        y += 8
+        for depth in range(1, layers + 1):
+            reached = sees[reached].any(0)
+            drawn.append(_text(0, y + 11, f"{depth} layer{'s' * (depth > 1)}"))
+            for token, found in enumerate(reached.tolist()):
+                colour = _BRANCHES[1] if token == row else _BRANCHES[0] if found else _EMPTY
+                drawn.append(_cell(56 + token * _CELL, y, colour))
+            for start, length in segments(n, max(spec.segment_lengths)):
+                drawn.append(_frame(56 + start * _CELL, y, length * _CELL, _CELL))
+            y += _CELL + 4
+        y += _GAP
+    return _svg(66 + n * _CELL, y, drawn)
+
+
 def cost_svg(spec: DilatedSpec) -> str:
     """Keys that a row sees in each branch beside the segment they are spread over."""
     rows, y, longest = [], _GAP, max(spec.segment_lengths)
@@ -302,6 +324,7 @@ def draw_documentation(folder: Path) -> list[Path]:
         "pattern-causal.svg": pattern_svg(small, 16, 1, 4, is_causal=True),
         "layouts.svg": layouts_svg([4, 8, 16], [1, 2, 4], 8),
         "cost.svg": cost_svg(paper),
+        "reach.svg": reach_svg([DilatedSpec.of([4, 8], [1, 2]), DilatedSpec.of([4, 8, 32], [1, 2, 4])], 32, 21, 4),
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():

@@ -155,7 +155,7 @@ class _Pretrained(SharesResources, nn.Module):
 class LongNetLM(_Pretrained):
     """A decoder-only language model with causal dilated attention: `(B, N)` tokens to `(B, N, vocab)` logits.
 
-    >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
+    >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 128), dilation_rates=(1, 4))
     >>> model(torch.randint(256, (2, 100))).shape
     torch.Size([2, 100, 256])
     """
@@ -386,7 +386,8 @@ class LongNet(_Pretrained):
     The decoder's self-attention is causal and dilated; its cross-attention is dense.
 
     >>> encoder = LongNet(
-    ...     d_model=32, num_heads=4, num_layers=2, num_decoder_layers=0, segment_lengths=(16, 64), dilation_rates=(1, 4)
+    ...     d_model=32, num_heads=4, num_layers=2, num_decoder_layers=0,
+    ...     segment_lengths=(16, 128), dilation_rates=(1, 4)
     ... )
     >>> encoder(torch.randn(2, 100, 32)).shape
     torch.Size([2, 100, 32])

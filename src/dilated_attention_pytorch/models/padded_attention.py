@@ -80,7 +80,7 @@ class PaddedAttention(DilatedAttention):
             an attention for each branch. False is the true gradient of the same outputs, in one call.
         zero_keys: counts that layers share.
 
-    >>> attention = PaddedAttention([16, 64], [1, 4])
+    >>> attention = PaddedAttention([16, 128], [1, 4])
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> attention(q, k, v).shape
     torch.Size([1, 100, 4, 8])

@@ -47,7 +47,7 @@ class DilatedAttention(nn.Module):
         device, dtype: where inputs must be, and what dtype the call must have, after autocast; other inputs are an
             error. There are no parameters to place. Both follow `module.to(...)`.
 
-    >>> attention = DilatedAttention(segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> attention = DilatedAttention(segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([1, 100, 4, 8])
@@ -113,7 +113,7 @@ class DilatedAttention(nn.Module):
         from the memory pool and `workspaces left to PyTorch`; across ranks, the bytes of `messages` and the seconds of
         waiting for them. Compiled calls are not counted.
 
-        >>> attention = DilatedAttention([16, 64], [1, 4], use_pattern_cache=True, enable_profiling=True)
+        >>> attention = DilatedAttention([16, 128], [1, 4], use_pattern_cache=True, enable_profiling=True)
         >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
         >>> _ = attention(q, k, v), attention(q, k, v)
         >>> profile = attention.get_profile()

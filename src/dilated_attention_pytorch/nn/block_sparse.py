@@ -24,7 +24,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
 
     >>> import torch
     >>> config = SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.25, block_size=16)
-    >>> attention = BlockSparseDilatedAttention([64, 256], [1, 4], sparse_config=config)
+    >>> attention = BlockSparseDilatedAttention([64, 512], [1, 4], sparse_config=config)
     >>> q, k, v = torch.randn(3, 1, 300, 4, 8).unbind(0)
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([1, 300, 4, 8])
@@ -61,7 +61,7 @@ class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     >>> import torch
     >>> config = SparsePatternConfig(pattern_type="global_local", sparsity_ratio=0.25, block_size=16)
-    >>> attention = BlockSparseMultiheadDilatedAttention(32, 4, [64, 256], [1, 4], sparse_config=config)
+    >>> attention = BlockSparseMultiheadDilatedAttention(32, 4, [64, 512], [1, 4], sparse_config=config)
     >>> x = torch.randn(2, 300, 32)
     >>> attention(x, x, x, is_causal=True)[0].shape
     torch.Size([2, 300, 32])

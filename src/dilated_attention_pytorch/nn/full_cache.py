@@ -47,7 +47,7 @@ def attend_full_cache(
 
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> last, first = torch.tensor(99), torch.tensor([0])
-    >>> attend_full_cache(q[:, 99:], k, v, last, first, DilatedSpec.of([16, 64], [1, 4])).shape
+    >>> attend_full_cache(q[:, 99:], k, v, last, first, DilatedSpec.of([16, 128], [1, 4])).shape
     torch.Size([1, 1, 4, 8])
     """
     query, key, value = autocast_inputs(query, key, value)

@@ -48,13 +48,13 @@ class DilatedKVCache:
         head_offset, total_heads: under head sharding, as in `functional.dilated_attention`.
         dtype, device: of keys and values.
 
-    >>> cache = DilatedKVCache([16, 64], [1, 4], batch=1, num_heads=4, head_dim=8)
+    >>> cache = DilatedKVCache([16, 128], [1, 4], batch=1, num_heads=4, head_dim=8)
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> prompt = cache.attend(q[:, :99], k[:, :99], v[:, :99])
     >>> cache.attend(q[:, 99:], k[:, 99:], v[:, 99:]).shape
     torch.Size([1, 1, 4, 8])
     >>> cache.lengths, cache.nbytes
-    (tensor([100]), 8256)
+    (tensor([100]), 12352)
     """
 
     @checked(

@@ -48,7 +48,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         batch_first: inputs and outputs are `(B, N, E)`; False for `(N, B, E)`.
         settings: passed on to `DilatedAttention` (`head_layout`, `use_pattern_cache`, `backend`, ...).
 
-    >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> x = torch.randn(2, 100, 32)
     >>> out, weights = attention(x, x, x, is_causal=True)
     >>> out.shape, weights

@@ -74,7 +74,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
 
     With `is_causal=True` it is a decoder-only layer. `settings` go to `MultiheadDilatedAttention`.
 
-    >>> layer = DilatedTransformerEncoderLayer(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> layer = DilatedTransformerEncoderLayer(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> layer(torch.randn(2, 100, 32)).shape
     torch.Size([2, 100, 32])
     """
@@ -165,7 +165,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
 
     Cross-attention relates two sequences that share no segments, so it is PyTorch's own dense `nn.MultiheadAttention`.
 
-    >>> layer = DilatedTransformerDecoderLayer(32, 4, segment_lengths=[16, 64], dilation_rates=[1, 4])
+    >>> layer = DilatedTransformerDecoderLayer(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> layer(torch.randn(2, 100, 32), torch.randn(2, 70, 32)).shape
     torch.Size([2, 100, 32])
     """

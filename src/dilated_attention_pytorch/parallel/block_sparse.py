@@ -35,7 +35,7 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
 
     >>> import torch
     >>> config = SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.25, block_size=16)
-    >>> attention = BlockSparseRingDilatedAttention([64, 256], [1, 4], sparse_config=config)
+    >>> attention = BlockSparseRingDilatedAttention([64, 512], [1, 4], sparse_config=config)
     >>> q, k, v = torch.randn(3, 1, 300, 4, 8).unbind(0)
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([1, 300, 4, 8])
@@ -78,7 +78,7 @@ class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttent
 
     >>> import torch
     >>> config = SparsePatternConfig(pattern_type="global_local", sparsity_ratio=0.25, block_size=16)
-    >>> attention = BlockSparseRingMultiheadDilatedAttention(32, 4, [64, 256], [1, 4], sparse_config=config)
+    >>> attention = BlockSparseRingMultiheadDilatedAttention(32, 4, [64, 512], [1, 4], sparse_config=config)
     >>> x = torch.randn(2, 300, 32)
     >>> attention(x, x, x, is_causal=True)[0].shape
     torch.Size([2, 300, 32])

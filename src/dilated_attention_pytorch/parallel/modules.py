@@ -196,7 +196,7 @@ class RingDilatedAttention(AcrossRanks):
         scheme: `gather` with `token_layout="zigzag"`.
         settings: the others of `AcrossRanks`, and those of `DilatedAttention`.
 
-    >>> attention = RingDilatedAttention(segment_lengths=[16, 64], dilation_rates=[1, 4], ring_size=1)
+    >>> attention = RingDilatedAttention(segment_lengths=[16, 128], dilation_rates=[1, 4], ring_size=1)
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> attention(q, k, v, is_causal=True).shape
     torch.Size([1, 100, 4, 8])
@@ -335,7 +335,7 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
         length of the whole sequence, and every rank must call this. It spares the first call a few milliseconds, and
         calls of other lengths never evict the entries; `cleanup_buffers` and `reset_global_pattern_cache` drop them.
 
-        >>> attention = RingDilatedAttentionV3(segment_lengths=[16, 64], dilation_rates=[1, 4])
+        >>> attention = RingDilatedAttentionV3(segment_lengths=[16, 128], dilation_rates=[1, 4])
         >>> attention.pregenerate(100, num_heads=4, head_dim=8)
         1
         """
@@ -390,7 +390,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         settings: the other fields of `RunOptions` (`use_deepspeed`, `zero_stage`, `checkpoint_interval`, ...), kept as
             `options` for `train`; and the settings of `RingMultiheadDilatedAttention`.
 
-    >>> attention = RingAdvancedDistributedDilatedAttention(32, 4, [16, 64], [1, 4], auto_resume=True)
+    >>> attention = RingAdvancedDistributedDilatedAttention(32, 4, [16, 128], [1, 4], auto_resume=True)
     >>> x = torch.randn(2, 100, 32)
     >>> attention(x, x, x, is_causal=True).shape, attention.options.resume
     (torch.Size([2, 100, 32]), 'auto')
