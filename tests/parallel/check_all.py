@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .check_bad_input import check_bad_input
 from .check_block_sparse import check_block_sparse
+from .check_different_calls import check_different_calls
 from .check_invariance import check_invariance
 from .check_names import check_names
 from .check_parallelize import check_parallelize
@@ -37,6 +38,7 @@ def main() -> None:
         passed("invariance on 1", lambda: check_invariance(seed, 0, alone[dist.get_rank()]))
         passed("bad input", check_bad_input)
     if size in (2, 4):
+        passed(f"different calls on {size}", check_different_calls)
         passed(f"names on {size}", check_names)
         passed(f"plan on {size}", check_plan)
     if size in (2, 3, 4):

@@ -21,6 +21,15 @@ from dilated_attention_pytorch.parallel import sharded_dilated_attention
 SPEC = ([8, 16], [1, 2])
 
 
+class _Unreadable(list):
+    """Raises what no check expects."""
+
+    def __iter__(self):
+        raise KeyError("unreadable")
+
+    __len__ = __str__ = __lt__ = __iter__
+
+
 def shard(tokens: int = 8, heads: int = 4, head_dim: int = 4, dtype: torch.dtype = torch.float32, batch: int = 1):
     return [torch.randn(batch, tokens, heads, head_dim, dtype=dtype) for _ in range(3)]
 
@@ -46,8 +55,8 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
     return {
         "specs": (attend(shard(), SPEC if first else ([8, 32], [1, 2])), "rank 1 has segment_lengths=\\[8, 32\\]"),
         "stated specs": (
-            attend(shard(), SPEC if first else ([8, 64], [1, 2]), **stated),
-            "rank 0 has segment_lengths=\\[8, 16\\]",
+            attend(shard(), ([8, 48] if first else [8, 64], [1, 2]), **stated),
+            "rank 0 has segment_lengths=\\[8, 48\\]",
         ),
         "dtypes": (attend(shard(dtype=torch.float32 if first else torch.float64)), "rank 0 has dtype=torch.float32"),
         "heads": (attend(shard(heads=4 if first else 2)), "must make the same call.*heads"),
@@ -82,6 +91,8 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
         "too long": (attend(shard(), seqlens=torch.tensor([17])), "outside \\[0, 16\\]"),
         "a hole between shards": (attend(shard(), key_padding_mask=hole), "row 0 has a hole at 7 of the whole"),
         "one bad shape": (attend(shard() if first else flat), "must be \\(batch, tokens, heads, head_dim\\)"),
+        "one query that is no tensor": (attend(shard() if first else [None, *shard()[1:]]), "query must be a tensor"),
+        "one unexpected error": (attend(shard(), SPEC if first else (_Unreadable(), [1, 2])), "unreadable"),
         "one bad setting": (attend(shard(), dropout_p=0.0 if first else 1.5), "below 1, got 1.5"),
         "shard lengths": (attend(shard(), shard_lengths=(8, 9)), "shard_lengths must state the tokens"),
         "no tokens": (attend(shard(tokens=0)), "no rank has any tokens"),
@@ -107,7 +118,7 @@ def check_bad_input() -> None:
     rank = dist.get_rank()
     for name, (call, message) in calls(rank).items():
         try:
-            with pytest.raises((NotImplementedError, TypeError, ValueError), match=message):
+            with pytest.raises((KeyError, NotImplementedError, TypeError, ValueError), match=message):
                 call()
         except BaseException:
             print(f"rank {rank}: {name}", flush=True)

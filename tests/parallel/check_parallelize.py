@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
-from dilated_attention_pytorch.parallel import Shards, even_lengths
+from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of
 
 from .check_block_sparse import check_schedule_is_shared
 
@@ -236,6 +237,25 @@ def check_bad_meshes() -> None:
         parallelize(model, data)
 
 
+def check_layers_ask_nothing(mesh: DeviceMesh) -> None:
+    """A forward pass asks for the shards' lengths once, whatever its layers; an encoder-decoder asks for each side's.
+
+    The first rank has 12 tokens of 48 and of 47, and is asked all the same.
+    """
+    agreement = ranks_of(mesh=mesh).agreement
+    decoder = parallelize(built(LongNetLM, **{**SIZES, "num_layers": 3}), mesh, shard_parameters=False)
+    both = parallelize(built(LongNet, **{**SIZES, "num_layers": 3}), mesh, shard_parameters=False)
+    one, two = torch.ones(1, 48, dtype=torch.long), torch.ones(1, 48, 32, dtype=torch.float64)
+    for model, inputs, rounds in ((decoder, (one,), 1), (both, (two, two), 3)):
+        asked = []
+        for tokens in (48, 48, 47, 48):
+            mine = [part(x[:, :tokens], mesh) for x in inputs]
+            with mock.patch.object(agreement, "exchange", side_effect=agreement.exchange) as exchange:
+                model(*mine)
+            asked.append(exchange.call_count)
+        assert asked[1] == asked[3] == rounds < asked[0], asked
+
+
 def check_parallelize() -> None:
     check_bad_meshes()
     sequence, _, both, *_, heads = every = meshes()
@@ -245,6 +265,7 @@ def check_parallelize() -> None:
         check_packed(mesh)
         check_attention(mesh)
         check_encoder_decoder(mesh)
+    check_layers_ask_nothing(sequence)
     check_multihead(both)
     check_multihead(heads)
     check_dropout(heads)

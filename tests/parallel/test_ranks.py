@@ -56,3 +56,8 @@ def test_published_snippets_run_on_the_eight_ranks_they_ask_for() -> None:
 
 def test_bad_input_is_an_error_on_every_rank() -> None:
     check_passed("bad input", 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_different_calls_are_an_error_on_every_rank_at_once(ranks) -> None:
+    check_passed(f"different calls on {ranks}", ranks)

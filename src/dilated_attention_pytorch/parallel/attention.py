@@ -7,6 +7,7 @@ came. Backward does the same against the merged out and lse. Whatever the scheme
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.checks import check_instance
+from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.memory_pool import Take
@@ -38,7 +39,7 @@ from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
-from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
+from dilated_attention_pytorch.parallel.comm import Agreed, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Scheme,
@@ -100,8 +101,8 @@ def sharded_dilated_attention(
         scheme: how rows travel where a segment lies on several ranks: `gather`, `ring` or `all_to_all`; `auto` chooses
             for each branch by bytes and memory (`costs.choose_scheme`).
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
-        shard_lengths: the tokens of every rank. Ranks that state them check that they agree the first time only; else
-            each call begins with a short message between hosts.
+        shard_lengths: the tokens of every rank. Calls that state them are compared with the other ranks' the first
+            time only, others each time, through the store of the process group.
         token_layout: `zigzag`: a rank holds an early and a late chunk, one after the other, as `zigzag_order` has them,
             so that causal work is even; by `gather` only.
         seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
@@ -115,7 +116,8 @@ def sharded_dilated_attention(
     Returns:
         The rank's rows: `(B, L, H, D)`, and the lse `(B, L, H)` if asked.
 
-    Every rank must make the same call, and run its backward if any does.
+    Every rank must make the same call, and run its backward if any does. Ranks that do not, or one that fails, are an
+    error on all of them.
     """
     ranks = ranks_of(group, mesh, axis) if ranks is None else check_instance("ranks", ranks, Ranks)
     settings: dict[str, Any] = {
@@ -136,10 +138,13 @@ def sharded_dilated_attention(
         settings |= {**lengths, "return_lse": return_lse, "resources": resources}
         check_scheme(scheme, token_layout)
         return dilated_attention(query, key, value, *branches, **settings)
-    query, key, value = autocast_inputs(query, key, value)
     call: dict[str, object] = {}
     problem, mask_spans, error = None, [], None
-    try:
+    length, known = 0, None
+    try:  # whatever is wrong with this rank's call, the others must hear of it
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_tensor(name, x)
+        query, key, value = autocast_inputs(query, key, value)
         problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
         refuse_tangents("attention across ranks", query, key, value)
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, token_layout, backend)
@@ -147,36 +152,39 @@ def sharded_dilated_attention(
             refuse_lengths_of_tiles(sparse_config)
         if sparse_config is not None and scheme not in ("auto", "gather"):
             raise ValueError(f"kept tiles travel by gather, got scheme={scheme!r}: use auto or gather")
+        length = query.shape[1]
         if key_padding_mask is not None:
-            mask_spans = spans_of_own_mask(query.shape[0], query.shape[1], lengths)
+            mask_spans = spans_of_own_mask(query.shape[0], length, lengths)
+        elif shard_lengths is not None:  # a mask is each rank's own, and may be wrong at any call
+            known = tuple(shard_lengths)
         choices = {"scheme": scheme, "memory_budget": memory_budget, "token_layout": token_layout}
         call = _described(query, key, value, branches, {**settings, **choices}, lengths)
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as wrong:
+    except Exception as wrong:
         error = wrong
-    length = query.shape[1] if query.dim() > 1 else 0
-    # A mask is each rank's own, and may be wrong at any call.
-    known = None if shard_lengths is None or key_padding_mask is not None else tuple(shard_lengths)
-    shards = Shards.of(ranks.agree(call, length, error, known), token_layout)
+    agreed = ranks.agree(call, length, error, known, mask_spans)
     assert problem is not None
-    if shards.tokens == 0:
-        raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
-    if mask_spans:
-        spans = joined_spans(ranks, shards, mask_spans)
-    elif lengths:
-        spans = document_spans(query.shape[0], shards.tokens, cache=None, **lengths)
-    seed = ranks.share_from_first(draw_seed(query.device)) if dropout_p > 0.0 else None
-    documents = tuple(
-        (range(rows.start, rows.stop), start, start + length)
-        for rows, start, length in documents_of(spans, query.shape[0], shards.tokens)
-    )
-    kind = (
-        problem, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
-        memory_budget,
-    )  # fmt: skip
-    if resources is None:
-        resources = Resources(get_global_pattern_cache())
-    schedule = schedule_for(ranks, kind, resources.cache)
-    out, lse = _Sharded.apply(query, key, value, seed, schedule, backend, resources)
+    # Where all agree, what follows is right or wrong alike on every rank.
+    with ranks.agreement.told(alike=(TypeError, ValueError)):
+        shards = Shards.of(agreed.lengths, token_layout)
+        if shards.tokens == 0:
+            raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
+        if mask_spans:
+            spans = joined_spans(shards, agreed.own)
+        elif lengths:
+            spans = document_spans(query.shape[0], shards.tokens, cache=None, **lengths)
+        seed = ranks.share_from_first(draw_seed(query.device)) if dropout_p > 0.0 else None
+        documents = tuple(
+            (range(rows.start, rows.stop), start, start + length)
+            for rows, start, length in documents_of(spans, query.shape[0], shards.tokens)
+        )
+        kind = (
+            problem, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
+            memory_budget,
+        )  # fmt: skip
+        if resources is None:
+            resources = Resources(get_global_pattern_cache())
+        schedule = schedule_for(ranks, kind, resources.cache)
+    out, lse = _Sharded.apply(query, key, value, seed, schedule, backend, resources, ranks, agreed)
     return (out, lse) if return_lse else out
 
 
@@ -190,8 +198,7 @@ def _check_settings(
     backend: str,
 ) -> None:
     check_scheme(scheme, token_layout)
-    if budget < 0:
-        raise ValueError(f"memory_budget must be a number of bytes from 0 on, got {budget}")
+    check_whole("memory_budget", budget, least=0)
     if backend == "reference":
         raise ValueError(
             "backend 'reference' computes whole sequences on one device: gather them, or use auto or eager"
@@ -326,10 +333,13 @@ class _Sharded(torch.autograd.Function):
         schedule: Schedule,
         backend: str,
         resources: Resources,
+        ranks: Ranks,
+        agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = kept(lambda: _forward(schedule, query, key, value, seed, backend, resources))
+        with _waited_for(ranks, schedule):
+            out, lse = kept(lambda: _forward(schedule, query, key, value, seed, backend, resources))
         ctx.save_for_backward(query, key, value, out, lse, seed)
-        ctx.rest = schedule, backend, resources
+        ctx.rest = schedule, backend, resources, ranks, agreed
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -339,9 +349,16 @@ class _Sharded(torch.autograd.Function):
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        schedule, backend, resources = ctx.rest
-        grads = _backward(schedule, grad_out, grad_lse, query, key, value, out, lse, seed, backend, resources)
-        return (*grads, None, None, None, None)
+        schedule, backend, resources, ranks, agreed = ctx.rest
+        ranks.begin(agreed, "backward")
+        with _waited_for(ranks, schedule):
+            grads = _backward(schedule, grad_out, grad_lse, query, key, value, out, lse, seed, backend, resources)
+        return (*grads, None, None, None, None, None, None)
+
+
+def _waited_for(ranks: Ranks, schedule: Schedule) -> AbstractContextManager[None]:
+    """Tells the others of an error where they wait for this rank's rows, and it has left some on the way."""
+    return ranks.agreement.told() if schedule.exchanges else nullcontext()
 
 
 def _forward(

@@ -1,4 +1,4 @@
-"""Ranks that share a sequence: who they are, messages between them, what these weigh, and that all mean the same call.
+"""Ranks that share a sequence: who they are, messages between them, and what these weigh.
 
 Rows travel as point-to-point messages, since only ranks that share a segment exchange any, and no two segments need be
 shared by the same ranks: no group is made for a segment. Every rank posts its messages in one order (branch, then
@@ -7,27 +7,27 @@ step), so that they meet whatever the backend matches them by.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import check_instance, check_whole, shown
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.profile import Profile
+from dilated_attention_pytorch.parallel.agreement import Agreement, Call, digest_of, in_words
 from dilated_attention_pytorch.parallel.costs import Traffic
 
 if TYPE_CHECKING:  # some builds of PyTorch have none
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_MOST_KINDS_AGREED = 512
+_TAGS = 2**31 - 1  # what gloo allows, less the last one, which `Agreement` uses
 
 
 class Mail(NamedTuple):
@@ -44,16 +44,33 @@ class Posted:
 
     works: list[Any]
     buffers: list[Tensor]
+    ranks: Ranks
     profile: Profile | None = None
 
     def wait(self) -> None:
         """Afterwards the current stream may read what came and write to what was sent."""
-        began = time.perf_counter()
-        for work in self.works:
-            work.wait()
-        if self.profile is not None and self.works:
-            self.profile.add("messages", seconds_waiting=time.perf_counter() - began)
+        if self.works:
+            began = time.perf_counter()
+            with self.ranks.agreement.blocked():
+                for work in self.works:
+                    work.wait()
+            if self.profile is not None:
+                self.profile.add("messages", seconds_waiting=time.perf_counter() - began)
         self.works, self.buffers = [], []
+
+
+class Agreed(NamedTuple):
+    """A call that all ranks make: the shards' lengths, what each rank has said of its own, and the call in words."""
+
+    lengths: tuple[int, ...]
+    own: list[Sequence[int]]
+    call: Call
+
+    def stated(self, stage: str) -> Call:
+        return {**self.call, "pass": stage, "shard lengths": str(self.lengths or "not stated")}
+
+    def digest(self, stage: str) -> int:
+        return digest_of(self.stated(stage))
 
 
 class Ranks:
@@ -61,6 +78,8 @@ class Ranks:
 
     `traffic` counts the bytes of ("forward" or "backward", branch) since it was last cleared.
     """
+
+    estimated_bytes = 0  # of the schedules in a cache that refer to it, which it outlives
 
     def __init__(self, group: ProcessGroup | None) -> None:
         if group is not None:
@@ -71,8 +90,7 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("this process is not in the process group: pass a group that it belongs to")
         self.traffic: dict[tuple[str, int], Traffic] = {}
-        self._agreed: set[str] = set()
-        self._host: ProcessGroup | None = None
+        self._first_tag = 0
 
     def post(
         self, sends: Iterable[Mail], receives: Iterable[Mail], entry: tuple[str, int], profile: Profile | None = None
@@ -83,11 +101,14 @@ class Ranks:
         weight = Traffic(_bytes(sends), _bytes(receives))
         self.traffic[entry] = self.traffic.get(entry, Traffic(0, 0)) + weight
         ops = [
-            dist.P2POp(op, mail.buffer, self._global(mail.rank), self.group, mail.tag)
+            dist.P2POp(op, mail.buffer, self._global(mail.rank), self.group, (self._first_tag + mail.tag) % _TAGS)
             for op, mails in ((dist.isend, sends), (dist.irecv, receives))
             for mail in mails
         ]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        works: list[Any] = []
+        if ops:
+            with self.agreement.blocked():
+                works = dist.batch_isend_irecv(ops)
         if profile is not None and ops:
             profile.add("messages", count=len(ops), bytes_sent=weight.sent, bytes_received=weight.received)
         if ops and debugging():
@@ -96,72 +117,55 @@ class Ranks:
                 self.rank, *entry, weight.sent, [mail.rank for mail in sends], weight.received,
                 [mail.rank for mail in receives],
             )  # fmt: skip
-        return Posted(works, [mail.buffer for mail in (*sends, *receives)], profile)
+        return Posted(works, [mail.buffer for mail in (*sends, *receives)], self, profile)
 
     def share_from_first(self, x: Tensor) -> Tensor:
         """The first rank's value of `x`, in place."""
         if self.group is not None and self.size > 1:
-            dist.broadcast(x, self._global(0), group=self.group)
+            with self.agreement.blocked():
+                dist.broadcast(x, self._global(0), group=self.group)
         return x
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        """Every rank's numbers, of which all must have as many; between hosts, so that no device is waited for."""
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        theirs = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(theirs, mine, group=self._host_group())
-        return [x.tolist() for x in theirs]
+    @cached_property
+    def agreement(self) -> Agreement:
+        assert self.group is not None
+        return Agreement(self.group)
 
     def agree(
-        self, call: dict[str, object], length: int, error: Exception | None, lengths: tuple[int, ...] | None = None
-    ) -> tuple[int, ...]:
-        """The shards' lengths, once every rank is known to make the same call; else an error on every rank at once.
+        self,
+        call: dict[str, object],
+        length: int,
+        error: Exception | None,
+        lengths: tuple[int, ...] | None = None,
+        own: Sequence[int] = (),
+    ) -> Agreed:
+        """The shards' lengths, once every rank is known to make the same call; else an error on every rank.
 
         `error` is what this rank has found wrong with its own call: it must not leave the others waiting. When the
-        caller states all `lengths`, a kind of call is checked the first time it comes, else every time.
+        caller states all `lengths`, a call is compared with the others' before it only the first time, else every time.
+        `own` are numbers of this rank that the others ask for, as many on each, of a call that is always compared.
         """
-        call = {**call, "shard lengths": lengths}
-        text = repr(sorted((name, str(value)) for name, value in call.items()))
-        if lengths is not None and error is None and text in self._agreed:
-            return lengths
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        table = self.gather_numbers([digest, length, error is not None])
-        if any(failed for _, _, failed in table):
-            messages = self._gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        try:
+            made = Agreed(lengths or (), [], {name: in_words(value) for name, value in call.items()})
+        except Exception as wrong:
+            made, error = Agreed((), [], {}), error or wrong
+        if self.size == 1:
             if error is not None:
                 raise error
-            found = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(messages) if text)
-            raise ValueError(f"another rank cannot make this call, so none can: {found}")
-        if len({digest for digest, _, _ in table}) > 1:
-            raise ValueError(self._difference(call))
-        if lengths is not None:
-            if len(self._agreed) >= _MOST_KINDS_AGREED:
-                self._agreed.clear()  # on every rank at the same call, since all have agreed to the same ones
-            self._agreed.add(text)
-            return lengths
-        return tuple(length for _, length, _ in table)
+            return made._replace(lengths=(length,), own=[own])
+        if lengths is None or own or error is not None or not self.agreement.knows(made.digest("forward")):
+            found = self.agreement.agree(made.stated("forward"), [length, *own], error)
+            made = made._replace(lengths=tuple(theirs[0] for theirs in found), own=[theirs[1:] for theirs in found])
+            for stage in ("forward", "backward"):
+                self.agreement.know(made.stated(stage))
+        self.begin(made, "forward")
+        return made
 
-    def _difference(self, call: dict[str, object]) -> str:
-        names = sorted(call)
-        theirs = [text.split("\x00") for text in self._gather_text("\x00".join(f"{n}={call[n]}" for n in names))]
-        different = [values for values in zip(*theirs) if len(set(values)) > 1]
-        shown = "; ".join(", ".join(f"rank {r} has {v}" for r, v in enumerate(values)) for values in different)
-        return f"all ranks of a group must make the same call: {shown}"
-
-    def _gather_text(self, text: str) -> list[str]:
-        texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, text, group=self._host_group())
-        return texts
-
-    def _host_group(self) -> ProcessGroup | None:
-        if self._host is None and self.group is not None:
-            if torch.device("cpu") in self.group._device_types:
-                self._host = self.group
-            else:
-                ranks = dist.get_process_group_ranks(self.group)
-                self._host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-                # NCCL wants the first call on a group to be one that all its ranks take part in.
-                dist.all_reduce(torch.zeros(1, device=self.group._device_types[0]), group=self.group)
-        return self._host
+    def begin(self, agreed: Agreed, stage: str) -> None:
+        """Write down that a pass of a call begins, whose messages meet none of another call's."""
+        entry = agreed.digest(stage)
+        self._first_tag = entry % _TAGS
+        self.agreement.write(entry)
 
     def _global(self, rank: int) -> int:
         assert self.group is not None

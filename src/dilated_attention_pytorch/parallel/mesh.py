@@ -17,7 +17,7 @@ from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLa
 from dilated_attention_pytorch.parallel.comm import Place, Ranks, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.cross_attention import WholeMemory
-from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks
+from dilated_attention_pytorch.parallel.lengths import ModelLengths, PositionsAcrossRanks, SpansAcrossRanks
 from dilated_attention_pytorch.parallel.modules import (
     AcrossRanks,
     RingAdvancedDistributedDilatedAttention,
@@ -61,7 +61,7 @@ def parallelize(
     try:
         _check(model, mesh, scheme, memory_budget)
         found = _described(model)
-    except (TypeError, ValueError) as wrong:
+    except Exception as wrong:
         error = wrong
     settings = {"scheme": scheme, "memory_budget": memory_budget, "shard_parameters": shard_parameters, **fsdp}
     everyone.agree({"axes": mesh.mesh_dim_names, "mesh": mesh.mesh.tolist(), **settings, **found}, 0, error)
@@ -70,11 +70,13 @@ def parallelize(
     if heads is not None and heads.ranks().size > 1:
         share_features(model, mesh["tensor"])
     places: dict[str, Any] = {"sequence": sequence, "heads": heads}
-    model = replace_parts(model, lambda part: _across_ranks(part, places, scheme, memory_budget))
+    of_model = ModelLengths()
+    model = replace_parts(model, lambda part: _across_ranks(part, places, of_model, scheme, memory_budget))
     if sequence is not None and sequence.ranks().size > 1:
+        model.register_forward_hook(of_model.forget, always_call=True)
         for part in model.modules():
             if isinstance(part, DilatedTransformerDecoderLayer):
-                part.cross_attn.register_forward_pre_hook(WholeMemory(sequence), with_kwargs=True)
+                part.cross_attn.register_forward_pre_hook(WholeMemory(sequence, of_model), with_kwargs=True)
     tokens = token_mesh(mesh)
     if shard_parameters and tokens is not None and any(True for _ in model.parameters()):
         from torch.distributed.fsdp import fully_shard
@@ -154,17 +156,21 @@ def _described(model: nn.Module) -> dict[str, object]:
     }
 
 
-def _across_ranks(part: nn.Module, places: dict[str, Any], scheme: Scheme, memory_budget: int) -> nn.Module:
+def _across_ranks(
+    part: nn.Module, places: dict[str, Any], of_model: ModelLengths, scheme: Scheme, memory_budget: int
+) -> nn.Module:
     """What stands in the place of a module where tokens and heads are shared."""
     sequence = places["sequence"]
     if isinstance(part, AcrossRanks):  # a ring keeps its own scheme
-        part.sequence, part.heads = sequence, places["heads"]
+        part.sequence, part.heads, part.of_model = sequence, places["heads"], of_model
     elif isinstance(part, DilatedAttention) and any(places.values()):
-        return AcrossRanks.of(part, **places, scheme=scheme, memory_budget=memory_budget)
+        made = AcrossRanks.of(part, **places, scheme=scheme, memory_budget=memory_budget)
+        made.of_model = of_model
+        return made
     elif sequence is not None and isinstance(part, RotaryPositions):
-        return PositionsAcrossRanks(part, sequence)
+        return PositionsAcrossRanks(part, sequence, of_model)
     elif sequence is not None and isinstance(part, DocumentSpans):
-        return SpansAcrossRanks(sequence)
+        return SpansAcrossRanks(sequence, of_model)
     return part
 
 

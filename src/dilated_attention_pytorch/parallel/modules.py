@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, SIZE, checked
+from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, SIZE, check_tensor, checked
 from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache
 from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.core.pattern_cache import PatternCache
@@ -37,6 +37,7 @@ from dilated_attention_pytorch.parallel.costs import (
     message_bytes,
     wires_of,
 )
+from dilated_attention_pytorch.parallel.lengths import ModelLengths
 from dilated_attention_pytorch.parallel.options import AXIS_OF, OPTIONS, RunOptions
 from dilated_attention_pytorch.parallel.sharding import Shards, TokenLayout
 from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
@@ -81,6 +82,7 @@ class AcrossRanks(DilatedAttention):
         check_scheme(scheme, token_layout)
         self.sequence, self.heads = sequence, heads
         self.scheme, self.memory_budget, self.token_layout = scheme, memory_budget, token_layout
+        self.of_model = ModelLengths()  # of the model that it is a part of, where `parallelize` says
         for place in (sequence, heads):
             if place is not None:
                 place.ranks()  # what is wrong with it is said when the module is made
@@ -133,10 +135,8 @@ class AcrossRanks(DilatedAttention):
         try:
             refuse_dense_mask(attn_mask)
             self._check_place(query)
-        except ValueError as wrong:
-            if (ranks := _several(self.sequence)) is not None:
-                ranks.agree({}, 0, wrong)  # which raises on every rank, so that none waits for this one
-            raise
+        except Exception as error:
+            self._raise_on_all(error)
         with self._profiling():
             return self.attend(query, key, value, is_causal=is_causal, **lengths)
 
@@ -154,10 +154,17 @@ class AcrossRanks(DilatedAttention):
         if sequence is None and heads is None:
             return super().attend(query, key, value, is_causal=is_causal, spans=spans)
         share: dict[str, Any] = {"ranks": ALONE if sequence is None else sequence}
-        if heads is not None:
-            H = query.shape[2]
-            heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, None, (0,) * heads.size)
-            share |= {"head_offset": heads.rank * H, "total_heads": heads.size * H}
+        try:
+            check_tensor("query", query)
+            check_tensor("key", key)
+            if sequence is not None:
+                share["shard_lengths"] = self.of_model.of(sequence, query.shape[1])
+            if heads is not None:
+                H = query.shape[2]
+                heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, None, (0,) * heads.size)
+                share |= {"head_offset": heads.rank * H, "total_heads": heads.size * H}
+        except Exception as error:
+            self._raise_on_all(error)
         out = sharded_dilated_attention(
             query,
             key,
@@ -181,6 +188,13 @@ class AcrossRanks(DilatedAttention):
         )
         assert isinstance(out, Tensor)
         return out
+
+    def _raise_on_all(self, error: Exception) -> NoReturn:
+        """Raise it once the ranks that share the tokens, or else the heads, know of it."""
+        ranks = _several(self.sequence) or _several(self.heads)
+        assert ranks is not None
+        ranks.agree({}, 0, error)
+        raise error
 
 
 class RingDilatedAttention(AcrossRanks):

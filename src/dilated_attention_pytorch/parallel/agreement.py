@@ -1,0 +1,324 @@
+"""That all ranks of a group make the same calls, and that all of them fail at once where they do not.
+
+Every rank writes down what it does, call by call. What no rank has done before is compared through the group's store
+before anyone goes on. What was agreed before costs no message: the rank only writes it down, and a thread compares the
+records of neighbours twice a second, also while the rank waits for rows. Records that differ, or a rank that fails
+within a call, close the group: the reason goes to the store, whoever waits stops waiting, and every later call raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:  # some builds of PyTorch have none
+    from torch.distributed import ProcessGroup
+
+Call = dict[str, str]
+"""What a rank does, by name of setting."""
+
+_MOST_CALLS_KNOWN = 1024
+_LOOK_EVERY = 0.5  # seconds
+_COMPARABLE = 4096  # how many calls apart two ranks may be
+_SHOWN = 256  # how many calls back a difference is explained
+_MOST_SHOWN = 400  # characters of a setting
+_AGREEING = 0  # stands in a record for a call that is being agreed, whatever it is
+
+
+class State(NamedTuple):
+    """What a rank shows of its record: how many entries, their digest, the last of them, and what it waits to agree."""
+
+    entries: int
+    digest: int
+    last: list[int]
+    waiting: Call | None
+
+
+class Agreement:
+    """One rank's record of the calls on a group, and the other ranks' as far as they are known."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._known: dict[int, Call] = {}
+        self._count = self._digest = self._exchanges = self._blocked = 0
+        self._entries: deque[tuple[int, int]] = deque(maxlen=_COMPARABLE)  # (digest of all up to the entry, entry)
+        self._waiting: Call | None = None
+        self._closed: tuple[str, str] | None = None
+        self._shown: State | None = None
+        self._aborted = False
+        self._lock = threading.RLock()
+        device = torch.device("cpu") if torch.device("cpu") in group._device_types else group._device_types[0]
+        # A group may be made anew on an old store. NCCL wants every rank to take part in the first message anyway.
+        nonce = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=device)
+        dist.broadcast(nonce, dist.get_global_rank(group, 0), group=group)
+        store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"dilated_attention/{nonce.item():x}", store)
+        self._timeout = store.timeout.total_seconds()
+        _watch(self)
+
+    def write(self, entry: int, waiting: Call | None = None) -> None:
+        """Write down a call that was agreed, by its digest."""
+        self.check()
+        with self._lock:
+            self._waiting = waiting
+            self._count += 1
+            self._digest = _digest(f"{self._digest} {entry}")
+            self._entries.append((self._digest, entry))
+
+    def agree(self, call: Call, numbers: list[int], error: Exception | None) -> list[list[int]]:
+        """Every rank's numbers, once all are known to be about to make this call; else an error on every rank.
+
+        `error` is what this rank found wrong with its own call. It is raised here, after the others know.
+        """
+        try:
+            self.write(_AGREEING, call if error is None else {"error": _told(error)})
+            digests = self.exchange([-1 if error is not None else digest_of(call), *numbers])
+            if any(digest == -1 for digest, *_ in digests):
+                errors = self.exchange("" if error is None else _told(error))
+                raise ValueError(_cannot({rank: text for rank, text in enumerate(errors) if text}))
+            if len({digest for digest, *_ in digests}) > 1:
+                raise ValueError(_difference(dict(enumerate(self.exchange(call)))))
+        except (RuntimeError, ValueError):
+            if error is not None:
+                raise error from None
+            raise
+        return [theirs for _, *theirs in digests]
+
+    def know(self, call: Call) -> None:
+        """Compare this call no more. All ranks must have agreed on it."""
+        if len(self._known) >= _MOST_CALLS_KNOWN:
+            self._known.clear()  # on every rank at the same call
+        self._known[digest_of(call)] = call
+
+    def knows(self, entry: int) -> bool:
+        return entry in self._known
+
+    def exchange(self, mine: object) -> list:  # type: ignore[type-arg]
+        """Every rank's value. Through the store, so that no device is waited for and any rank may give up."""
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        with self.told(alike=(Exception,)):
+            self._store.set(f"{number}/{self.rank}", json.dumps(mine))
+            if self.rank == 0:
+                keys = [f"{number}/{rank}" for rank in range(self.size)]
+                self._await(keys)
+                table = "[" + ",".join(value.decode() for value in self._read(keys)) + "]"
+                self._store.set(f"{number}/all", table)
+                if number:
+                    self._store.delete_key(f"{number - 1}/all")  # all have read it, for they have come here
+            else:
+                self._await([f"{number}/all"])
+                table = self._store.get(f"{number}/all").decode()
+            self._store.delete_key(f"{number}/{self.rank}")
+        return list(json.loads(table))
+
+    def _await(self, keys: list[str]) -> None:
+        start, pause, looked = time.monotonic(), 5e-5, time.monotonic()
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+            now = time.monotonic()
+            if now - looked > _LOOK_EVERY:
+                self.look()
+                self.check()
+                looked = now
+            if now - start > self._timeout:
+                raise RuntimeError(
+                    f"waited {self._timeout:.0f} s for all {self.size} ranks of the group to make this call; they have "
+                    f"not: {self._waiting}"
+                )
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) for key in keys]
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """Around what waits for other ranks' messages: ends with the reason when the group is closed."""
+        self._blocked += 1
+        try:
+            self.check()
+            yield
+        except RuntimeError as broken:
+            self.look()
+            if self._closed is not None:
+                raise self._reason() from broken
+            raise
+        finally:
+            self._blocked -= 1
+
+    @contextlib.contextmanager
+    def told(self, alike: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """Errors in here close the group, because others wait for this rank; not those that come `alike` everywhere."""
+        try:
+            yield
+        except alike:
+            raise
+        except BaseException as error:
+            self.close("RuntimeError", _cannot({self.rank: _told(error)}))
+            raise
+
+    def close(self, kind: str, text: str) -> None:
+        """Let every rank of the group raise this; the first reason stands."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone was another rank's, which has failed itself
+            stored = self._store.compare_set("closed", "", json.dumps([kind, text]))
+            self._closed = tuple(json.loads(stored))
+
+    def check(self) -> None:
+        if self._closed is not None:
+            raise self._reason()
+
+    def _reason(self) -> Exception:
+        assert self._closed is not None
+        kind, text = self._closed
+        text += "; the ranks are out of step: start them again, or make a new group on all of them"
+        return ValueError(text) if kind == "ValueError" else RuntimeError(text)
+
+    def look(self) -> bool:
+        """Show this rank's record and compare it with its neighbours'; whether there is need to look again.
+
+        Where the group is closed, end the wait that this rank may be in.
+        """
+        with self._lock:
+            last = [entry for _, entry in list(self._entries)[-_SHOWN:]]
+            state = State(self._count, self._digest, last, self._waiting)
+        if state != self._shown:
+            self._store.set(f"state/{self.rank}", json.dumps(state))
+            self._shown = state
+        if self._closed is None and self._store.check(["closed"]):
+            self._closed = tuple(json.loads(self._store.get("closed")))
+        for rank in {(self.rank - 1) % self.size, (self.rank + 1) % self.size} - {self.rank}:
+            if self._closed is None:
+                self._compare(rank)
+        if self._closed is None:
+            return True
+        blocked = self._blocked > 0  # after it is closed, no wait begins
+        self._break()
+        return blocked
+
+    def _compare(self, rank: int) -> None:
+        key = f"state/{rank}"
+        if not self._store.check([key]):
+            return
+        theirs = State(*json.loads(self._store.get(key)))
+        with self._lock:
+            behind = self._count - theirs.entries
+            comparable = theirs.entries > 0 and 0 <= behind < len(self._entries)
+            if not comparable or self._entries[-1 - behind][0] == theirs.digest:
+                return  # of two ranks, the one that has come further compares
+            reason = self._explained(rank, theirs)
+        self.close("ValueError", reason)
+
+    def _explained(self, rank: int, theirs: State) -> str:
+        mine = dict(zip(range(self._count, 0, -1), (entry for _, entry in reversed(self._entries))))
+        first = theirs.entries - len(theirs.last) + 1
+        for number, entry in enumerate(theirs.last, first):
+            if mine.get(number, entry) != entry:
+                calls = {
+                    self.rank: self._call(mine[number], self._waiting if number == self._count else None),
+                    rank: self._call(entry, theirs.waiting if number == theirs.entries else None),
+                }
+                errors = {rank: call["error"] for rank, call in calls.items() if "error" in call}
+                return _cannot(errors) if errors else _difference(calls)
+        return f"all ranks of a group must make the same calls: ranks {self.rank} and {rank} have not"
+
+    def _call(self, entry: int, waiting: Call | None) -> Call:
+        return waiting or self._known.get(entry) or {"call": "one that was new to it"}
+
+    def _break(self) -> None:
+        """End the waits on the group."""
+        types = {device.type for device in self.group._device_types}
+        if types - {"cpu"} and not self._aborted:
+            self._aborted = True
+            self.group.abort()
+        if "cpu" in types and self._blocked:
+            # Gloo has no abort, but closes all connections of a group on which a receive times out. Those to some
+            # ranks may be closed already.
+            for peer in dist.get_process_group_ranks(self.group):
+                if peer != dist.get_rank():
+                    with contextlib.suppress(RuntimeError):
+                        work = dist.irecv(torch.empty(1), peer, group=self.group, tag=2**31 - 1)
+                        assert work is not None
+                        work.wait(timedelta(milliseconds=1))
+
+
+def digest_of(call: Call) -> int:
+    return _digest(json.dumps(call, sort_keys=True))
+
+
+def in_words(value: object) -> str:
+    """A value of a call, cut where it is long; different ones differ still."""
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ... ({_digest(text):x} of all)"
+
+
+def _digest(text: str) -> int:
+    """Above 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big") + 1
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _cannot(errors: dict[int, str]) -> str:
+    found = "; ".join(f"rank {rank} has {text}" for rank, text in errors.items())
+    return f"another rank cannot make this call, so none can: {found}"
+
+
+def _difference(calls: dict[int, Call]) -> str:
+    names = sorted({name for call in calls.values() for name in call})
+    shown = []
+    for name in names:
+        values = {rank: call.get(name) for rank, call in calls.items()}
+        if len({*values.values()}) > 1:
+            told = (f"no {name}" if value is None else f"{name}={value}" for value in values.values())
+            shown.append(", ".join(f"rank {rank} has {one}" for rank, one in zip(values, told)))
+    return f"all ranks of a group must make the same call: {'; '.join(shown)}"
+
+
+_watched: list[Agreement] = []
+_stop = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def _watch(agreement: Agreement) -> None:
+    """Look at a group's records from a thread, for as long as there is the group."""
+    global _thread
+    _watched.append(agreement)
+    if _thread is None or not _thread.is_alive():  # threads do not outlive a fork
+        _thread = threading.Thread(target=_look_at_all, name="dilated-attention-ranks", daemon=True)
+        _thread.start()
+
+
+def _look_at_all() -> None:
+    while not _stop.wait(_LOOK_EVERY):
+        for agreement in list(_watched):
+            try:
+                dist.get_process_group_ranks(agreement.group)
+                needed = agreement.look()
+            except Exception:  # the group or its store is gone
+                needed = False
+            if not needed:
+                _watched.remove(agreement)
+
+
+@atexit.register
+def _end() -> None:
+    """A thread that comes back from C++ to an interpreter that has ended aborts the process."""
+    _stop.set()
+    if _thread is not None:
+        _thread.join()
