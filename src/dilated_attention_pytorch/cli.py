@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_memory(train)
     train.add_argument(
         "--preset",
-        choices=["125m", "350m", "760m", "1.3b", "2.7b", "6b"],
+        choices=["125m", "350m", "760m", "770m", "1.3b", "2.7b", "6b"],
         help="a model of this size, with the length, batch, learning rate and memory options for it",
     )
     train.add_argument(
@@ -202,7 +202,7 @@ def _add_plan(commands: Any) -> None:
     )
     plan.set_defaults(command=_plan)
     plan.add_argument("--tokens", type=whole_number, metavar="N", help="of the whole sequence, as in 1e9")
-    plan.add_argument("--model", metavar="SIZE", help="125m, 350m, 760m, 1.3b, 2.7b or 6b")
+    plan.add_argument("--model", metavar="SIZE", help="125m, 350m, 760m, 770m, 1.3b, 2.7b or 6b")
     plan.add_argument("--gpu", type=size_in_gib, metavar="GIB", help="with --model: the GPU's memory (default: 80)")
     plan.add_argument(
         "--host", type=size_in_gib, metavar="GIB", help="with --model: host memory to offload to (default: any)"

@@ -75,7 +75,7 @@ def test_a_preset_has_the_parameters_of_its_name(size, vocab_size) -> None:
 def test_a_vocabulary_that_leaves_no_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves a model of 125m no two layers: choose a larger one"):
         model_preset("125m", vocab_size=160_000)
-    with pytest.raises(ValueError, match=r"one of 125m, 350m, 760m, 1\.3b, 2\.7b, 6b, got '7b'"):
+    with pytest.raises(ValueError, match=r"one of 125m, 350m, 760m, 770m, 1\.3b, 2\.7b, 6b, got '7b'"):
         model_preset("7b")
 
 

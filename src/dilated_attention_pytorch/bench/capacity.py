@@ -20,7 +20,7 @@ from dilated_attention_pytorch.train.footprint import footprint
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, make_optimizer
 from dilated_attention_pytorch.train.presets import MODEL_SIZES, text_model
 
-REQUIRED = {"125m": 2_000_000, "350m": 500_000, "1.3b": 400_000, "2.7b": 200_000, "6b": 100_000}
+REQUIRED = {"125m": 2_000_000, "350m": 500_000, "770m": 200_000, "1.3b": 400_000, "2.7b": 200_000, "6b": 100_000}
 DENSE = ("125m", 131_072)  # the same model with dense attention, at a length that it bears
 _TRIES = (1.0, 0.94, 0.88)  # of the longest that the memory model finds
 _TFLOPS = 350e12  # for the estimate of the suite's time alone
