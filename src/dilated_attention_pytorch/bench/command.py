@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _AGAINST_BASELINES = ("attention", "short", "scaling", "blocksparse", "all", "gigapath")
-_BY_LENGTH = (*_AGAINST_BASELINES, "cache", "pool", "shard", "decode", "techniques")
+_BY_LENGTH = (*_AGAINST_BASELINES, "cache", "pool", "shard", "ranks", "decode", "techniques")
 # The suites that honour a flag; others refuse it.
 _HONOURED = {
     "out": (*_BY_LENGTH, "capacity", "tune", "page", "report"),
@@ -48,6 +48,7 @@ def add_bench(commands: Any) -> None:
             "cache",
             "pool",
             "shard",
+            "ranks",
             "decode",
             "gigapath",
             "capacity",
@@ -59,6 +60,7 @@ def add_bench(commands: Any) -> None:
         help="attention, short, scaling, blocksparse: time and memory against baselines; all: these, then page and "
         "report; memory: the eager backend's peak memory on the CPU; cache, pool: what calls share, on against off; "
         "shard: one rank's tokens beside what plan says of them, and the ring class beside the plain one; "
+        "ranks: bytes that two and four ranks receive under each scheme, counted beside their formulas, and times; "
         "decode: time a token over context length, and prompts in chunks; "
         "gigapath: Prov-GigaPath's slide encoder, ours and torchscale's; "
         "capacity: training steps of each model size at the length it must reach, and at the longest that fits; "
@@ -183,6 +185,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         shape = (arguments.heads, arguments.head_dim)
         for tokens in arguments.tokens or [None]:
             run_shard(_device(arguments.device), tokens, *shape, out)
+        return
+    if suite == "ranks":
+        from dilated_attention_pytorch.bench.ranks import run_ranks
+
+        for tokens in arguments.tokens or [None]:
+            run_ranks(_device(arguments.device), tokens, out)
         return
     if suite == "decode":
         from dilated_attention_pytorch.bench.decode import run_decode

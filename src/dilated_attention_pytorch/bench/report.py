@@ -10,6 +10,7 @@ from typing import Any
 
 from dilated_attention_pytorch.bench.contenders import EVERY_TILE, FLOOR, OURS
 from dilated_attention_pytorch.bench.harness import Case
+from dilated_attention_pytorch.bench.ranks import COLUMNS, ranks_row
 from dilated_attention_pytorch.bench.results import (
     RATIOS,
     TARGETS,
@@ -40,7 +41,7 @@ BY_HAND = "<!-- written by hand below -->"
 
 _REPRODUCE = """\
 ./run bench all --out results.jsonl --torchscale PATH   # attention, short, scaling, blocksparse; page, HTML
-./run bench decode --out results.jsonl  # a suite of its own; so are gigapath, cache, pool, shard, capacity, techniques
+./run bench decode --out results.jsonl  # or gigapath, cache, pool, shard, ranks, capacity, techniques
 ./run bench attention --cases D=64 causal --tokens 131072   # a part of a suite
 ./run bench page --out results.jsonl    # this page again
 ./run bench report --out results.jsonl  # the HTML report again"""
@@ -100,7 +101,9 @@ def write_report(results: Path, report: Path) -> None:
 
 def _all_sections(results: Path) -> list[Section]:
     shared = _shared_sections(read_shared(results))
-    rest = (*_decode(results), *_shard(results), *_capacity(results), *_techniques(results))
+    rest = (
+        *_decode(results), *_shard(results), *_ranks(results), *_capacity(results), *_techniques(results),
+    )  # fmt: skip
     return [section for section in (*_sections(read_rows(results)), *shared, *rest) if section.body or section.charts]
 
 
@@ -271,6 +274,19 @@ def _shard(results: Path) -> Iterator[Section]:
                 for x in mine
             ],
         )
+
+
+def _ranks(results: Path) -> Iterator[Section]:
+    for machine, mine in read_suite(results, "ranks").items():
+        words = (
+            f"{machine}. One attention layer, {mine[0]['heads']} heads of {mine[0]['head_dim']} in {mine[0]['dtype']}, "
+            "one branch inside the shards and one with rate 4 over the whole sequence; `dense ring` is the ring over "
+            "one undilated segment. Bytes are those that a rank receives in one pass, counted on the ranks and by the "
+            "formulas of `parallel.costs`. Times are of forward and backward on the slowest rank"
+        )
+        if machine.startswith("CPU"):
+            words += f". All ranks share {mine[0]['cores']} CPU cores, so times say nothing about ranks on their own"
+        yield Section("Across ranks: bytes and times", [words + "."], COLUMNS, [ranks_row(line) for line in mine])
 
 
 def _capacity(results: Path) -> Iterator[Section]:

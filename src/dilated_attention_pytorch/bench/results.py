@@ -66,6 +66,7 @@ _APART = {
     "techniques": ("size", "tokens", "technique"),
     "decode": ("context", "chunk"),
     "shard": ("tokens", "heads", "head_dim", "is_causal"),
+    "ranks": ("ranks", "tokens", "scheme"),
 }
 
 
