@@ -123,6 +123,7 @@ MULTIHEAD = {
     },
     "improved_multihead_dilated_attention.ImprovedMultiheadDilatedAttention": {"use_tf32": False},
     f"{TILED}.BlockSparseRingMultiheadDilatedAttention": {"sparse_config": TILES},
+    "block_sparse_ring_multihead_dilated_attention.BlockSparseRingMultiheadDilatedAttention": {},
 }
 MODELS = {"long_net.LongNetLM": {}, "long_net.LongNet": {"num_decoder_layers": 1}}
 SHARED = {
@@ -189,6 +190,13 @@ def test_modules_show_whether_pool_and_cache_are_on(path) -> None:
 def test_the_kind_of_a_pool_that_is_off_is_refused() -> None:
     with pytest.raises(ValueError, match="pass enable_memory_pool=True with it"):
         dilated_attention_pytorch.DilatedAttention([4], [1], lightweight_pool=True)
+
+
+def test_factories_are_found_in_the_core_too() -> None:
+    from dilated_attention_pytorch.core import create_dilated_attention, create_multihead_dilated_attention
+
+    assert create_dilated_attention is dilated_attention_pytorch.create_dilated_attention
+    assert create_multihead_dilated_attention is dilated_attention_pytorch.create_multihead_dilated_attention
 
 
 def test_every_root_name_exists() -> None:

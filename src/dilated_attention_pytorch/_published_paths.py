@@ -1,11 +1,11 @@
-"""Module paths that users type, and the room each one is: the one table of them."""
+"""Module paths and names that users type, and the room each one is in: the one table of them."""
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
 
-from dilated_attention_pytorch import nn
+from dilated_attention_pytorch import core, nn
 from dilated_attention_pytorch.models import longnet
 from dilated_attention_pytorch.parallel import block_sparse, modules
 
@@ -15,6 +15,7 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "multihead_dilated_attention": nn,
     "improved_multihead_dilated_attention": nn,
     "block_sparse_ring_dilated_attention": block_sparse,
+    "block_sparse_ring_multihead_dilated_attention": block_sparse,
     "ring_dilated_attention": modules,
     "ring_dilated_attention_v2": modules,
     "ring_dilated_attention_v3": modules,
@@ -24,9 +25,19 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "long_net": longnet,
 }
 
+# Names that users import from a room below the one that defines them, which may not import it.
+PUBLISHED_NAMES: dict[ModuleType, dict[str, object]] = {
+    core: {
+        "create_dilated_attention": nn.create_dilated_attention,
+        "create_multihead_dilated_attention": nn.create_multihead_dilated_attention,
+    },
+}
+
 
 def publish(package: ModuleType) -> None:
     """Make every path importable, as `os.path` is: an entry of `sys.modules` and an attribute of the package."""
     for name, room in PUBLISHED_PATHS.items():
         sys.modules[f"{package.__name__}.{name}"] = room
         setattr(package, name, room)
+    for room, names in PUBLISHED_NAMES.items():
+        vars(room).update(names)

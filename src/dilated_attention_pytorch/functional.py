@@ -320,7 +320,7 @@ def checked_problem(
     if allow_tf32 is not None:
         check_flag("allow_tf32", allow_tf32)
     if sparse_config is not None:
-        check_sparse_config(sparse_config, spec)
+        sparse_config = check_sparse_config(sparse_config, spec)
     return Problem(
         spec=spec,
         is_causal=is_causal,
@@ -341,14 +341,15 @@ def refuse_lengths_of_tiles(sparse_config: SparsePatternConfig | None) -> None:
         )
 
 
-def check_sparse_config(sparse_config: SparsePatternConfig, spec: DilatedSpec) -> None:
+def check_sparse_config(sparse_config: SparsePatternConfig, spec: DilatedSpec) -> SparsePatternConfig:
+    """The config, with tiles that fit the segments of the spec."""
     if not isinstance(sparse_config, SparsePatternConfig):
         raise TypeError(
             f"sparse_config must be a SparsePatternConfig, got {sparse_config!r}: "
             'write SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.1)'
         )
     check_instance("spec", spec, DilatedSpec)
-    sparse_config.check_segments(spec.segment_lengths)
+    return sparse_config.fitted(spec.segment_lengths)
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:

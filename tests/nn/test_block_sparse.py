@@ -14,7 +14,12 @@ from dilated_attention_pytorch import (
     BlockSparseRingMultiheadDilatedAttention,
     SparsePatternConfig,
 )
-from dilated_attention_pytorch.core import PATTERN_TYPES, block_layout, reset_global_pattern_cache
+from dilated_attention_pytorch.core import (
+    PATTERN_TYPES,
+    block_layout,
+    get_global_pattern_cache,
+    reset_global_pattern_cache,
+)
 from dilated_attention_pytorch.functional import dilated_attention
 
 BRANCHES = {"segment_lengths": [16, 48], "dilation_rates": [1, 3]}
@@ -192,3 +197,33 @@ def test_stated_lengths_are_refused(lengths) -> None:
     for call in (attention, lambda *x, **more: dilated_attention(*x, **BRANCHES, sparse_config=config(), **more)):
         with pytest.raises(ValueError, match=r"lengths .* cannot be stated with sparse_config: call it once"):
             call(x, x, x, **lengths)
+
+
+@pytest.mark.parametrize(("shortest", "tiles"), [(300, 128), (128, 128), (100, 64), (8, 8), (1, 1)])
+def test_tiles_fit_the_shortest_segment_unless_their_size_is_stated(shortest, tiles) -> None:
+    q, k, v = torch.randn(3, 1, 256, 2, 4, dtype=torch.float64).unbind(0)
+    spec = ([shortest, 512], [1, 2])
+    stated = SparsePatternConfig(sparsity_ratio=0.25, block_size=tiles)
+    expected = dilated_attention(q, k, v, *spec, sparse_config=stated)
+    for config in (SparsePatternConfig(sparsity_ratio=0.25), stated):
+        module = BlockSparseRingDilatedAttention(*spec, sparse_config=config)
+        assert module.sparse_config == stated
+        assert torch.equal(module(q, k, v), expected)
+    assert torch.equal(
+        dilated_attention(q, k, v, *spec, sparse_config=SparsePatternConfig(sparsity_ratio=0.25)), expected
+    )
+    assert BlockSparseRingDilatedAttention(*spec).sparse_config.block_size == tiles
+    if shortest < 128:  # also after a call that adapted tiles
+        with pytest.raises(ValueError, match="block_size=128 is larger than the shortest segment"):
+            dilated_attention(q, k, v, *spec, sparse_config=SparsePatternConfig(sparsity_ratio=0.25, block_size=128))
+
+
+def test_cleaning_up_forgets_layouts() -> None:
+    cache = get_global_pattern_cache()
+    module = BlockSparseRingDilatedAttention([16, 64], [1, 2])
+    q, k, v = torch.randn(3, 1, 100, 2, 4).unbind(0)
+    expected = module(q, k, v)
+    assert [key for key in cache._cache if key[0] == "block layout"]
+    module.cleanup_buffers()
+    assert not [key for key in cache._cache if key[0] == "block layout"]
+    assert torch.equal(module(q, k, v), expected)

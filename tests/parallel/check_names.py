@@ -25,6 +25,7 @@ from dilated_attention_pytorch import (
     get_global_pattern_cache,
     parallelize,
 )
+from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of, zigzag_lengths, zigzag_order
 
 SPEC = {"segment_lengths": [8, 16, 64], "dilation_rates": [1, 2, 4]}
@@ -122,6 +123,9 @@ def check_memory(rank: int, size: int) -> None:
     estimate = module.get_memory_estimate(N, batch_size=2, num_heads=H, head_dim=D, dtype=torch.float64)
     assert estimate["received"] == received.item() > 0
     assert estimate["ring_size"] == size
+    one = training_bytes(2 * N, H, D, kv_heads=H, itemsize=8)
+    assert estimate["memory_reduction_factor"] == one / estimate["total"]
+    assert 1.0 < module.get_memory_estimate(65_536)["memory_reduction_factor"] < size
     module.cleanup_buffers()
     module(*(part(x, rank, size) for x in whole()))
 

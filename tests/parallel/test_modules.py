@@ -101,3 +101,7 @@ def test_on_one_rank_nothing_is_sent() -> None:
     estimate = RingDilatedAttentionV3([8, 16], [1, 2]).get_memory_estimate(1024, num_heads=12, head_dim=64)
     assert (estimate["messages"], estimate["received"], estimate["ring_size"]) == (0, 0, 1)
     assert estimate["tensors"] == estimate["total"] == 1024 * (8 * 12 * 64 * 4 + 2 * 12 * 4)
+
+
+def test_a_single_device_reduces_no_memory() -> None:
+    assert RingDilatedAttentionV2([8, 16], [1, 2]).get_memory_estimate(1024)["memory_reduction_factor"] == 1.0

@@ -8,7 +8,7 @@ them in the pattern's order, rounded; its own tile always. So every row of tiles
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
@@ -27,6 +27,8 @@ _WINDOWED = ("local_window", "global_local")
 # Stands between classes of preference; what decides within a class is smaller.
 _CLASS = 1 << 56
 
+_DEFAULT_BLOCK = 128
+
 
 @dataclass(frozen=True)
 class SparsePatternConfig:
@@ -43,7 +45,8 @@ class SparsePatternConfig:
             `content_adaptive`: the highest products of mean query (under causality the tile's first one, which knows
             nothing of later rows) and mean key, per batch row, segment and head.
         sparsity_ratio: the fraction of the tiles it can see that a row keeps; 0.1 keeps a tenth.
-        block_size: rows and keys of a tile, a power of two; at least 16 for fused kernels.
+        block_size: rows and keys of a tile, a power of two; at least 16 for fused kernels. By default 128, or the
+            largest one that fits the shortest segment of the attention it is given to.
         local_window_size: how many grid rows around its own a row prefers to what the pattern says. In `local_window`
             and `global_local` also the limit: a window that is smaller than the ratio allows keeps less.
         global_tokens: how many of a segment's first grid rows all rows prefer to everything but their own tile; by
@@ -56,12 +59,16 @@ class SparsePatternConfig:
 
     pattern_type: PatternType = "dilated_sparse"
     sparsity_ratio: float = 0.1
-    block_size: int = 128
+    block_size: int = None  # type: ignore[assignment]  # which is 128 from here on, until `fitted` to segments
     local_window_size: int | None = None
     global_tokens: int | None = None
     seed: int = 0
+    adapts: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
+        if self.block_size is None:
+            object.__setattr__(self, "block_size", _DEFAULT_BLOCK)
+            object.__setattr__(self, "adapts", True)
         check_fields(self, block_size=COUNT, local_window_size=COUNT, global_tokens=SIZE, seed={"least": 0})
         if not 0.0 < self.sparsity_ratio <= 1.0:
             raise ValueError(
@@ -79,14 +86,21 @@ class SparsePatternConfig:
     def depends_on_content(self) -> bool:
         return self.pattern_type == "content_adaptive"
 
-    def check_segments(self, segment_lengths: tuple[int, ...]) -> None:
-        """Refuse tiles that are larger than a segment."""
+    def fitted(self, segment_lengths: tuple[int, ...]) -> SparsePatternConfig:
+        """The config with tiles that fit these segments; stated ones that are larger than a segment are refused.
+
+        >>> SparsePatternConfig().fitted((48, 512)).block_size
+        32
+        """
         shortest = min(segment_lengths)
+        if self.adapts:
+            return replace(self, block_size=min(_DEFAULT_BLOCK, 1 << (shortest.bit_length() - 1)))
         if self.block_size > shortest:
             raise ValueError(
                 f"block_size={self.block_size} is larger than the shortest segment, {shortest} tokens: "
                 f"take a power of two up to {1 << (shortest.bit_length() - 1)}, or longer segments"
             )
+        return self
 
 
 def tiles_of(rows: int, block_size: int) -> int:

@@ -38,7 +38,7 @@ class View:
         if not 0 <= self.head < self.heads:
             raise ValueError(f"head must be one of the {self.heads} heads, 0 to {self.heads - 1}, got {self.head}")
         if self.sparse is not None:
-            self.sparse.check_segments(self.spec.segment_lengths)
+            object.__setattr__(self, "sparse", self.sparse.fitted(self.spec.segment_lengths))
 
     def layout(self) -> BlockLayout:
         """Its block layout; without a pattern one that keeps every tile, and with content random queries and keys."""

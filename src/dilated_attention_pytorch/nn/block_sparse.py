@@ -49,8 +49,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
             **settings,
         )
         sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
-        check_sparse_config(sparse_config, self.spec)
-        self.sparse_config = sparse_config
+        self.sparse_config = check_sparse_config(sparse_config, self.spec)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, sparse_config={self.sparse_config}"

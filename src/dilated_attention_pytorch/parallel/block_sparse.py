@@ -68,6 +68,12 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
             **settings,
         )
 
+    def cleanup_buffers(self) -> None:
+        """Forget layouts and schedules of earlier calls, and free the buffers that the memory pool holds idle."""
+        if self._pattern_cache is not None:
+            self._pattern_cache.forget("block layout")
+        super().cleanup_buffers()
+
     @property
     def ring_size(self) -> int:
         return 1 if self.sequence is None else self.sequence.ranks().size

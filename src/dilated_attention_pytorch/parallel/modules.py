@@ -109,6 +109,13 @@ class AcrossRanks(DilatedAttention):
         made._stated, made._place = plain._stated, plain._place
         return made.train(plain.training)
 
+    def cleanup_buffers(self) -> None:
+        """Forget schedules of earlier calls, and free the message buffers that the memory pool holds idle."""
+        if self._pattern_cache is not None:
+            self._pattern_cache.forget("ring schedule")
+        if self._memory_pool is not None:
+            self._memory_pool.release_idle()
+
     def sequence_ranks(self) -> Ranks | None:
         """The ranks that share the tokens, or None where one has them all; its `traffic` counts bytes."""
         return _several(self.sequence)
@@ -251,14 +258,7 @@ class RingDilatedAttention(AcrossRanks):
 
 
 class RingDilatedAttentionV2(RingDilatedAttention):
-    """`RingDilatedAttention` that tells what it takes, and drops what it keeps between calls."""
-
-    def cleanup_buffers(self) -> None:
-        """Forget schedules of earlier calls, and free the message buffers that the memory pool holds idle."""
-        if self._pattern_cache is not None:
-            self._pattern_cache.forget("ring schedule")
-        if self._memory_pool is not None:
-            self._memory_pool.release_idle()
+    """`RingDilatedAttention` that tells how much memory it takes."""
 
     @checked(seq_len=COUNT, batch_size=COUNT, num_heads=COUNT, head_dim=COUNT, num_kv_heads=COUNT)
     def get_memory_estimate(
@@ -271,11 +271,12 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         num_kv_heads: int | None = None,
         dtype: torch.dtype = torch.float32,
         is_causal: bool = False,
-    ) -> dict[str, int]:
+    ) -> dict[str, float]:
         """Bytes of one forward and backward of `seq_len` tokens on the rank that has most of them, by part.
 
         `tensors` are q, k, v, out, their gradients, and two numbers a row; `messages` the buffers of what is on its way
         in the forward pass, of all branches; `received` what arrives in them. Of each, the busiest rank's.
+        `memory_reduction_factor` is what a single device would take for the whole sequence, divided by `total`.
         """
         size = self.ring_size
         shards = Shards.cut(seq_len, size, self.token_layout)
@@ -284,6 +285,7 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         most = max(shards.tokens_of(rank) for rank in range(size))
         tokens = batch_size * most
         tensors = training_bytes(tokens, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
+        whole = training_bytes(batch_size * seq_len, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
         received, held = [0] * size, [0] * size
         problem = Problem(spec=self.spec, is_causal=is_causal)
         documents = [(range(batch_size), 0, seq_len)]
@@ -300,6 +302,7 @@ class RingDilatedAttentionV2(RingDilatedAttention):
             "messages": max(held),
             "received": max(received),
             "total": tensors + max(held),
+            "memory_reduction_factor": whole / (tensors + max(held)),
         }
 
 
