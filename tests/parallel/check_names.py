@@ -125,7 +125,7 @@ def check_memory(rank: int, size: int) -> None:
     assert estimate["ring_size"] == size
     one = training_bytes(2 * N, H, D, kv_heads=H, itemsize=8)
     assert estimate["memory_reduction_factor"] == one / estimate["total"]
-    assert 1.0 < module.get_memory_estimate(65_536)["memory_reduction_factor"] < size
+    assert module.get_memory_estimate(65_536)["memory_reduction_factor"] == size  # shards cut no segment
     module.cleanup_buffers()
     module(*(part(x, rank, size) for x in whole()))
 
