@@ -5,6 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dilated_attention_pytorch import (
+    DilatedKVCache,
+    ImprovedMultiheadDilatedAttention,
+    LongNet,
+    MultiheadDilatedAttention,
+    SparsePatternConfig,
+)
 from dilated_attention_pytorch.core.checks import MOST_ENTRIES, MOST_TOKENS
 from dilated_attention_pytorch.functional import dilated_attention
 
@@ -28,7 +35,7 @@ def tensors(**changes):
         ({"key": (2, 9, 4, 4)}, ValueError, "agree in batch, tokens and head_dim.*no cross-attention"),
         ({"key": (2, 8, 3, 4), "value": (2, 8, 3, 4)}, ValueError, "H=4 and Hkv=3"),
         ({"key": (2, 8, 2, 4)}, ValueError, "as many heads, got 2 and 4"),
-        (dict.fromkeys(("query", "key", "value"), (2, 0, 4, 4)), ValueError, "an empty sequence"),
+        (dict.fromkeys(("query", "key", "value"), (2, 8, 4, 0)), ValueError, "heads and head_dim must be at least 1"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(changes, error, message) -> None:
@@ -71,10 +78,68 @@ def test_settings_that_make_no_sense_are_refused(settings, error, message) -> No
         dilated_attention(*tensors(), **({"segment_lengths": [4, 8], "dilation_rates": [1, 2]} | settings))
 
 
-def test_an_empty_sequence_is_refused_before_its_mask_is_read() -> None:
-    x = torch.randn(2, 0, 4, 4)
-    with pytest.raises(ValueError, match="an empty sequence"):
-        dilated_attention(x, x, x, [4], [1], key_padding_mask=torch.zeros(2, 0, dtype=torch.bool))
+NOTHING = {
+    "plain": lambda B, N: {},
+    "causal with dropout": lambda B, N: {"is_causal": True, "dropout_p": 0.1},
+    "seqlens": lambda B, N: {"seqlens": torch.zeros(B, dtype=torch.int64)},
+    "mask": lambda B, N: {"key_padding_mask": torch.zeros(B, N, dtype=torch.bool)},
+    "spans": lambda B, N: {"spans": torch.zeros(B, 2, dtype=torch.int64)},
+    "packed": lambda B, N: {"cu_seqlens": torch.tensor([0, 0, 0])} if B == 1 else {},
+    "sparse": lambda B, N: {"sparse_config": SparsePatternConfig(block_size=4)},
+    "sparse by content": lambda B, N: {"sparse_config": SparsePatternConfig("content_adaptive", block_size=4)},
+}
+
+
+@pytest.mark.parametrize("settings", NOTHING.values(), ids=NOTHING)
+@pytest.mark.parametrize("shape", [(2, 0), (1, 0), (0, 6), (0, 0)], ids=str)
+def test_no_tokens_or_no_batch_give_an_empty_result(shape, settings) -> None:
+    inputs = [torch.randn(*shape, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+    for backend in ("eager", "reference"):
+        call = {"segment_lengths": [4, 8], "dilation_rates": [1, 2], "backend": backend, **settings(*shape)}
+        out, lse = dilated_attention(*inputs, **call, return_lse=True)
+        assert (out.shape, lse.shape) == ((*shape, 4, 16), (*shape, 4))
+        grads = torch.autograd.grad(out.sum() + lse.sum(), inputs)
+        assert [x.shape for x in grads] == [x.shape for x in inputs]
+        with torch.no_grad():
+            assert dilated_attention(*inputs, **call).shape == out.shape
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 6)], ids=str)
+def test_no_tokens_or_no_batch_pass_through_transforms_modules_and_caches(shape) -> None:
+    spec = {"segment_lengths": [4, 8], "dilation_rates": [1, 2]}
+    x, q = torch.randn(*shape, 32, requires_grad=True), torch.randn(*shape, 4, 8)
+
+    def run(q):
+        return dilated_attention(q, q, q, **spec)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.autograd.grad(compiled(q.requires_grad_()).sum(), q)[0].shape == q.shape
+    assert torch.func.jvp(run, (q.detach(),), (q.detach(),))[1].shape == q.shape
+    for module in (MultiheadDilatedAttention(32, 4, **spec), ImprovedMultiheadDilatedAttention(32, 4, **spec)):
+        out, _ = module(x, x, x, need_weights=False)
+        assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+    encoder = LongNet(d_model=32, num_heads=4, num_layers=1, num_decoder_layers=0, **spec)
+    assert encoder(x).shape == x.shape
+    with torch.no_grad():
+        cache = DilatedKVCache(**spec, batch=2, num_heads=4, head_dim=8)
+        assert cache.attend(*(torch.randn(2, 0, 4, 8) for _ in range(3))).shape == (2, 0, 4, 8)
+        assert not cache.lengths.any()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_torch_jit_trace_is_refused() -> None:
+    x = torch.randn(1, 8, 4, 8)
+    with pytest.raises(RuntimeError, match=r"use torch\.compile or torch\.export"):
+        torch.jit.trace(lambda x: dilated_attention(x, x, x, [4, 8], [1, 2]), (x,))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_refused(layout) -> None:
+    x = torch.nested.nested_tensor([torch.randn(3, 4, 8), torch.randn(5, 4, 8)], layout=layout)
+    with pytest.raises(TypeError, match=r"query must be a dense tensor, got a nested one.*cu_seqlens"):
+        dilated_attention(x, x, x, [4, 8], [1, 2])
 
 
 def test_packed_spans_may_not_overlap() -> None:

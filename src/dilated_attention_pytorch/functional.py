@@ -156,6 +156,10 @@ def dilated_attention(
     torch.Size([2, 100, 4, 8])
     """
     refuse_dense_mask(attn_mask)
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "torch.jit.trace would keep the lengths and the dropout of one call: use torch.compile or torch.export"
+        )
     check_flag("return_lse", return_lse)
     if resources is not None:
         check_instance("resources", resources, Resources)
@@ -299,15 +303,11 @@ def checked_problem(
     allow_tf32: bool | None,
     sparse_config: SparsePatternConfig | None,
     backend: str,
-    *,
-    may_be_empty: bool = False,
 ) -> Problem:
-    """The problem that a call poses, or the error that says what is wrong with it; a shard may have no tokens."""
+    """The problem that a call poses, or the error that says what is wrong with it."""
     check_backend(backend)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
     _check_tensors(query, key, value)
-    if not may_be_empty and 0 in query.shape:
-        raise ValueError(f"an empty sequence has nothing to attend to: query is {tuple(query.shape)}")
     check_flag("is_causal", is_causal)
     check_number("dropout_p", dropout_p, least=0, below=1)
     check_whole("head_offset", head_offset, least=0, most=MOST_ENTRIES)
@@ -388,9 +388,9 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
     if key.shape[2] != value.shape[2]:
         raise ValueError(f"key and value must have as many heads, got {key.shape[2]} and {value.shape[2]}")
-    if query.shape[0] * query.shape[2] * query.shape[3] * key.shape[2] == 0:
+    if query.shape[2] * query.shape[3] * key.shape[2] == 0:
         raise ValueError(
-            f"batch, heads and head_dim must be at least 1, got query {tuple(query.shape)} and key {tuple(key.shape)}"
+            f"heads and head_dim must be at least 1, got query {tuple(query.shape)} and key {tuple(key.shape)}"
         )
     if query.shape[2] % key.shape[2]:
         raise ValueError(

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .check_bad_input import check_bad_input
+from .check_bad_input import check_bad_input, check_nothing
 from .check_block_sparse import check_block_sparse
 from .check_different_calls import check_different_calls
 from .check_invariance import check_invariance
@@ -37,6 +37,7 @@ def main() -> None:
         alone = [dist.new_group([rank]) for rank in range(2)]
         passed("invariance on 1", lambda: check_invariance(seed, 0, alone[dist.get_rank()]))
         passed("bad input", check_bad_input)
+        passed("nothing", check_nothing)
     if size in (2, 4):
         passed(f"different calls on {size}", check_different_calls)
         passed(f"names on {size}", check_names)

@@ -95,7 +95,6 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
         "one unexpected error": (attend(shard(), SPEC if first else (_Unreadable(), [1, 2])), "unreadable"),
         "one bad setting": (attend(shard(), dropout_p=0.0 if first else 1.5), "below 1, got 1.5"),
         "shard lengths": (attend(shard(), shard_lengths=(8, 9)), "shard_lengths must state the tokens"),
-        "no tokens": (attend(shard(tokens=0)), "no rank has any tokens"),
         "heads that do not divide": (attend(shard(heads=3), ([32], [1]), scheme="all_to_all"), "2 ranks, which do not"),
         "forward mode": (forward_mode, "across ranks computes no forward-mode derivatives"),
         "scheme": (attend(shard(), scheme="gahter"), "scheme must be one of"),
@@ -137,3 +136,14 @@ def check_reach_is_of_the_whole_sequence() -> None:
     said = [str(one.message) for one in given if one.category is ReachWarning]
     assert len(said) == (dist.get_rank() == 0)
     assert all("at most 64 of 80 tokens" in words for words in said)
+
+
+def check_nothing() -> None:
+    """Without tokens or batch rows on any rank the result is empty on all."""
+    for sizes in ({"tokens": 0}, {"batch": 0}):
+        inputs = [x.requires_grad_() for x in shard(**sizes)]
+        for mask in (None, torch.zeros(inputs[0].shape[:2], dtype=torch.bool)):
+            out, lse = sharded_dilated_attention(*inputs, *SPEC, key_padding_mask=mask, return_lse=True)
+            assert (out.shape, lse.shape) == (inputs[0].shape, inputs[0].shape[:3])
+            grads = torch.autograd.grad(out.sum(), inputs)
+            assert [x.shape for x in grads] == [x.shape for x in inputs]

@@ -61,3 +61,7 @@ def test_bad_input_is_an_error_on_every_rank() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_different_calls_are_an_error_on_every_rank_at_once(ranks) -> None:
     check_passed(f"different calls on {ranks}", ranks)
+
+
+def test_no_tokens_and_no_batch_rows_are_empty_on_every_rank() -> None:
+    check_passed("nothing", 2)

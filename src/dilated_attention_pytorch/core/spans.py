@@ -45,8 +45,6 @@ def document_spans(
         raise ValueError(f"{' and '.join(given)} both state the lengths: pass one of them")
     kind, value = next(iter(given.items()))
     check_tensor(kind, value)
-    if tokens == 0:
-        raise ValueError("an empty sequence has nothing to attend to: there are 0 tokens")
     if kind == "key_padding_mask":
         if value.shape != (batch, tokens):
             raise ValueError(
@@ -104,7 +102,7 @@ def checked_spans(lengths: Tensor, kind: str, tokens: int) -> Tensor:
         for b, value in enumerate(values):
             if not 0 <= value <= tokens:
                 raise ValueError(f"seqlens[{b}] = {value} is outside [0, {tokens}], the tokens of a row")
-        return torch.tensor([[0, value] for value in values], device=lengths.device)
+        return torch.stack([torch.zeros_like(lengths), lengths], dim=-1).long()
     if values[0] != 0 or values[-1] > tokens or any(a > b for a, b in pairwise(values)):
         shown = values if len(values) <= 8 else [*values[:4], "...", *values[-3:]]
         raise ValueError(
@@ -126,6 +124,8 @@ def _spans_of_mask(mask: Tensor) -> Tensor:
         mask = mask == -torch.inf
     elif mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool, True = ignore, got {mask.dtype}")
+    if not mask.numel():
+        return torch.zeros(mask.shape[0], 2, dtype=torch.int64, device=mask.device)
     valid = ~mask
     count = valid.sum(-1)
     start = valid.int().argmax(-1)

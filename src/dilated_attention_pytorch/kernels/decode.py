@@ -30,7 +30,7 @@ from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.kernels import dense, vendor
 from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.ladder import choose_backend
-from dilated_attention_pytorch.kernels.op import attend
+from dilated_attention_pytorch.kernels.op import attend, unwritten
 
 _MOST_AT_ONCE = 64
 _MOST_AGAIN = 0.5  # of a chunk: tokens before it whose rows are computed once more, rather than merged with its own
@@ -47,6 +47,8 @@ def attend_cached(
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `state`."""
     refuse_tangents("attention to a cache", query, key, value)
+    if not query.numel():
+        return unwritten(query)
     if is_plain(query, state.keys):
         return _attend_cached(query, key, value, state, problem, backend, resources)
     keys, values, lengths, rows, _ = state

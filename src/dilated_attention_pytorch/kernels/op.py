@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
 from dilated_attention_pytorch.core.kept import kept
-from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
+from dilated_attention_pytorch.core.pattern_cache import Remembers, get_global_pattern_cache
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
@@ -62,7 +62,7 @@ def attend(
     elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend, resources)
     else:
-        layout = None if problem.sparse is None else layout_of(problem, query, key, resources.cache)
+        layout = _layout(problem, query, key, resources.cache)
         both = _forward(query, key, value, spans, seed, problem, backend, resources, layout)
     return both if return_lse else both[0]
 
@@ -75,7 +75,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, problem: Problem,
         backend: str, resources: Resources,
     ) -> Any:  # fmt: skip
-        layout = None if problem.sparse is None else layout_of(problem, query, key, resources.cache)
+        layout = _layout(problem, query, key, resources.cache)
         out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, resources, layout))
         ctx.rest = problem, backend, resources, layout  # backward must see the tiles that forward saw
         ctx.save_for_backward(query, key, value, out, lse, spans, seed)
@@ -186,7 +186,9 @@ class _Tangents(_OneByOne):
                 "forward-mode derivatives of dilated attention are computed eagerly, on plain tensors or by torch.func "
                 "(jvp, jacfwd, vmap); a tracer and torch.autograd.functional's vectorize=True cannot see them"
             )
-        layout = _layout(problem, query, key, reuse_layouts)
+        if not query.numel():
+            return unwritten(query)
+        layout = _layout(problem, query, key, _layouts(reuse_layouts))
         with forward_ad._set_fwd_grad_enabled(True), no_autocast(query.device.type):
             # Converted first: where `copy_` converts a tensor, it does not convert its tangent.
             exact = [x.detach().to(lse_dtype(x.dtype)) for x in (query, key, value, dq, dk, dv)]
@@ -244,7 +246,7 @@ def attend_op(
         pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
     refuse_tangents("a compiled or traced dilated attention", query, key, value)
-    layout = _layout(problem, query, key, reuse_layouts)
+    layout = _layout(problem, query, key, _layouts(reuse_layouts))
     out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, NO_RESOURCES, layout))
     return out, lse
 
@@ -284,20 +286,27 @@ def attend_backward(
         pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
     refuse_tangents("the gradient of dilated attention", grad_out, query, key, value)
-    layout = _layout(problem, query, key, reuse_layouts)
+    layout = _layout(problem, query, key, _layouts(reuse_layouts))
     return _backward(
         grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend, NO_RESOURCES, layout
     )
 
 
-def _layout(problem: Problem, query: Tensor, key: Tensor, reuse: bool) -> BlockLayout | None:
-    if problem.sparse is None:
-        return None
-    return layout_of(problem, query, key, get_global_pattern_cache() if reuse else None)
+def _layout(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | None) -> BlockLayout | None:
+    return None if problem.sparse is None or not query.numel() else layout_of(problem, query, key, cache)
+
+
+def _layouts(reuse: bool) -> Remembers | None:
+    return get_global_pattern_cache() if reuse else None
 
 
 @attend_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    return unwritten(query)
+
+
+def unwritten(query: Tensor) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` as memory only: all of the result where there are no rows."""
     B, N, H, _ = query.shape
     lse = query.new_empty((B, H, N), dtype=lse_dtype(query.dtype)).transpose(1, 2)  # as by_head
     return query.new_empty(query.shape), lse
@@ -347,6 +356,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     block_size = None if layout is None else layout.block_size
     backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
+    if not query.numel():
+        return unwritten(query)
     with no_autocast(query.device.type):
         if backend == "reference":
             out, lse = reference_forward(query, key, value, problem, spans, seed, layout)
@@ -379,6 +390,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     block_size = None if layout is None else layout.block_size
     backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
+    if not query.numel():
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     with no_autocast(query.device.type):
         if backend == "reference":
             grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed, layout)

@@ -57,7 +57,7 @@ def attend_full_cache(
     inputs = query, key, value
     differentiated = has_tangents(*inputs) or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
     # The newest token is the last of its row in any order; of several, some may be padding and stand elsewhere.
-    if differentiated or dropout_p or (order is not None and m > 1):
+    if differentiated or dropout_p or not query.numel() or (order is not None and m > 1):
         return _attend_as_whole(query, key, value, begin, start, spec, order, scale, dropout_p, backend)
     if order is not None:
         key, value = reordered(key, order), reordered(value, order)

@@ -145,7 +145,7 @@ def sharded_dilated_attention(
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
         query, key, value = autocast_inputs(query, key, value)
-        problem = checked_problem(query, key, value, *branches, **settings, may_be_empty=True)
+        problem = checked_problem(query, key, value, *branches, **settings)
         refuse_tangents("attention across ranks", query, key, value)
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, token_layout, backend)
         if lengths:
@@ -166,8 +166,9 @@ def sharded_dilated_attention(
     # Where all agree, what follows is right or wrong alike on every rank.
     with ranks.agreement.told(alike=(TypeError, ValueError)):
         shards = Shards.of(agreed.lengths, token_layout)
-        if shards.tokens == 0:
-            raise ValueError("an empty sequence has nothing to attend to: no rank has any tokens")
+        if shards.tokens == 0 or query.shape[0] == 0:  # on every rank
+            settings["return_lse"] = return_lse
+            return dilated_attention(query, key, value, *branches, **settings)
         if mask_spans:
             spans = joined_spans(shards, agreed.own)
         elif lengths:
