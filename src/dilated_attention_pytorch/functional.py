@@ -317,6 +317,7 @@ def checked_problem(
         raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
     if scale is not None:
         check_number("scale", scale)
+        scale = float(scale) if isinstance(scale, int) else scale  # one that no kernel takes as a whole number
     if allow_tf32 is not None:
         check_flag("allow_tf32", allow_tf32)
     if sparse_config is not None:

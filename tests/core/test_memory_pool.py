@@ -76,12 +76,14 @@ def test_a_handle_given_back_keeps_no_memory() -> None:
     assert handle._base is None  # which a view keeps, and with it the memory
 
 
-@pytest.mark.parametrize("limit", [0, -1, MIB - 1])
+@pytest.mark.parametrize("limit", [1, MIB - 1])
 def test_a_limit_below_one_buffer_is_refused(limit) -> None:
     with pytest.raises(ValueError, match=r"holds no buffer, the smallest has 1048576: raise limit_bytes"):
         WorkspacePool(limit_bytes=limit)
-    with pytest.raises(ValueError, match="threshold_bytes must be at least 1"):
-        WorkspacePool(threshold_bytes=0)
+    for name in ("limit_bytes", "threshold_bytes"):
+        for wrong in (0, -1):
+            with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got {wrong}"):
+                WorkspacePool(**{name: wrong})
 
 
 def test_the_limit_is_kept_by_dropping_what_is_idle() -> None:

@@ -130,11 +130,11 @@ def test_statistics_count_what_happened(cache) -> None:
 
 @pytest.mark.parametrize("size", [0, -3, 2.5, True])
 def test_a_size_that_holds_nothing_is_refused(size) -> None:
-    with pytest.raises(ValueError, match=r"max_size must be a whole number of at least 1.*leave caching off"):
+    with pytest.raises((TypeError, ValueError), match="max_size must be a whole number of at least 1, got"):
         PatternCache(size)
-    with pytest.raises(ValueError, match="max_gpu_patterns must be"):
+    with pytest.raises((TypeError, ValueError), match="max_gpu_patterns must be"):
         OptimizedPatternCache(max_gpu_patterns=size)
-    with pytest.raises(ValueError, match="max_cpu_patterns must be"):
+    with pytest.raises((TypeError, ValueError), match="max_cpu_patterns must be"):
         OptimizedPatternCache(max_cpu_patterns=size)
 
 

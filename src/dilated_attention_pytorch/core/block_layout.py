@@ -28,8 +28,8 @@ from dilated_attention_pytorch.core.block_pattern import (
     tiles_of,
     visible_tiles,
 )
-from dilated_attention_pytorch.core.checks import SIZE, checked
-from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset, segments
+from dilated_attention_pytorch.core.checks import SIZE, checked, shown
+from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
 from dilated_attention_pytorch.core.pattern_cache import Remembers
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable, Problem
 
@@ -110,6 +110,9 @@ def keys_seen(
     >>> keys_seen(layout, spec, spec.offsets(1), 64, is_causal=True)[[0, 15, 16, 63], 0]
     tensor([ 1, 16,  1, 32])
     """
+    check_table(spec, offsets)
+    if len(layout.branches) != len(spec.branches):
+        raise ValueError(f"the layout has {len(layout.branches)} branches, the spec {len(spec.branches)}")
     seen = torch.zeros(n, len(offsets[0]), dtype=torch.long)
     size = layout.block_size
     known: dict[tuple[int, int, int], Tensor] = {}
@@ -144,7 +147,14 @@ def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[
 def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | None = None) -> BlockLayout:
     """The layout of a call whose problem has a block pattern, through the cache if there is one."""
     config = problem.sparse
-    assert config is not None
+    if config is None:
+        raise ValueError("layout_of is for a call that keeps some tiles only, and this problem has no sparse config")
+    if cache is not None and not hasattr(cache, "remember"):
+        raise TypeError(f"cache must be a PatternCache, got {shown(cache)}")
+    if query.dim() != 4 or key.dim() != 4:
+        raise ValueError(
+            f"query and key must be (batch, tokens, heads, head_dim), got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
     if config.depends_on_content:
         # Autocast may be over when backward chooses again, and must not change the choice.
         with torch.autocast(query.device.type, enabled=False):
@@ -184,6 +194,7 @@ def layout_for(
             [0, 1, 1, 0],
             [0, 0, 1, 1]], dtype=torch.int32)
     """
+    check_table(spec, offsets)
     branches: list[BranchLayout | None] = []
     for index, (branch, row) in enumerate(zip(spec.branches, offsets)):
         tiles = _tiles(branch, row, tokens, config.block_size)

@@ -38,6 +38,8 @@ class Entry:
         pinned = torch.cuda.is_available()  # a copy to a GPU runs beside the host only from pinned memory
 
         def keep(x: Tensor) -> Tensor:
+            if x.is_meta:
+                raise ValueError("a pattern must have values to keep, got a tensor on the device meta")
             kept = x.detach().to("cpu", copy=True)
             return kept.pin_memory() if pinned else kept
 

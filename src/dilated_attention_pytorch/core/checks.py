@@ -127,7 +127,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
-    """A dense tensor that is not nested.
+    """A dense tensor: neither nested nor sparse.
 
     >>> check_tensor("query", [1.0, 2.0])
     Traceback (most recent call last):
@@ -140,6 +140,8 @@ def check_tensor(name: str, value: Any) -> Tensor:
             f"{name} must be a dense tensor, got a nested one: pack its rows into a single row of the batch "
             "(nested.values().unsqueeze(0)), and pass cu_seqlens=nested.offsets()"
         )
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout}: convert with .to_dense()")
     return value
 
 
@@ -185,6 +187,20 @@ def _check_hashable(name: str, value: Any) -> Any:
     return value
 
 
+def check_dtype(name: str, value: Any) -> torch.dtype:
+    """A dtype of floating-point numbers.
+
+    >>> check_dtype("dtype", torch.int8)
+    Traceback (most recent call last):
+    ValueError: dtype must be a dtype of floating-point numbers, got torch.int8
+    """
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be a dtype of floating-point numbers, got {shown(value)}")
+    if not value.is_floating_point:
+        raise ValueError(f"{name} must be a dtype of floating-point numbers, got {value}")
+    return value
+
+
 def check_device(name: str, value: Any) -> torch.device:
     """
     >>> check_device("device", "gpu")
@@ -200,10 +216,13 @@ def check_device(name: str, value: Any) -> torch.device:
         raise ValueError(f"{rule}, got {shown(value)}") from None
 
 
-def checked(**ranges: Mapping[str, float]) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+def checked(
+    **ranges: Mapping[str, float] | None,
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Check every argument of a function by its annotation; `ranges` are those of numbers, by the argument's name.
 
-    What an annotation does not tell (`Any`, classes that are imported for type checkers only) is left unchecked.
+    A range of None leaves an argument unchecked, and so does an annotation that does not tell (`Any`, a class that is
+    imported for type checkers only).
 
     >>> @checked(heads={"least": 1})
     ... def attend(heads: int, is_causal: bool = False) -> int: ...
@@ -271,7 +290,8 @@ def _checks(annotations: Mapping[str, Any], names: dict[str, Any], ranges: Mappi
             kind = eval(annotation, names) if isinstance(annotation, str) else annotation
         except NameError:  # imported for type checkers only
             continue
-        check = _check_for(kind, ranges.get(name, {}))
+        limits = ranges.get(name, {})
+        check = None if limits is None else _check_for(kind, limits)
         if check is not None:
             found[name] = check
     return found
@@ -283,8 +303,9 @@ def _check_for(kind: Any, limits: Mapping[str, float] = types.MappingProxyType({
     if isinstance(kind, TypeVar):
         return None if kind.__bound__ is None else _check_for(kind.__bound__)
     if kind in (int, float):
-        check: Callable[..., Any] = check_whole if kind is int else check_number
-        return functools.partial(check, **limits)
+        if kind is int:
+            return functools.partial(check_whole, **{"most": 2**63 - 1, **limits})  # type: ignore[arg-type]
+        return functools.partial(check_number, **limits)  # type: ignore[arg-type]
     if kind in _CHECKS:
         return _CHECKS[kind]
     if origin is Literal:
@@ -301,7 +322,7 @@ def _check_for(kind: Any, limits: Mapping[str, float] = types.MappingProxyType({
         return _check_iterable
     if origin in (Mapping, dict, Callable):
         return functools.partial(check_instance, kind=origin)
-    if isinstance(kind, type) and not getattr(kind, "_is_protocol", False) and kind is not object:
+    if isinstance(kind, type) and not getattr(kind, "_is_protocol", False) and kind not in (object, Any):
         return functools.partial(check_instance, kind=kind)
     return None
 
@@ -335,7 +356,8 @@ def _check_for_any(kinds: list[tuple[Any, Check | None]]) -> Check | None:
             try:
                 return one(name, value)
             except TypeError:
-                continue
+                if get_origin(kind) is Sequence and isinstance(value, (list, tuple)):  # an entry is wrong
+                    raise
             except ValueError:
                 if get_origin(kind) is not Literal:
                     raise
@@ -355,7 +377,13 @@ def _same(value: Any) -> Any:
     return value
 
 
-_CHECKS: dict[Any, Check] = {Hashable: _check_hashable, bool: check_flag, Tensor: check_tensor, nn.Module: check_module}
+_CHECKS: dict[Any, Check] = {
+    Hashable: _check_hashable,
+    Tensor: check_tensor,
+    bool: check_flag,
+    nn.Module: check_module,
+    torch.dtype: check_dtype,
+}
 _WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a string"}
 
 

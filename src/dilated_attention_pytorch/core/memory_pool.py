@@ -16,6 +16,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    SIZE,
+    check_device,
+    check_flag,
+    check_instance,
+    check_tensor,
+    check_whole,
+    checked,
+)
 from dilated_attention_pytorch.core.guarded import Guarded
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.profile import Profile
@@ -27,6 +37,7 @@ LEAST_THRESHOLD = 1 << 20
 # a GPU's keeps them, and only such as it would have to search for are worth a pool: 160 MiB of 80 GiB. That of pinned
 # memory keeps them too, rounded up to powers of two: 64 MiB of 128 GiB.
 _THRESHOLD_SHARES = {"cpu": 1 << 14, "cuda": 1 << 9, "pinned": 1 << 11}
+_MOST_BYTES = 2**62
 _STEPS = 16  # of bucket sizes between powers of two: at most a sixteenth of a buffer is not asked for
 
 Place = tuple[torch.device, bool]  # and whether it is pinned host memory
@@ -55,12 +66,11 @@ class WorkspacePool(Guarded):
     (1, 0.67, 0)
     """
 
+    @checked(limit_bytes=COUNT, threshold_bytes=COUNT)
     def __init__(
         self, *, limit_bytes: int | None = None, threshold_bytes: int | None = None, lightweight: bool = False
     ) -> None:
         super().__init__()
-        if threshold_bytes is not None and threshold_bytes < 1:
-            raise ValueError(f"threshold_bytes must be at least 1, or None to adapt it, got {threshold_bytes}")
         least = LEAST_THRESHOLD if threshold_bytes is None else threshold_bytes
         if limit_bytes is not None and limit_bytes < least:
             raise ValueError(
@@ -86,7 +96,8 @@ class WorkspacePool(Guarded):
         """Bytes from which a workspace on this device, or in pinned memory of the host, is pooled."""
         if self.threshold_bytes is not None:
             return self.threshold_bytes
-        place = (device if isinstance(device, torch.device) else torch.device(device), pinned)
+        check_flag("pinned", pinned)
+        place = (device if isinstance(device, torch.device) else check_device("device", device), pinned)
         found = self._thresholds.get(place)
         if found is None:
             share = _THRESHOLD_SHARES.get("pinned" if pinned else place[0].type, _THRESHOLD_SHARES["cpu"])
@@ -103,11 +114,13 @@ class WorkspacePool(Guarded):
         """
         return _Lease(self, keep_after_error, profile)
 
+    @checked(shape=SIZE, dtype=None)  # of any dtype
     def checkout(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, *, pinned: bool = False
     ) -> Tensor:
         """A buffer of any size, uninitialised, that is the caller's until `give_back`."""
-        size = _bucket(_size(shape, dtype))
+        check_instance("dtype", dtype, torch.dtype)
+        size = _bucket(check_whole("the size of a buffer in bytes", _size(shape, dtype), most=_MOST_BYTES))
         if self.limit_bytes is not None and size > self.limit_bytes:
             raise ValueError(f"a buffer of {size} bytes is beyond the pool's limit of {self.limit_bytes}: raise it")
         buffer = self._checkout(shape, dtype, torch.device(device), pinned)
@@ -140,7 +153,7 @@ class WorkspacePool(Guarded):
         shelf.free([block])
 
     def _end_loan(self, buffer: Tensor) -> tuple[_Shelf, _Block]:
-        loan = getattr(buffer, "_loan", None)
+        loan = getattr(check_tensor("buffer", buffer), "_loan", None)
         if loan is None or loan.pool is not self:
             raise ValueError(
                 f"a tensor of shape {tuple(buffer.shape)} was not borrowed from this pool: give back the tensor that "
@@ -155,6 +168,7 @@ class WorkspacePool(Guarded):
             self._counts.buffers -= 1
         return loan.shelf, block
 
+    @checked()
     def release_idle(self, device: torch.device | str | None = None) -> int:
         """Free the buffers that nobody has borrowed, on all devices or on one; returns their bytes."""
         wanted = None if device is None else torch.device(device)
@@ -534,6 +548,7 @@ _global: dict[bool, WorkspacePool] = {}
 _making = Guarded(lock_order=0)
 
 
+@checked()
 def get_global_memory_pool(lightweight: bool = False) -> WorkspacePool:
     """The pool that modules with `enable_memory_pool=True` share; there is one more for `lightweight_pool=True`."""
     with _making._lock:

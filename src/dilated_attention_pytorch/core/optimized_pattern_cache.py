@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_entries import Device, Entry, copy_to
-from dilated_attention_pytorch.core.checks import check_flag, check_number
+from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, checked
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.pattern import on_grid
-from dilated_attention_pytorch.core.pattern_cache import PatternCache, at_least_one, refuse_device, shared_cache
+from dilated_attention_pytorch.core.pattern_cache import PatternCache, refuse_device, shared_cache
 from dilated_attention_pytorch.core.spec import Branch
 
 _ACCESSES_OF_A_COLD_PATTERN = 3  # one more makes it hot
@@ -56,6 +56,7 @@ class OptimizedPatternCache(PatternCache):
 
     _size_of_global = 500
 
+    @checked(max_gpu_patterns=COUNT, max_cpu_patterns=COUNT, gpu_memory_limit_mb=POSITIVE, max_bytes=COUNT)
     def __init__(
         self,
         max_gpu_patterns: int = 50,
@@ -69,15 +70,13 @@ class OptimizedPatternCache(PatternCache):
         max_bytes: int | None = None,
     ) -> None:
         super().__init__(
-            at_least_one("max_cpu_patterns", max_cpu_patterns),
+            max_cpu_patterns,
             enable_stats=enable_stats,
             enable_profiling=enable_profiling,
             max_bytes=max_bytes,
         )
-        self.max_gpu_patterns = at_least_one("max_gpu_patterns", max_gpu_patterns)
-        self.gpu_memory_limit_mb = check_number("gpu_memory_limit_mb", gpu_memory_limit_mb, above=0)
-        self.enable_async = check_flag("enable_async", enable_async)
-        self.enable_prefetch = check_flag("enable_prefetch", enable_prefetch)
+        self.max_gpu_patterns, self.gpu_memory_limit_mb = max_gpu_patterns, gpu_memory_limit_mb
+        self.enable_async, self.enable_prefetch = enable_async, enable_prefetch
         self._hot: OrderedDict[HotKey, Entry] = OrderedDict()
         self._hot_bytes = 0
         self._gpu_hits = self._prefetches = 0
@@ -94,12 +93,14 @@ class OptimizedPatternCache(PatternCache):
     def max_cpu_patterns(self) -> int:
         return self.max_size
 
+    @checked()
     def get(self, key: Hashable, default: Any = None, *, target_device: Device = None) -> Any:
         """A copy of the pattern on `target_device`, by default where hot patterns live; `default` if it is missing."""
         refuse_device(default)
         found = self.get_batch([key], target_device)[0]
         return default if found is None else found
 
+    @checked()
     def get_batch(self, keys: Sequence[Hashable], target_device: Device = None) -> list[Any]:
         """Copies of several patterns in the order of `keys`, None for a missing one; cold ones are copied together."""
         began = time.perf_counter()
@@ -134,6 +135,7 @@ class OptimizedPatternCache(PatternCache):
                 self._note("get", entry, entry is not None, seconds)
         return copies
 
+    @checked()
     def put(self, key: Hashable, pattern: Any, *, store_on_gpu: bool = False, pin: bool = False) -> None:
         """Keep a copy of a pattern on the CPU; `store_on_gpu` makes it hot at once, and `pin` keeps it for good."""
         entry = self._put(key, pattern)
@@ -145,6 +147,7 @@ class OptimizedPatternCache(PatternCache):
         if pin:
             self.pin(key)
 
+    @checked()
     def pin_pattern(self, key: Hashable, device: Device = None) -> bool:
         """Make a pattern hot, on `device` or where hot patterns live, and keep it; False if there is no such one."""
         with self._lock:
@@ -275,6 +278,7 @@ class OptimizedPatternCache(PatternCache):
         return entry
 
 
+@checked()
 def generate_pattern(key: str) -> tuple[Tensor, ...]:
     """The rows on each branch's grid, for heads of offset 0, of a pattern that `DilatedPatternCache.dilated_key` names.
 
@@ -300,6 +304,7 @@ class SimpleGPUCache:
     ([0, 2, 4, 6], ['dilated_s8_seg[4]_dil[2]'])
     """
 
+    @checked()
     def __init__(self, patterns_to_cache: Mapping[str, Any] | Iterable[str], device: Device = None) -> None:
         place = hot_device() if device is None else torch.device(device)
         if isinstance(patterns_to_cache, Mapping):
@@ -310,6 +315,7 @@ class SimpleGPUCache:
         self._entries = {key: Entry(one, place) for key, one in on_device.items()}
         self.gpu_patterns: Mapping[str, Any] = MappingProxyType(on_device)
 
+    @checked()
     def get(self, key: str, default: Any = None) -> Any:
         """A copy of the pattern on the device; `default` if it is not there."""
         refuse_device(default)

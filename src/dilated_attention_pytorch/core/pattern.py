@@ -57,6 +57,11 @@ def on_grid(branch: Branch, offset: int | None, positions: Tensor) -> Tensor:
 @checked(offset=SIZE)
 def visible(branch: Branch, offset: int | None, i: Tensor, j: Tensor, *, is_causal: bool = False) -> Tensor:
     """Whether query position `i` sees key position `j` in this branch; broadcasts over `i` and `j`."""
+    for name, x in (("i", i), ("j", j)):
+        if x.is_complex() or x.is_floating_point():
+            raise TypeError(f"{name} must hold whole numbers, got {x.dtype}")
+    if i.device != j.device:
+        raise ValueError(f"i and j must share a device, got {i.device} and {j.device}")
     try:
         torch.broadcast_shapes(i.shape, j.shape)
     except RuntimeError:
@@ -79,7 +84,7 @@ def dense_mask(
             [1, 0, 2, 1],
             [0, 0, 1, 1]])
     """
-    _check_table(spec, offsets)
+    check_table(spec, offsets)
     i = torch.arange(n, device=device)[:, None]
     j = torch.arange(n, device=device)[None, :]
     return torch.stack(
@@ -93,7 +98,7 @@ def dense_mask(
 @checked(n=SIZE)
 def covered_rows(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Tensor:
     """`(n, heads)` bool: whether any branch covers row `p` of head `h`."""
-    _check_table(spec, offsets)
+    check_table(spec, offsets)
     positions = torch.arange(n)
     per_branch = [
         torch.stack([on_grid(branch, offset, positions) for offset in row], dim=-1)
@@ -102,9 +107,10 @@ def covered_rows(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Tensor:
     return torch.stack(per_branch).any(0)
 
 
-def _check_table(spec: DilatedSpec, offsets: OffsetTable) -> None:
+def check_table(spec: DilatedSpec, offsets: OffsetTable) -> None:
     """Refuse an offset table that is none of the spec's."""
-    if len(offsets) != len(spec.branches) or len({len(row) for row in offsets}) != 1 or not offsets[0]:
+    entries = [row for row in offsets if isinstance(row, tuple) and all(o is None or type(o) is int for o in row)]
+    if len(offsets) != len(spec.branches) or len(entries) < len(offsets) or len({*map(len, entries)}) != 1:
         raise ValueError(
             f"offsets must have {len(spec.branches)} rows, one per branch, with one entry per head: make them with "
             "spec.offsets(heads)"

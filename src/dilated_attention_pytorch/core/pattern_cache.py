@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_entries import Device, Entry, size_of
-from dilated_attention_pytorch.core.checks import check_flag
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_whole, checked
 from dilated_attention_pytorch.core.guarded import Guarded
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.profile import Profile
@@ -71,6 +71,7 @@ class PatternCache(Guarded):
 
     _size_of_global = 1000
 
+    @checked(max_size=COUNT, max_bytes=COUNT)
     def __init__(
         self,
         max_size: int = 100,
@@ -80,10 +81,8 @@ class PatternCache(Guarded):
         max_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        self.max_size = at_least_one("max_size", max_size)
-        self.max_bytes = None if max_bytes is None else at_least_one("max_bytes", max_bytes)
-        self.enable_stats = check_flag("enable_stats", enable_stats)
-        self.enable_profiling = check_flag("enable_profiling", enable_profiling)
+        self.max_size, self.max_bytes = max_size, max_bytes
+        self.enable_stats, self.enable_profiling = enable_stats, enable_profiling
         self._cache: OrderedDict[Hashable, Entry] = OrderedDict()
         self._bytes = 0
         self._pinned: set[Hashable] = set()
@@ -100,6 +99,7 @@ class PatternCache(Guarded):
         names = ("max_size", "enable_stats", "enable_profiling", "max_bytes")
         return {name: getattr(self, name) for name in names}
 
+    @checked()
     def get(self, key: Hashable, default: Any = None, *, target_device: Device = None) -> Any:
         """A copy of the pattern, on `target_device` or where it was put from; `default` if it is not there."""
         refuse_device(default)
@@ -110,6 +110,7 @@ class PatternCache(Guarded):
             self._note("get", entry, entry is not None, time.perf_counter() - began)
         return found
 
+    @checked()
     def put(self, key: Hashable, pattern: Any) -> None:
         """Keep a copy of a pattern, in place of an earlier one of this key."""
         self._put(key, pattern)
@@ -153,6 +154,7 @@ class PatternCache(Guarded):
                 log.debug("%s: made in %.3f ms and remembered, %d bytes", kind, seconds * 1e3, entry.size)
         return value
 
+    @checked()
     def forget(self, kind: str) -> None:
         """Drop what was remembered of a kind, pinned or not."""
         with self._lock:
@@ -161,6 +163,7 @@ class PatternCache(Guarded):
             self._pinned.difference_update(found)
         del dropped  # outside the lock
 
+    @checked()
     def pin(self, key: Hashable) -> None:
         """Never evict this pattern, until `unpin`."""
         with self._lock:
@@ -173,6 +176,7 @@ class PatternCache(Guarded):
                 )
             self._pinned.add(key)
 
+    @checked()
     def pin_pattern(self, key: Hashable) -> bool:
         """As `pin`; False, instead of an error, if there is no such pattern."""
         with self._lock:
@@ -181,6 +185,7 @@ class PatternCache(Guarded):
             self.pin(key)
         return True
 
+    @checked()
     def unpin(self, key: Hashable) -> None:
         with self._lock:
             self._pinned.discard(key)
@@ -321,10 +326,12 @@ class DilatedPatternCache(PatternCache):
     """
 
     @staticmethod
+    @checked(seq_len=SIZE, segment_lengths=COUNT, dilation_rates=COUNT)
     def dilated_key(seq_len: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> str:
         return f"dilated_s{seq_len}_seg{list(segment_lengths)}_dil{list(dilation_rates)}"
 
     @staticmethod
+    @checked(seq_len=SIZE, block_size=COUNT)
     def sparse_key(seq_len: int, pattern_type: str, sparsity_ratio: float, block_size: int | None = None) -> str:
         """A ratio of more than three digits is written in full, so that no two share a key."""
         ratio = f"{sparsity_ratio:.3f}"
@@ -421,7 +428,7 @@ def _reset(cache: PatternCache) -> None:
 def _number_from(variable: str, default: int) -> int:
     stated = os.environ.get(variable, str(default))
     try:
-        return at_least_one(variable, int(stated))
+        return check_whole(variable, int(stated), least=1)
     except ValueError:
         raise ValueError(f"{variable} must be a whole number of at least 1, got {stated!r}") from None
 
@@ -431,12 +438,6 @@ def _flag_from(variable: str) -> bool:
     if stated not in ("0", "1", ""):
         raise ValueError(f"{variable} must be 0 or 1, got {stated!r}")
     return stated == "1"
-
-
-def at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}: leave caching off to have none")
-    return value
 
 
 def refuse_device(default: Any) -> None:

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_flag, check_whole
+from dilated_attention_pytorch.core.checks import (
+    MOST_ENTRIES,
+    MOST_TOKENS,
+    check_flag,
+    check_instance,
+    check_sequence,
+    check_whole,
+)
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -66,10 +73,9 @@ def branches_for(tokens: int, heads: int | None = None, *, shortest: int = 2048,
     >>> branches_for(20_000, is_causal=True)
     ((129, 2048, 4096, 8192, 16384, 32768), (1, 1, 2, 4, 8, 16))
     """
-    check_whole("tokens", tokens, least=1, most=MOST_TOKENS)
-    check_whole("shortest", shortest, least=1, most=MOST_TOKENS)
-    if heads is not None:
-        check_whole("heads", heads, least=1)
+    tokens = check_whole("tokens", tokens, least=1, most=MOST_TOKENS)
+    shortest = check_whole("shortest", shortest, least=1, most=MOST_TOKENS)
+    heads = None if heads is None else check_whole("heads", heads, least=1, most=MOST_ENTRIES)
     if shortest & (shortest - 1):
         raise ValueError(f"shortest must be a power of two, got {shortest}")
     powers = [1 << i for i in range(shortest.bit_length())]  # 1 to shortest
@@ -144,9 +150,15 @@ def reach_shares(
     >>> reach_shares(DilatedSpec.of([4, 16], [1, 4]), 16, heads=4, layers=[1, 2, 12]).mean(1)
     tensor([0.4375, 1.0000, 1.0000], dtype=torch.float64)
     """
-    whole = check_whole("tokens", tokens, least=1)
+    from dilated_attention_pytorch.core.spec import DilatedSpec  # which imports this file
+
+    check_instance("spec", spec, DilatedSpec)
+    check_flag("is_causal", is_causal)
+    whole = check_whole("tokens", tokens, least=1, most=MOST_TOKENS)
     offsets = spec.offsets(check_whole("heads", heads, least=1))
-    wanted = [check_whole("layers", count, least=1) for count in layers]
+    wanted = check_sequence("layers", layers, lambda name, count: check_whole(name, count, least=1, most=MOST_ENTRIES))
+    if not wanted:
+        raise ValueError("layers must have at least one entry, got none")
     period = math.lcm(*spec.segment_lengths)  # nothing crosses its multiples, and all of them are alike
     if tokens > COUNTED_TOKENS:
         if period > COUNTED_TOKENS:

@@ -17,7 +17,7 @@ from dilated_attention_pytorch.core.block_layout import BlockLayout, allowed_pai
 from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
-from dilated_attention_pytorch.core.spans import documents
+from dilated_attention_pytorch.core.spans import check_spans, documents
 from dilated_attention_pytorch.core.spec import Problem
 
 
@@ -45,6 +45,14 @@ def reference_forward(
         raise ValueError(
             f"the key/value heads must divide the query heads, got {query.shape[2]} heads, {key.shape[2]} of keys and "
             f"{value.shape[2]} of values"
+        )
+    if not query.device == key.device == value.device == (query if spans is None else spans).device:
+        raise ValueError(f"query, key, value and spans must share a device, got {query.device} and others")
+    if spans is not None:
+        check_spans(spans, query.shape[0])
+    if seed is not None and (seed.shape != (2,) or seed.dtype != torch.int64):
+        raise ValueError(
+            f"seed must be two words of int64, as draw_seed gives them, got {seed.dtype} {tuple(seed.shape)}"
         )
     B, N, H, D = query.shape
     query, key, value = (x.double() for x in (query, key, value))
