@@ -114,7 +114,7 @@ class DilatedKVCache:
         if padding is None:
             self.lengths.zero_()
         else:
-            check_tensor("padding", padding)
+            _check_values("padding", padding)
             counts = padding.shape == (self.batch,) and not padding.is_floating_point() and padding.dtype != torch.bool
             if not counts or bool((padding < 0).any()):
                 raise ValueError(
@@ -194,7 +194,9 @@ class DilatedKVCache:
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
-        if not isinstance(tokens, Tensor):
+        if isinstance(tokens, Tensor):
+            _check_values("tokens", tokens)
+        else:
             check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
         back = torch.as_tensor(tokens, device=self.lengths.device)
         if back.is_floating_point() or back.dtype == torch.bool:
@@ -219,10 +221,12 @@ class DilatedKVCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Let row `b` continue what row `rows[b]` has been, as beam search does; in place."""
-        if check_tensor("rows", rows).shape != (self.batch,) or rows.is_floating_point() or rows.dtype == torch.bool:
+        if _check_values("rows", rows).shape != (self.batch,) or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(
                 f"reorder takes the ({self.batch},) rows to continue from, got {rows.dtype} {tuple(rows.shape)}"
             )
+        if rows.device.type == "cpu" and is_plain(rows) and not all(0 <= row < self.batch for row in rows.tolist()):
+            raise ValueError(f"reorder takes rows from 0 to {self.batch - 1}, got {rows.tolist()}")
         for state in (self.keys, self.values, self.lengths, self._longest):
             state.copy_(state.index_select(0, rows))
         self._note_recording(self.lengths)
@@ -254,3 +258,10 @@ class DilatedKVCache:
             f"head_dim={self.head_dim}, head_layout={self.spec.head_layout!r}, rewindable={self.rewindable}, "
             f"dtype={self.keys.dtype}, device={str(self.keys.device)!r})"
         )
+
+
+def _check_values(name: str, x: Any) -> Tensor:
+    """Refuse what is no tensor, or one without values."""
+    if check_tensor(name, x).device.type == "meta" and not torch.compiler.is_compiling():
+        raise ValueError(f"{name} must have values, got a tensor on the device meta")
+    return x

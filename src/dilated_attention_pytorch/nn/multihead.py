@@ -195,6 +195,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         inputs are the next tokens of its rows. Weights would take O(N^2) memory, so `need_weights=True` is refused;
         `average_attn_weights` only concerns them.
         """
+        check_flag("is_causal", is_causal)
         if check_flag("need_weights", need_weights):
             raise ValueError(
                 "attention weights take O(N^2) memory and are not returned: pass need_weights=False; "
@@ -255,7 +256,9 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         rows = "batch, tokens" if self.batch_first else "tokens, batch"
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if check_tensor(name, x).dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
+            if not check_tensor(name, x).is_floating_point():
+                raise TypeError(f"{name} must hold floating-point numbers, got {x.dtype}: convert with .to(...)")
+            if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
                 raise ValueError(
                     f"{name} must be ({rows}, {self.embed_dim}), got {tuple(x.shape)}; "
                     "for (batch, tokens, heads, head_dim) use DilatedAttention"

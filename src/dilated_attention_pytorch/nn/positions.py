@@ -97,7 +97,7 @@ class XPosPositions(RotaryPositions):
     Only rows of one segment see each other, so `p` is taken modulo `period`, a common multiple of the segment lengths.
     """
 
-    @checked(head_dim=COUNT, period={"least": 1}, base=POSITIVE, scale_base=POSITIVE, gamma=POSITIVE)
+    @checked(head_dim=COUNT, period={"least": 1, "most": 2**62}, base=POSITIVE, scale_base=POSITIVE, gamma=POSITIVE)
     def __init__(
         self, head_dim: int, period: int, *, base: float = 10_000.0, scale_base: float = 512.0, gamma: float = 0.4
     ) -> None:
@@ -127,11 +127,16 @@ def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tens
     """Query and key, `(B, N, heads, D)`, turned by their positions; computed in float32, returned in their dtype."""
     check_instance("rotation", rotation, Rotation)
     for name, x in (("query", query), ("key", key)):
-        half = (*check_tensor(name, x).shape[1:2], x.shape[-1] // 2)
-        if x.dim() != 4 or x.shape[-1] % 2 or tuple(rotation.cos.shape[1:]) != half:
+        pairs = tuple(rotation.cos.shape[1:])
+        if check_tensor(name, x).dim() != 4 or x.shape[-1] % 2 or (x.shape[1], x.shape[-1] // 2) != pairs:
             raise ValueError(
                 f"{name} must be (batch, tokens, heads, head_dim) with the tokens and twice the pairs of the rotation, "
                 f"got {tuple(x.shape)} and angles {tuple(rotation.cos.shape)}"
+            )
+        if x.device != rotation.cos.device:
+            raise ValueError(
+                f"{name} must be on the device of the rotation, got {x.device} and {rotation.cos.device}: pass device= "
+                "where the rotation is made"
             )
     if rotation.scale is None:
         return _turn(query, rotation, None), _turn(key, rotation, None)

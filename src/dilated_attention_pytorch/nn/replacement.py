@@ -15,6 +15,7 @@ from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLa
 
 
 @checked()
+@checked()
 def replace_attention(
     model: nn.Module,
     segment_lengths: Sequence[int] | None = None,

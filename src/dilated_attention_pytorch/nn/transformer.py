@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,15 @@ def check_features(name: str, x: Tensor, features: int) -> None:
         raise ValueError(
             f"{name} must hold floating-point numbers, (batch, tokens, {features}), got {x.dtype} {tuple(x.shape)}"
         )
+
+
+def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:
+    if mask is None:
+        return
+    if check_tensor(name, mask).dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} must hold booleans or floating-point numbers, got {mask.dtype}")
+    if tuple(mask.shape) not in shapes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
 
 
 class FeedForward(nn.Module):
@@ -210,9 +220,10 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
             )
         if check_flag("memory_is_causal", memory_is_causal) and memory_mask is None:
             raise ValueError("memory_is_causal only says what memory_mask is: pass memory_mask with it")
-        for name, mask in (("memory_mask", memory_mask), ("memory_key_padding_mask", memory_key_padding_mask)):
-            if mask is not None and check_tensor(name, mask).dtype != torch.bool and not mask.is_floating_point():
-                raise TypeError(f"{name} must hold booleans or floating-point numbers, got {mask.dtype}")
+        pairs = (tgt.shape[-2], memory.shape[-2])
+        per_head = (math.prod(tgt.shape[:-2]) * self.self_attn.num_heads, *pairs)
+        _check_mask("memory_mask", memory_mask, pairs, per_head)
+        _check_mask("memory_key_padding_mask", memory_key_padding_mask, tuple(memory.shape[:-1]))
         x = tgt + self._attend_to_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, spans, rotation)
         crossed, _ = self.cross_attn(
             self.norm3(x),
