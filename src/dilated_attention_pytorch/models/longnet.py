@@ -368,7 +368,7 @@ class LongNetLM(_Pretrained):
         self._check_tokens(tokens)
         check_whole("max_new_tokens", max_new_tokens, least=0, most=MOST_TOKENS)
         if eos is not None:
-            check_whole("eos", eos)
+            check_whole("eos", eos, least=0, most=self.config.vocab_size - 1)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         draw = sampling.generator(seed, generator, tokens.device)
         if check_flag("use_cache", use_cache):

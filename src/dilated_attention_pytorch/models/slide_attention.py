@@ -75,6 +75,8 @@ def on_slide(weights: Tensor, coordinates: Tensor, tile_size: int = 256) -> Tens
             [0.0000, 0.7500]])
     """
     coordinates = coordinates.reshape(-1, 2) if coordinates.dim() == 3 and coordinates.shape[0] == 1 else coordinates
+    if not weights.dim() or coordinates.is_complex() or coordinates.is_meta or weights.is_meta:
+        raise ValueError(f"weights must be (..., tiles) and coordinates real numbers, got {tuple(weights.shape)}")
     if coordinates.dim() != 2 or coordinates.shape[1] != 2 or coordinates.shape[0] != weights.shape[-1]:
         raise ValueError(
             f"there must be a pair of coordinates for each tile, got {tuple(coordinates.shape)} for "
