@@ -279,6 +279,8 @@ def choose_scheme(scheme: str, wire: Wire, segments: Sequence[SharedSegment], bu
     where the gathered rows fit the budget on every rank; else ring. A scheme given by name is taken, or refused with a
     reason. In the zigzag layout it is gather, or an error where that does not fit.
     """
+    if not segments:
+        raise ValueError("a scheme is chosen for segments that ranks share, got none")
     if wire.shards.ranks is not None:
         check_scheme(scheme, "zigzag")
         way_out = "leave shards contiguous, whose rows can go round a ring"
