@@ -72,6 +72,8 @@ def profile_memory_usage(
 
     inputs, labels = _unpack(sample_batch)
     trace, picture = Path(trace), None if picture is None else Path(picture)
+    if trace.is_dir():
+        raise ValueError(f"trace must be the path of a file, got the folder {str(trace)!r}")
     if picture is not None:
         check_picture(picture)
     with _gradients_set_aside(model), _profiler(with_stack) as profiler:
@@ -214,8 +216,6 @@ def benchmark_implementations(
     >>> results["dilated"]["64_2"]["throughput"] > 0
     True
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be of floating-point numbers, got {dtype}")
     if not implementations or not test_configs:
         raise ValueError("there is nothing to time: pass at least one module and one config")
     shapes = [_shape(config) for config in test_configs]
