@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_divides, checked
+from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, check_divides, checked
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.replacement import replace_attention
@@ -261,7 +261,7 @@ def hierarchical_training_schedule() -> list[dict[str, Any]]:
     ]
 
 
-@checked(warmup_steps=NOT_NEGATIVE, clip_norm=POSITIVE, seed={"least": -(2**63), "most": 2**63 - 1})
+@checked(warmup_steps=SIZE, clip_norm=POSITIVE, seed={"least": -(2**63), "most": 2**63 - 1})
 def train_stage(
     model: nn.Module,
     dataset: Sequence[Batch],
