@@ -148,7 +148,7 @@ def test_an_error_of_the_sampling_is_raised_at_the_end(tmp_path) -> None:
 
 def test_what_a_monitor_cannot_do_is_refused(tmp_path) -> None:
     for interval in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="must be above 0"):
+        with pytest.raises(ValueError, match="interval must be a finite number above 0, got"):
             monitor_memory_realtime(interval, quiet=True)
     with pytest.raises(ValueError, match=r"written as \.svg or \.png"):
         monitor_memory_realtime(picture=tmp_path / "memory.gif", quiet=True)
