@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import dense, vendor
 from dilated_attention_pytorch.parallel.blocks import block_backward, block_forward
@@ -28,8 +29,8 @@ def test_parts_of_the_keys_merge_to_the_whole(dtype, head_dim) -> None:
     scores = torch.einsum("sihd,sjhd->shij", exact[0], exact[1]) * scale
     expected = torch.einsum("shij,sjhd->sihd", scores.softmax(-1), exact[2])
     gradients = torch.autograd.grad(expected, exact, do.double())
-    out, lse = block_forward(q, k[:, :180], v[:, :180], scale, False, None)
-    merge_(out, lse, *block_forward(q, k[:, 180:], v[:, 180:], scale, False, None))
+    out, lse = block_forward(q, k[:, :180], v[:, :180], scale, False, None, FROM_ALLOCATOR)
+    merge_(out, lse, *block_forward(q, k[:, 180:], v[:, 180:], scale, False, None, FROM_ALLOCATOR))
     limit = 1e-2 if dtype == torch.bfloat16 else 1.5e-3
 
     def near(found: torch.Tensor, exactly: torch.Tensor) -> bool:
@@ -40,7 +41,7 @@ def test_parts_of_the_keys_merge_to_the_whole(dtype, head_dim) -> None:
     assert near(lse.transpose(1, 2), scores.logsumexp(-1))
     delta = (do.float() * out).sum(-1)
     parts = [
-        block_backward(do, q, k[:, keys], v[:, keys], out, delta, lse, scale, False, None)
+        block_backward(do, q, k[:, keys], v[:, keys], out, delta, lse, scale, False, None, FROM_ALLOCATOR)
         for keys in (slice(180), slice(180, None))
     ]
     assert near(parts[0][0] + parts[1][0], gradients[0])

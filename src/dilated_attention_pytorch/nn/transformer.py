@@ -141,7 +141,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         cache: DilatedKVCache | None = None,
     ) -> Tensor:
         """`(B, N, E)`. A dense `src_mask` is refused: use `is_causal`. With a `cache`, `src` are its next tokens."""
-        check_features("src", src, self.self_attn.embed_dim)
+        check_features("src", src, self.norm1.normalized_shape[0])
         x = src + self._attend_to_self(src, src_mask, src_key_padding_mask, is_causal, spans, rotation, cache)
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
@@ -212,8 +212,8 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
 
         A dense `tgt_mask` is refused; `memory_mask` is the cross-attention's.
         """
-        check_features("tgt", tgt, self.self_attn.embed_dim)
-        check_features("memory", memory, self.self_attn.embed_dim)
+        check_features("tgt", tgt, self.norm1.normalized_shape[0])
+        check_features("memory", memory, self.norm1.normalized_shape[0])
         if memory.shape[:-2] != tgt.shape[:-2]:
             raise ValueError(
                 f"tgt and memory must have one batch size, got {tuple(tgt.shape)} and {tuple(memory.shape)}"
