@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, checked, shown
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.hf.masks import Told
@@ -185,6 +186,7 @@ class DilatedCache(Cache):
 
     layers: list[DilatedLayer]
 
+    @checked(num_layers=COUNT, batch=COUNT, rewindable=SIZE)
     def __init__(self, spec: DilatedSpec, num_layers: int, batch: int, rewindable: int = 0) -> None:
         if num_layers < 1 or batch < 1 or rewindable < 0:
             raise ValueError(
@@ -207,6 +209,7 @@ class DilatedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
+@checked(batch=COUNT, rewindable=SIZE)
 def dilated_cache(model: Any, batch: int, *, rewindable: int = 0) -> DilatedCache:
     """A bounded cache for `model.generate(..., past_key_values=...)` or `model(..., past_key_values=...)`.
 
@@ -215,6 +218,8 @@ def dilated_cache(model: Any, batch: int, *, rewindable: int = 0) -> DilatedCach
         batch: rows; beams and `num_return_sequences` count as rows.
         rewindable: how many tokens can be taken back, for assisted generation.
     """
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise TypeError(f"model must be a model of transformers, got {shown(model)}")
     config = model.config.get_text_config()
     if config.model_type != "longnet" and config._attn_implementation != "dilated":
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import COUNT, check_fields, checked
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.models.hf.attention import NAME, register
 from dilated_attention_pytorch.models.hf.pattern import NO_WINDOW, is_no_window, read_pattern, write_pattern
@@ -17,6 +18,7 @@ from dilated_attention_pytorch.models.hf.requirement import require_interface, r
 ModelOrConfig = TypeVar("ModelOrConfig")
 
 
+@checked()
 def use_dilated_attention(
     model: ModelOrConfig,
     segment_lengths: Sequence[int],
@@ -101,7 +103,11 @@ class Stage:
     length: int
     spec: DilatedSpec
 
+    def __post_init__(self) -> None:
+        check_fields(self, length=COUNT)
 
+
+@checked(lengths=COUNT, segment_lengths=COUNT, dilation_rates=COUNT)
 def growing_lengths(
     lengths: Sequence[int],
     segment_lengths: Sequence[int],
@@ -115,7 +121,7 @@ def growing_lengths(
     1024 (512, 1024) (1, 4)
     8192 (512, 2048, 8192) (1, 4, 16)
     """
-    if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 1:
+    if not lengths or list(lengths) != sorted(set(lengths)):
         raise ValueError(f"lengths must rise from at least 1, got {list(lengths)}")
     branches = sorted(
         DilatedSpec.of(segment_lengths, dilation_rates, head_layout).branches, key=lambda b: b.segment_length
@@ -129,6 +135,7 @@ def growing_lengths(
         yield Stage(length, DilatedSpec.of([w for w, _ in used], [r for _, r in used], head_layout))
 
 
+@checked()
 def fine_tune_at_growing_lengths(model: Any, tokens: Tensor, stages: Sequence[Stage], arguments: Any) -> list[float]:
     """Fine-tune a causal model stage by stage with `transformers.Trainer`; the training loss of each stage.
 
