@@ -16,6 +16,7 @@ import random
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ PATTERN = {"segment_lengths": [4, 8], "dilation_rates": [1, 2]}
 SIZES = {"embed_dim": 16, "num_heads": 4, **PATTERN}
 SMALL = {"d_model": 16, "num_heads": 4, "num_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 16, **PATTERN}
 LAYER = {"d_model": 16, "nhead": 4, "dim_feedforward": 16, **PATTERN}
+SETTINGS = {"head_layout": "blocked", "backend": "auto", "use_pattern_cache": True, "softmax_scale": 0.5}
+FIELDS = {"vocab_size": 50, "positions": "rotary", "dropout": 0.1, "layer_norm_eps": 1e-5, "tie_weights": True}
 TILES = core_room.SparsePatternConfig("local_window", sparsity_ratio=0.5, block_size=2)
 SPEC = core_room.DilatedSpec.of([4, 8], [1, 2])
 SHARDS = parallel.Shards((5, 5))
@@ -97,6 +100,10 @@ def layout_arguments() -> dict[str, Any]:
 def training(model: nn.Module | None = None) -> dict[str, Any]:
     model = model or language_model()
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def ranks_of_place(group: Any = None, mesh: Any = None, axis: Any = "sequence", size: Any = None) -> Any:
+    return parallel.Place(group, mesh, axis, size).ranks()
 
 
 def slide() -> nn.Module:
@@ -205,7 +212,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     # nn
     **{
-        name: lambda name=name: (getattr(nn_room, name), dict(PATTERN))
+        name: lambda name=name: (getattr(nn_room, name), {**PATTERN, **SETTINGS})
         for name in ("DilatedAttention", "ImprovedDilatedAttention")
     },
     "BlockSparseDilatedAttention": lambda: (nn_room.BlockSparseDilatedAttention, {**PATTERN, "sparse_config": TILES}),
@@ -215,7 +222,7 @@ CASES: dict[str, Callable[[], Case]] = {
         nn_room.BlockSparseDilatedAttention(**PATTERN, sparse_config=TILES),
         qkv(),
     ),
-    "MultiheadDilatedAttention": lambda: (nn_room.MultiheadDilatedAttention, dict(SIZES)),
+    "MultiheadDilatedAttention": lambda: (nn_room.MultiheadDilatedAttention, {**SIZES, **SETTINGS}),
     "MultiheadDilatedAttention.forward": lambda: multihead(nn_room.MultiheadDilatedAttention),
     "ImprovedMultiheadDilatedAttention": lambda: (nn_room.ImprovedMultiheadDilatedAttention, dict(SIZES)),
     "ImprovedMultiheadDilatedAttention.forward": lambda: multihead(nn_room.ImprovedMultiheadDilatedAttention),
@@ -250,7 +257,7 @@ CASES: dict[str, Callable[[], Case]] = {
         nn_room.rotate,
         {"query": heads(), "key": heads(), "rotation": nn_room.RotaryPositions(4)(2, 10)},
     ),
-    "create_dilated_attention": lambda: (nn_room.create_dilated_attention, dict(PATTERN)),
+    "create_dilated_attention": lambda: (nn_room.create_dilated_attention, {**PATTERN, **SETTINGS}),
     "create_multihead_dilated_attention": lambda: (nn_room.create_multihead_dilated_attention, dict(SIZES)),
     "replace_attention": lambda: (
         nn_room.replace_attention,
@@ -258,7 +265,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     # parallel
     **{
-        name: lambda name=name: (getattr(parallel, name), dict(PATTERN))
+        name: lambda name=name: (getattr(parallel, name), {**PATTERN, **SETTINGS})
         for name in (
             "RingDilatedAttention",
             "RingDilatedAttentionV2",
@@ -286,13 +293,16 @@ CASES: dict[str, Callable[[], Case]] = {
         parallel.DistributedImprovedMultiheadDilatedAttention,
         dict(SIZES),
     ),
-    "RingAdvancedDistributedDilatedAttention": lambda: (parallel.RingAdvancedDistributedDilatedAttention, dict(SIZES)),
+    "RingAdvancedDistributedDilatedAttention": lambda: (
+        parallel.RingAdvancedDistributedDilatedAttention,
+        {**SIZES, **SETTINGS, "use_deepspeed": True, "zero_stage": 2, "checkpoint_interval": 10},
+    ),
     "RingAdvancedDistributedDilatedAttention.forward": lambda: multihead(
         parallel.RingAdvancedDistributedDilatedAttention
     ),
     "Job": lambda: (parallel.Job, {"spec": SPEC, "tokens": 32, "gpus": 2, "heads": 4, "head_dim": 4}),
     "make_plan": lambda: (parallel.make_plan, {"job": parallel.Job(spec=SPEC, tokens=32, gpus=2, heads=4, head_dim=4)}),
-    "Place": lambda: (lambda **given: parallel.Place(**given).ranks(), {"axis": "sequence", "size": 1}),
+    "Place": lambda: (ranks_of_place, {"axis": "sequence", "size": 1}),
     "Ranks": lambda: (parallel.Ranks, {"group": None}),
     "ranks_of": lambda: (parallel.ranks_of, {"axis": "sequence", "size": 1}),
     "RunOptions": lambda: (parallel.RunOptions, {"use_deepspeed": True, "zero_stage": 2}),
@@ -321,9 +331,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "token_mesh": lambda: (parallel.token_mesh, {"mesh": None}),
     # models
     "ModelConfig": lambda: (models.ModelConfig, dict(SMALL)),
-    "LongNet": lambda: (models.LongNet, dict(SMALL)),
+    "LongNet": lambda: (models.LongNet, {**SMALL, **FIELDS}),
     "LongNet.forward": lambda: (models.LongNet(**SMALL), {"src": rows(), "tgt": rows()}),
-    "LongNetLM": lambda: (models.LongNetLM, dict(SMALL)),
+    "LongNetLM": lambda: (models.LongNetLM, {**SMALL, **FIELDS}),
     "LongNetLM.forward": lambda: (language_model(), {"tokens": tokens()}),
     "LongNetLM.generate": lambda: (language_model().generate, {"tokens": tokens(), "max_new_tokens": 2}),
     "LongNetLM.new_cache": lambda: (language_model().new_cache, {"batch": 2}),
@@ -352,7 +362,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "DynamicBatcher.get_batch_size": lambda: (package.DynamicBatcher().get_batch_size, {"seq_len": 8}),
     "DynamicBatcher.round_to_segment": lambda: (package.DynamicBatcher().round_to_segment, {"length": 8}),
     "DynamicBatcher.create_batches": lambda: (package.DynamicBatcher().create_batches, {"dataset": DATA}),
-    "optimize_small_model": lambda: (package.optimize_small_model, {"model": language_model(), "hardware": "cpu"}),
+    "optimize_small_model": lambda: (
+        package.optimize_small_model,
+        {"model": language_model(), "hardware": "cpu", "precision": "bf16", "loss_chunk": 4},
+    ),
     "optimize_medium_model": lambda: (package.optimize_medium_model, {"model": language_model(), "hardware": "cpu"}),
     "optimize_large_model": lambda: (
         package.optimize_large_model,
@@ -389,8 +402,33 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
 }
 
+if find_spec("transformers"):
+    from dilated_attention_pytorch.models import hf
+
+    ROOMS["hf"] = hf
+
+    def hf_model() -> Any:
+        sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 50}
+        return hf.LongNetForCausalLM(hf.LongNetConfig(**sizes, **PATTERN))
+
+    def growing(lengths: Any, segment_lengths: Any, dilation_rates: Any, head_layout: Any = "interleaved") -> Any:
+        return list(hf.growing_lengths(lengths, segment_lengths, dilation_rates, head_layout))
+
+    CASES |= {
+        "hf.DilatedCache": lambda: (hf.DilatedCache, {"spec": SPEC, "num_layers": 1, "batch": 2}),
+        "hf.Stage": lambda: (hf.Stage, {"length": 8, "spec": SPEC}),
+        "hf.dilated_cache": lambda: (hf.dilated_cache, {"model": hf_model(), "batch": 2}),
+        "hf.growing_lengths": lambda: (growing, {"lengths": [4, 8], **PATTERN}),
+        "hf.use_dilated_attention": lambda: (hf.use_dilated_attention, {"model": hf_model(), **PATTERN}),
+    }
+
 # Public callables that no case calls, and why.
 EXCEPTIONS = {
+    "hf.LongNetConfig": "transformers makes it, from a file too",
+    "hf.LongNetForCausalLM": "transformers makes it from a config",
+    "hf.LongNetModel": "transformers makes it from a config",
+    "hf.fine_tune_at_growing_lengths": "runs transformers' trainer",
+    "hf.register": "takes no argument",
     "BlockLayout": "a named tuple of what layout_for builds",
     "BranchLayout": "a named tuple of what layout_for builds",
     "HeadLayout": "a type",
@@ -498,7 +536,8 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 def takes_function(function: Callable[..., Any], name: str) -> bool:
     target = type(function).forward if isinstance(function, nn.Module) else function
-    annotation = str(inspect.signature(target).parameters[name].annotation)
+    parameters = inspect.signature(target).parameters
+    annotation = str(parameters[name].annotation) if name in parameters else ""
     return any(kind in annotation for kind in ("Callable", "ComputeLoss", "Module"))
 
 
@@ -515,7 +554,7 @@ def foreign(name: str, error: Exception) -> bool:
 def make_call(chooser: random.Random, name: str) -> tuple[dict[str, Any], Exception | None]:
     """One call of a case, with bad arguments in some places; what was bad, and the error."""
     function, good = CASES[name]()
-    names = parameters_of(function)
+    names = [*dict.fromkeys([*parameters_of(function), *good])]  # also those that **settings take
     changed = chooser.sample(names, min(len(names), chooser.choice((0, 1, 1, 1, 1, 2, 3))))
     bad = {one: chooser.choice(bad_values()) for one in changed}
     # A function or a model where one belongs is right, whatever it does.
@@ -530,9 +569,14 @@ def make_call(chooser: random.Random, name: str) -> tuple[dict[str, Any], Except
 
 
 def test_every_public_callable_has_a_case_or_a_reason() -> None:
-    public = {name for room in ROOMS.values() for name in room.__all__ if callable(getattr(room, name))}
+    public = {
+        f"hf.{name}" if room_name == "hf" else name
+        for room_name, room in ROOMS.items()
+        for name in room.__all__
+        if callable(getattr(room, name))
+    }
     assert public - CASES.keys() - EXCEPTIONS.keys() == set()
-    assert EXCEPTIONS.keys() - public == set()
+    assert {name for name in EXCEPTIONS if not name.startswith("hf.")} - public == set()
 
 
 def test_bad_arguments_raise_errors_of_our_own(tmp_path, monkeypatch, capsys) -> None:
