@@ -115,7 +115,8 @@ def test_the_page_has_both_tables(tmp_path) -> None:
     lines = [
         {"machine": {"gpu": "A GPU"}},
         attention,
-        step | sizes | {"kind": "required"},
+        step | sizes | {"kind": "required"},  # of an earlier release, which measured one pattern
+        step | sizes | {"kind": "required", "longest_segment": 64},
         step | {"kind": "longest", "failed": OUT_OF_MEMORY, "predicted_bytes": 1 << 30},
         base | {"options": {}} | sizes | measured,
         base | {"options": {}} | sizes | measured | half,
@@ -124,8 +125,9 @@ def test_the_page_has_both_tables(tmp_path) -> None:
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_page(results, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "| 125m | required, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 |" in page
-    assert "| 125m | longest, 80 GiB | 64 |  | out of memory |" in page
+    assert "| 125m | required, segments to 32,768, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 |" in page
+    assert "| 125m | required, segments to 64, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 |" in page
+    assert "| 125m | longest, segments to 32,768, 80 GiB | 64 |  | out of memory |" in page
     assert "met: the memory model within 10% of the measured peak; farthest 1.000" in page
     assert "| bf16 autocast | float32 | 1.50 | x 0.75 | x 0.50 | x 1.00 | 1000.0 | x 0.50 | 1.333 | half |" in page
 

@@ -25,5 +25,5 @@ def plans(monkeypatch):
 
     found = Plans()
     monkeypatch.setattr(plan, "_plans", found)
-    monkeypatch.setattr(plan, "_SCRATCH_BYTES", 1 << 40)
+    monkeypatch.setattr(plan, "most_scratch", lambda tensor_bytes: 1 << 40)
     return found

@@ -49,7 +49,7 @@ AUTOCAST, BFLOAT16 = {"precision": "bf16"}, {"precision": "bf16", "parameters": 
     ids=str,
 )
 def test_the_ledger_counts_what_a_step_makes(regime, changes, monkeypatch) -> None:
-    monkeypatch.setattr(model, "attention_scratch", lambda config: 0)  # of kernels, which the simulation has none of
+    monkeypatch.setattr(model, "attention_scratch", lambda *sizes: 0)  # of kernels, which the simulation has none of
     options = MemoryOptions(**regime, **changes)
     config = replace(SMALL, num_layers=5) if options.offload else SMALL
     found = footprint(config, TOKENS, options)
@@ -58,7 +58,7 @@ def test_the_ledger_counts_what_a_step_makes(regime, changes, monkeypatch) -> No
 
 
 def test_a_model_of_any_size_can_be_counted(monkeypatch) -> None:
-    monkeypatch.setattr(model, "attention_scratch", lambda config: 0)
+    monkeypatch.setattr(model, "attention_scratch", lambda *sizes: 0)
     config = replace(text_model("6b"), num_layers=2)
     options = MemoryOptions(precision="bf16", parameters="bf16", **FULL)
     found = footprint(config, 100_000, options)

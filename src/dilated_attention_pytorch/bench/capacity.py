@@ -66,12 +66,13 @@ def run_capacity(
                 "kind": "uncapped" if uncapped else kind,
                 "size": name,
                 "tokens": fit.tokens,
-                "longest_segment": max(config.segment_lengths),
                 "cap_bytes": cap,
                 "predicted_bytes": fit.footprint.peak,
                 "options": asdict(fit.options),
                 **step_in_a_process(case),
             }
+            if kind != "dense":
+                line["longest_segment"] = max(config.segment_lengths)
             lines.append(line)
             append_line(out, line)
             print(markdown_row(capacity_row(line)), flush=True)

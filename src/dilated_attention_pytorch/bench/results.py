@@ -62,18 +62,21 @@ def read_shared(results: Path) -> list[dict[str, Any]]:
 
 # What tells the lines apart of suites that are tables of their own.
 _APART = {
-    "capacity": ("size", "kind", "tokens"),
+    "capacity": ("size", "kind", "tokens", "longest_segment"),
     "techniques": ("size", "tokens", "technique"),
     "decode": ("context", "chunk"),
     "shard": ("tokens", "heads", "head_dim", "is_causal"),
     "ranks": ("ranks", "tokens", "scheme"),
 }
+# A line of an earlier release lacks what it did not know, and means this.
+_EARLIER = {"capacity": {"longest_segment": 32_768}}
 
 
 def read_suite(results: Path, suite: str) -> dict[str, list[dict[str, Any]]]:
     """The lines of such a suite by machine; what was measured several times is from the last of them."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in _lines_of(results, (suite,)):
+        line = _EARLIER.get(suite, {}) | line
         found[(line["on_machine"], *(line.get(name) for name in _APART[suite]))] = line
     machines = dict.fromkeys(line["on_machine"] for line in found.values())
     return {name: [line for line in found.values() if line["on_machine"] == name] for name in machines}

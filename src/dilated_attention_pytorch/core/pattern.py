@@ -209,3 +209,12 @@ def rounds_little(spec: DilatedSpec, table: OffsetTable) -> bool:
         for offsets in zip(*table)
     )
     return most <= 2
+
+
+def most_scratch(tensor_bytes: int) -> int:
+    """The bytes that a backward pass on Hopper may allocate for its sums of dq, given those of the tensors it works on.
+
+    >>> most_scratch(1_000_000_000)
+    80000000
+    """
+    return max(64 << 20, int(0.08 * tensor_bytes))

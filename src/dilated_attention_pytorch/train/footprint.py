@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from dilated_attention_pytorch.core.pattern import grid_rows, rounds_little
+from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.offload import LAYERS_ON_DEVICE
@@ -81,12 +81,15 @@ def needed(peak: int) -> int:
     return math.ceil(1.03 * peak) + (600 << 20)
 
 
-def attention_scratch(config: ModelConfig) -> int:
-    """Where the backward of attention sums dq, at most: it does not grow with the sequence."""
-    rows = max(grid_rows(branch.segment_length, branch.dilation_rate, 0) for branch in config.spec.branches)
-    group = config.num_heads // (config.num_kv_heads or config.num_heads)
+def attention_scratch(config: ModelConfig, tokens: int, batch: int, itemsize: int) -> int:
+    """Where the backward of attention sums dq, at most."""
+    rows = max(
+        grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in config.spec.branches
+    )
+    kv_heads = config.num_kv_heads or config.num_heads
     padded = 64 if config.head_dim <= 64 else 128
-    return _MULTIPROCESSORS * group * -(-rows // 128) * 128 * padded * 4
+    wanted = _MULTIPROCESSORS * config.num_heads // kv_heads * -(-rows // 128) * 128 * padded * 4
+    return min(wanted, most_scratch(4 * (config.num_heads + kv_heads) * batch * tokens * config.head_dim * itemsize))
 
 
 def _pinned(size: float) -> int:
@@ -313,7 +316,7 @@ class _Step:
         for name, width in gradients.items():
             ledger.hold(name, self.of(width, size))
         ledger.hold("delta", self.of(self.config.num_heads, 4))
-        ledger.hold("scratch", attention_scratch(self.config))
+        ledger.hold("scratch", attention_scratch(self.config, self.positions, self.rows // self.positions, p))
         if self.wide_sums:
             for name, width in gradients.items():
                 ledger.hold(f"{name}, rounded", self.of(width, p))

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.core.log import debugging, log
-from dilated_attention_pytorch.core.pattern import grid_rows, rounds_little
+from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
 from dilated_attention_pytorch.core.spec import OffsetTable, Problem
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.kernels.triton.launching import Launch
@@ -22,10 +22,6 @@ from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 
 # For comparing them: "plain" keeps every branch on the kernels that run on any GPU.
 KERNELS = os.environ.get("DILATED_ATTENTION_KERNELS", "best")
-
-# What a backward pass on Hopper may allocate for its sums: so much, or this share of the tensors it works on.
-_SCRATCH_BYTES = 64 << 20
-_SCRATCH_SHARE = 0.08
 
 _MOST_PLANS = 4096
 _plans: dict[tuple, Plan] = {}
@@ -218,7 +214,7 @@ def _hopper_for(
     if grad_out is not None:
         # q, out, do and dq are of one size, k, v, dk and dv of another.
         tensor_bytes = 4 * (query.numel() + key.numel()) * query.element_size()
-        if not launch.share_out(query, key, branch, int(max(_SCRATCH_BYTES, _SCRATCH_SHARE * tensor_bytes))):
+        if not launch.share_out(query, key, branch, most_scratch(tensor_bytes)):
             return None
     return launch
 
