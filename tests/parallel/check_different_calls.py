@@ -82,6 +82,7 @@ def agreed(*calls: dict) -> dist.ProcessGroup:
     for settings in ({}, {"spec": LOCAL}, *calls):
         qkv = settings.get("qkv")
         call(group, **(settings | ({"qkv": tensors(**qkv)} if isinstance(qkv, dict) else {})))
+    dist.barrier()  # else a slow rank hears of the next call's error while it still makes these
     return group
 
 
