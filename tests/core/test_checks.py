@@ -149,3 +149,8 @@ def test_attention_compiles_whole_for_open_sizes() -> None:
         expected = dilated_attention(q, k, v, [4, 8], [1, 2], is_causal=True, seqlens=seqlens, scale=0.5)
         torch.testing.assert_close(found, expected)
     assert len(compiled_for) == 1
+
+
+def test_a_whole_number_beyond_64_bits_becomes_one_that_pytorch_takes() -> None:
+    large = check_number("temperature", 2**64)
+    assert torch.equal(torch.ones(1) / large, torch.tensor([2.0**-64]))

@@ -99,7 +99,8 @@ def check_number(
     )
     if not inside:
         raise ValueError(f"{name} must be a finite number{_range(least, most, above, below)}, got {shown(value)}")
-    return value
+    # PyTorch takes no whole number beyond 64 bits.
+    return value if isinstance(value, float) or -(2**63) <= value < 2**63 else float(value)
 
 
 def check_divides(name: str, divisor: int, of: str, number: int) -> None:
