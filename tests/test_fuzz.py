@@ -30,7 +30,7 @@ from dilated_attention_pytorch import functional, models, parallel, train
 from dilated_attention_pytorch import nn as nn_room
 from dilated_attention_pytorch.core.checks import shown
 from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.parallel.costs import wires_of
 
 CALLS, SEED = int(os.environ.get("FUZZ_CALLS", "1500")), int(os.environ.get("FUZZ_SEED", "0"))
@@ -87,7 +87,7 @@ def partials() -> dict[str, torch.Tensor]:
 
 def shared_wire() -> tuple[Any, Any]:
     ((_, segments, wire),) = list(
-        wires_of(Problem(spec=core_room.DilatedSpec.of([8], [1])), SHARDS, DOCUMENTS, 2, 2, 4, 4)
+        wires_of(Call(spec=core_room.DilatedSpec.of([8], [1])), SHARDS, DOCUMENTS, 2, 2, 4, 4)
     )
     return segments, wire
 
@@ -124,7 +124,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "check_backend": lambda: (functional.check_backend, {"backend": "auto"}),
     "check_sparse_config": lambda: (functional.check_sparse_config, {"sparse_config": TILES, "spec": SPEC}),
     "checked_problem": lambda: (
-        functional.checked_problem,
+        functional.checked_call,
         {
             **qkv(),
             **PATTERN,
@@ -204,11 +204,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "layout_for": lambda: (core_room.layout_for, layout_arguments()),
     "layout_of": lambda: (
         core_room.layout_of,
-        {"problem": Problem(spec=SPEC, sparse=TILES), "query": heads(), "key": heads()},
+        {"problem": Call(spec=SPEC, sparse=TILES), "query": heads(), "key": heads()},
     ),
     "reference_forward": lambda: (
         core_room.reference_forward,
-        {"query": heads(), "key": heads(), "value": heads(), "problem": Problem(spec=SPEC)},
+        {"query": heads(), "key": heads(), "value": heads(), "problem": Call(spec=SPEC)},
     ),
     # nn
     **{

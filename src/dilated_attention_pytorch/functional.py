@@ -24,7 +24,7 @@ from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec, HeadLayout
 from dilated_attention_pytorch.kernels.ladder import backends, check_backend
 from dilated_attention_pytorch.kernels.op import attend
 
@@ -35,7 +35,7 @@ __all__ = [
     "backends",
     "check_backend",
     "check_sparse_config",
-    "checked_problem",
+    "checked_call",
     "dilated_attention",
     "refuse_dense_mask",
 ]
@@ -167,7 +167,7 @@ def dilated_attention(
     plain = is_plain(query, key, value)
     valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
     settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
-    problem, is_new = _valid_problem(
+    call, is_new = _valid_call(
         query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config
     )
     if resources is None and plain:
@@ -186,9 +186,9 @@ def dilated_attention(
         )
     if is_new and plain:
         H, kv_heads = query.shape[2], key.shape[2]
-        warn_of_reach(problem.spec, _longest_document(spans, query.shape[1]), (total_heads or H) * kv_heads // H)
+        warn_of_reach(call.spec, _longest_document(spans, query.shape[1]), (total_heads or H) * kv_heads // H)
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
-    return attend(query, key, value, spans, seed, problem, backend, plain, return_lse, resources)
+    return attend(query, key, value, spans, seed, call, backend, plain, return_lse, resources)
 
 
 def attention_rows(
@@ -220,14 +220,14 @@ def attention_rows(
     RowWeights(positions=tensor([0, 2, 4, 5, 6]), weights=tensor([0.1429, 0.1429, 0.2857, 0.1429, 0.2857]))
     """
     query, key = autocast_inputs(query, key)
-    problem = checked_problem(
+    call = checked_call(
         query, key, key, segment_lengths, dilation_rates, head_layout, is_causal, scale, 0.0, head_offset, total_heads,
         None, None, "auto",
     )  # fmt: skip
     B, N = query.shape[:2]
     wanted = check_sequence("rows", rows, lambda name, row: check_whole(name, row, least=0, most=N - 1))
     spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans)
-    return row_weights(query, key, wanted, problem, spans)
+    return row_weights(query, key, wanted, call, spans)
 
 
 def refuse_dense_mask(attn_mask: Tensor | None) -> None:
@@ -238,7 +238,7 @@ def refuse_dense_mask(attn_mask: Tensor | None) -> None:
         )
 
 
-def _valid_problem(
+def _valid_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -246,7 +246,7 @@ def _valid_problem(
     dilation_rates: Sequence[int],
     settings: tuple[Any, ...],
     remember: bool,
-) -> tuple[Problem, bool]:
+) -> tuple[Call, bool]:
     """The problem that a valid call poses, and whether it was checked now.
 
     Calls of one kind, as in a model's layers and steps, are checked once.
@@ -259,22 +259,22 @@ def _valid_problem(
         or type(dilation_rates) not in lists
         or {*map(type, segment_lengths), *map(type, dilation_rates)} != {int}
     ):
-        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings), True
+        return checked_call(query, key, value, segment_lengths, dilation_rates, *settings), True
     kind = (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
         value.device, tuple(segment_lengths), tuple(dilation_rates), settings, *map(type, settings),
     )  # fmt: skip
     try:
-        problem = _known.get(kind)
+        call = _known.get(kind)
     except TypeError:  # a setting that cannot be looked up is wrong, and the checks say how
-        return checked_problem(query, key, value, segment_lengths, dilation_rates, *settings), True
-    if problem is not None:
-        return problem, False
-    problem = checked_problem(query, key, value, segment_lengths, dilation_rates, *settings)
+        return checked_call(query, key, value, segment_lengths, dilation_rates, *settings), True
+    if call is not None:
+        return call, False
+    call = checked_call(query, key, value, segment_lengths, dilation_rates, *settings)
     if len(_known) >= _MOST_KINDS:
         _known.clear()
-    _known[kind] = problem
-    return problem, True
+    _known[kind] = call
+    return call, True
 
 
 def _longest_document(spans: Tensor | None, tokens: int) -> int:
@@ -285,10 +285,10 @@ def _longest_document(spans: Tensor | None, tokens: int) -> int:
 
 
 _MOST_KINDS = 4096
-_known: dict[tuple[Any, ...], Problem] = {}
+_known: dict[tuple[Any, ...], Call] = {}
 
 
-def checked_problem(
+def checked_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -303,7 +303,7 @@ def checked_problem(
     allow_tf32: bool | None,
     sparse_config: SparsePatternConfig | None,
     backend: str,
-) -> Problem:
+) -> Call:
     """The problem that a call poses, or the error that says what is wrong with it."""
     check_backend(backend)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
@@ -322,7 +322,7 @@ def checked_problem(
         check_flag("allow_tf32", allow_tf32)
     if sparse_config is not None:
         sparse_config = check_sparse_config(sparse_config, spec)
-    return Problem(
+    return Call(
         spec=spec,
         is_causal=is_causal,
         scale=scale,

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.bench.recall import (
     Lesson,
     Pupil,
     Task,
-    keys_a_row,
+    keys_per_row,
     longnet_attention,
     reach,
     run_recall,
@@ -86,20 +86,20 @@ def test_the_window_sees_all_of_the_shortest_sequences() -> None:
 
 
 @pytest.mark.parametrize("tokens", [64, 256, 1024])
-def test_keys_a_row_are_those_that_are_computed(tokens) -> None:
+def test_keys_per_row_are_those_that_are_computed(tokens) -> None:
     longnet, window = longnet_attention(tokens), window_attention(tokens)
     mask = dense_mask(longnet.spec, longnet.spec.offsets(REPEATS), tokens, is_causal=True)
-    assert mask.sum().item() / tokens / REPEATS == pytest.approx(keys_a_row(LONGNET, tokens), abs=1 / tokens)
+    assert mask.sum().item() / tokens / REPEATS == pytest.approx(keys_per_row(LONGNET, tokens), abs=1 / tokens)
     offsets = window.spec.offsets(1)
     layout = layout_for(window.spec, tokens, offsets, window.sparse_config, True, CPU)
     pairs = int(keys_seen(layout, window.spec, offsets, tokens, is_causal=True).sum())
-    assert pairs / tokens == keys_a_row(WINDOW, tokens)
-    assert keys_a_row(WINDOW, tokens) >= keys_a_row(LONGNET, tokens)
+    assert pairs / tokens == keys_per_row(WINDOW, tokens)
+    assert keys_per_row(WINDOW, tokens) >= keys_per_row(LONGNET, tokens)
 
 
 @pytest.mark.parametrize("tokens", [32_768, 131_072])
 def test_at_the_lengths_of_the_experiment_the_window_costs_as_much_and_falls_short(tokens) -> None:
-    assert 1 <= keys_a_row(WINDOW, tokens) / keys_a_row(LONGNET, tokens) < 1.05
+    assert 1 <= keys_per_row(WINDOW, tokens) / keys_per_row(LONGNET, tokens) < 1.05
     assert reach(WINDOW, tokens) < tokens // 2 - Task().asked_rows
     assert reach(LONGNET, tokens) == tokens
 
@@ -116,7 +116,7 @@ def test_a_longnet_learns_the_first_lesson() -> None:
 
 
 def test_both_models_take_the_same_lessons_and_leave_curves(tmp_path, capsys) -> None:
-    results = run_recall("cpu", [256], minutes=0.02, tokens_a_step=512, d_model=32, out=tmp_path / "recall")
+    results = run_recall("cpu", [256], minutes=0.02, tokens_per_step=512, d_model=32, out=tmp_path / "recall")
     assert [(result.model, result.tokens) for result in results] == [(LONGNET, 256), (WINDOW, 256)]
     assert "keys a row" in capsys.readouterr().out
     head, *lines = map(json.loads, (tmp_path / "recall" / "recall.jsonl").read_text().splitlines())

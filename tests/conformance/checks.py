@@ -96,7 +96,7 @@ def check_errors(
 ) -> None:
     """Whether norms of what is wrong with out, lse, dq, dk and dv are within the budget."""
     flash = (
-        flash_errors(dtype, draw.head_dim, keys_a_row(draw, device), abs(draw.scale or draw.head_dim**-0.5), device)
+        flash_errors(dtype, draw.head_dim, keys_per_row(draw, device), abs(draw.scale or draw.head_dim**-0.5), device)
         if dtype != torch.float32
         else {}
     )
@@ -112,7 +112,7 @@ def check_errors(
         assert error <= limit, f"{name}: {error:.2e} is over {limit:.2e}"
 
 
-def keys_a_row(draw: Draw, device: str = "cpu") -> int:
+def keys_per_row(draw: Draw, device: str = "cpu") -> int:
     """How many keys a covered row sees on average: the size of the dense problem that is as hard."""
     q, k, v = draw.tensors(torch.float64, device)
     settings = draw.settings(device) | {"dropout_p": 0.0}

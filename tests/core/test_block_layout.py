@@ -13,7 +13,7 @@ from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePa
 from dilated_attention_pytorch.core.cache_entries import Entry
 from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.pattern_cache import PatternCache
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 
 CPU = torch.device("cpu")
 STATIC = [pattern for pattern in PATTERN_TYPES if pattern != "content_adaptive"]
@@ -25,7 +25,7 @@ def mask_of(config: SparsePatternConfig, tiles: int, is_causal: bool = False) ->
     spec = DilatedSpec.of([tiles * config.block_size], [1])
     n = tiles * config.block_size
     q, k = torch.randn(2, 1, n, 1, 4).unbind(0)
-    layout = layout_of(Problem(spec=spec, is_causal=is_causal, sparse=config), q, k)
+    layout = layout_of(Call(spec=spec, is_causal=is_causal, sparse=config), q, k)
     return layout.branches[0].mask(0, 0, 0, tiles)
 
 
@@ -124,17 +124,17 @@ def test_content_chooses_the_tiles_with_the_highest_mean_products() -> None:
     q = q.repeat_interleave(block, 0)[None, :, None].expand(-1, -1, 2, -1)
     config = SparsePatternConfig("content_adaptive", 2 / tiles, block)
     for scale, expected in ((1.0, True), (-1.0, False)):
-        problem = Problem(spec=spec, sparse=config, scale=scale)
-        mask = layout_of(problem, q, k).branches[0].mask(0, 0, 1, tiles)
+        call = Call(spec=spec, sparse=config, scale=scale)
+        mask = layout_of(call, q, k).branches[0].mask(0, 0, 1, tiles)
         elsewhere = wanted != torch.arange(tiles)
         assert (mask[torch.arange(tiles), wanted] == expected)[elsewhere].all()
 
 
 def test_ties_of_content_go_to_the_first_tiles() -> None:
     spec = DilatedSpec.of([32], [1])
-    problem = Problem(spec=spec, sparse=SparsePatternConfig("content_adaptive", 3 / 8, 4))
+    call = Call(spec=spec, sparse=SparsePatternConfig("content_adaptive", 3 / 8, 4))
     q = torch.zeros(1, 32, 1, 4)
-    assert layout_of(problem, q, q).branches[0].mask(0, 0, 0, 8)[5].nonzero().flatten().tolist() == [0, 1, 5]
+    assert layout_of(call, q, q).branches[0].mask(0, 0, 0, 8)[5].nonzero().flatten().tolist() == [0, 1, 5]
 
 
 draws = {
@@ -151,13 +151,13 @@ draws = {
 @given(**draws)
 def test_columns_are_the_rows_transposed_and_both_ascend(config, branches, n, heads, head_layout, is_causal) -> None:
     spec = DilatedSpec.of([w for w, _ in branches], [r for _, r in branches], head_layout)
-    problem = Problem(spec=spec, is_causal=is_causal, sparse=config)
+    call = Call(spec=spec, is_causal=is_causal, sparse=config)
     q, k = torch.randn(2, n, heads[0], 4), torch.randn(2, n, heads[1], 4)
-    layout = layout_of(problem, q, k)
+    layout = layout_of(call, q, k)
     for b in (0, 1):
-        for index, head, segment, at in grids_of(spec, problem.query_head_offsets(*heads), n):
+        for index, head, segment, at in grids_of(spec, call.query_head_offsets(*heads), n):
             branch = layout.branches[index]
-            start = int(branch.grids[segment, head]) + b * branch.rows_a_batch_row
+            start = int(branch.grids[segment, head]) + b * branch.rows_per_batch_row
             tiles = tiles_of(len(at), config.block_size)
             lists = []
             for first, kept in ((branch.key_first, branch.keys), (branch.query_first, branch.queries)):
@@ -177,9 +177,9 @@ def test_keys_seen_are_counted_as_the_written_mask_counts_them(
     config, branches, n, heads, head_layout, is_causal
 ) -> None:
     spec = DilatedSpec.of([w for w, _ in branches], [r for _, r in branches], head_layout)
-    problem = Problem(spec=spec, is_causal=is_causal, sparse=config)
-    offsets = problem.query_head_offsets(*heads)
-    layout = layout_of(problem, torch.randn(1, n, heads[0], 4), torch.randn(1, n, heads[1], 4))
+    call = Call(spec=spec, is_causal=is_causal, sparse=config)
+    offsets = call.query_head_offsets(*heads)
+    layout = layout_of(call, torch.randn(1, n, heads[0], 4), torch.randn(1, n, heads[1], 4))
     mask = allowed_pairs(layout, spec, offsets, 0, n) & dense_mask(spec, offsets, n, is_causal=is_causal)
     assert torch.equal(keys_seen(layout, spec, offsets, n, is_causal=is_causal), mask.sum((0, 3)).T)
 
@@ -188,11 +188,11 @@ def test_rows_worked_out_apart_are_the_same(monkeypatch) -> None:
     spec = DilatedSpec.of([64, 96], [1, 2])
     q, k = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8)
     for pattern in PATTERN_TYPES:
-        problem = Problem(spec=spec, sparse=SparsePatternConfig(pattern, 0.3, 4), is_causal=True)
-        together = layout_of(problem, q, k)
+        call = Call(spec=spec, sparse=SparsePatternConfig(pattern, 0.3, 4), is_causal=True)
+        together = layout_of(call, q, k)
         with monkeypatch.context() as patch:
             patch.setattr(block_layout, "_TILES_AT_ONCE", 20)
-            apart = layout_of(problem, q, k)
+            apart = layout_of(call, q, k)
         for one, other in zip(together.branches, apart.branches):
             assert torch.equal(one.keys, other.keys)
             assert torch.equal(one.queries, other.queries)
@@ -200,11 +200,11 @@ def test_rows_worked_out_apart_are_the_same(monkeypatch) -> None:
 
 def test_a_layout_is_remembered_where_there_is_a_cache() -> None:
     q = torch.randn(1, 64, 2, 4)
-    problem = Problem(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("random", 0.3, 4))
+    call = Call(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("random", 0.3, 4))
     cache = PatternCache()
-    assert layout_of(problem, q, q, cache) is layout_of(problem, q, q, cache)
+    assert layout_of(call, q, q, cache) is layout_of(call, q, q, cache)
     assert cache.get_stats()["hits"] == 1
-    assert layout_of(problem, q, q) is not layout_of(problem, q, q)
+    assert layout_of(call, q, q) is not layout_of(call, q, q)
 
 
 def test_layouts_of_different_calls_are_different_entries() -> None:
@@ -213,13 +213,13 @@ def test_layouts_of_different_calls_are_different_entries() -> None:
     cache = PatternCache()
     q, k = torch.randn(1, 64, 4, 4), torch.randn(1, 64, 2, 4)
     calls = [
-        (Problem(spec=spec, sparse=config), q, q),
-        (Problem(spec=spec, sparse=config), q, k),
-        (Problem(spec=spec, sparse=config), q[:, :50], q[:, :50]),
-        (Problem(spec=spec, sparse=config, is_causal=True), q, q),
-        (Problem(spec=spec, sparse=config, head_offset=4, total_heads=8), q, q),
-        (Problem(spec=spec, sparse=SparsePatternConfig("random", 0.3, 4, seed=1)), q, q),
-        (Problem(spec=DilatedSpec.of([64], [4], "blocked"), sparse=config), q, q),
+        (Call(spec=spec, sparse=config), q, q),
+        (Call(spec=spec, sparse=config), q, k),
+        (Call(spec=spec, sparse=config), q[:, :50], q[:, :50]),
+        (Call(spec=spec, sparse=config, is_causal=True), q, q),
+        (Call(spec=spec, sparse=config, head_offset=4, total_heads=8), q, q),
+        (Call(spec=spec, sparse=SparsePatternConfig("random", 0.3, 4, seed=1)), q, q),
+        (Call(spec=DilatedSpec.of([64], [4], "blocked"), sparse=config), q, q),
     ]
     for call in calls:
         layout_of(*call, cache)
@@ -227,15 +227,15 @@ def test_layouts_of_different_calls_are_different_entries() -> None:
 
 
 def test_content_is_never_remembered() -> None:
-    problem = Problem(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("content_adaptive", 0.3, 4))
+    call = Call(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("content_adaptive", 0.3, 4))
     cache = PatternCache()
-    layout_of(problem, *torch.randn(2, 1, 64, 2, 4), cache)
+    layout_of(call, *torch.randn(2, 1, 64, 2, 4), cache)
     assert len(cache) == 0
 
 
 def test_a_query_tile_knows_the_turn_of_each_of_its_keys() -> None:
-    problem = Problem(spec=DilatedSpec.of([300], [1]), sparse=SparsePatternConfig("random", 0.3, 8))
-    (kept,) = layout_of(problem, *torch.randn(2, 1, 300, 1, 4)).branches
+    call = Call(spec=DilatedSpec.of([300], [1]), sparse=SparsePatternConfig("random", 0.3, 8))
+    (kept,) = layout_of(call, *torch.randn(2, 1, 300, 1, 4)).branches
     for column in range(len(kept.query_first) - 1):
         for entry in range(kept.query_first[column], kept.query_first[column + 1]):
             place = kept.key_first[kept.queries[entry] + 1] - 1 - kept.query_turns[entry]
@@ -244,7 +244,7 @@ def test_a_query_tile_knows_the_turn_of_each_of_its_keys() -> None:
 
 def test_an_entry_knows_the_tensors_of_a_layout() -> None:
     layout = layout_of(
-        Problem(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("strided", 0.3, 4)),
+        Call(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("strided", 0.3, 4)),
         *torch.randn(2, 1, 64, 2, 4),
     )
     tensors = [x for x in layout.branches[0] if isinstance(x, torch.Tensor)]
@@ -255,11 +255,11 @@ def test_an_entry_knows_the_tensors_of_a_layout() -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_autocast_does_not_change_what_content_chooses(is_causal) -> None:
     config = SparsePatternConfig("content_adaptive", 0.3, 4)
-    problem = Problem(spec=DilatedSpec.of([256], [1]), sparse=config, is_causal=is_causal)
+    call = Call(spec=DilatedSpec.of([256], [1]), sparse=config, is_causal=is_causal)
     q, k = torch.randn(2, 1, 256, 2, 16)
-    outside = layout_of(problem, q, k)
+    outside = layout_of(call, q, k)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = layout_of(problem, q, k)
+        inside = layout_of(call, q, k)
     assert torch.equal(outside.branches[0].keys, inside.branches[0].keys)
 
 

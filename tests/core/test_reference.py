@@ -7,7 +7,7 @@ import torch
 
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
@@ -15,21 +15,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 @pytest.mark.parametrize("seed", [None, torch.tensor([5, 6])])
 @pytest.mark.parametrize("rates", [[1, 2], [2, 3]])
 def test_the_written_gradient_is_the_one_of_autograd(seed, rates) -> None:
-    problem = Problem(spec=DilatedSpec.of([4, 9], rates), is_causal=True, dropout_p=0.0 if seed is None else 0.4)
+    call = Call(spec=DilatedSpec.of([4, 9], rates), is_causal=True, dropout_p=0.0 if seed is None else 0.4)
     q, k, v = (torch.randn(2, 11, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     spans = torch.tensor([[2, 11], [0, 0]])
-    out, lse = reference_forward(q, k, v, problem, spans, seed)
+    out, lse = reference_forward(q, k, v, call, spans, seed)
     do, dl = torch.randn_like(out), torch.randn_like(lse)
     loss = (out * do).sum() + (lse * dl)[lse != -torch.inf].sum()
     expected = torch.autograd.grad(loss, (q, k, v))
-    found = reference_backward(do, dl, *(x.detach() for x in (q, k, v)), problem, spans, seed)
+    found = reference_backward(do, dl, *(x.detach() for x in (q, k, v)), call, spans, seed)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_key_that_two_branches_show_counts_twice() -> None:
     q, k, v = (torch.zeros(1, 4, 1, 1, dtype=torch.float64) for _ in range(3))
     v[0, :, 0, 0] = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    out, lse = reference_forward(q, k, v, Problem(spec=DilatedSpec.of([2, 4], [1, 2])))
+    out, lse = reference_forward(q, k, v, Call(spec=DilatedSpec.of([2, 4], [1, 2])))
     # With all scores 0, row 0 sees keys 0, 1 in the first branch and 0, 2 in the second.
     assert out[0, 0, 0, 0].item() == pytest.approx((1 + 2 + 1 + 3) / 4)
     assert lse[0, 0, 0].item() == pytest.approx(math.log(4))

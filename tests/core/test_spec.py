@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core import reach as reach_module
 from dilated_attention_pytorch.core.reach import ReachWarning
-from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec
 
 LAYOUTS = ["interleaved", "blocked", "grouped"]
 
@@ -85,9 +85,9 @@ def test_a_shard_has_its_columns_of_the_whole_table(layout, rates, total, data) 
 
 
 def test_query_heads_of_a_group_share_their_key_head() -> None:
-    problem = Problem(spec=DilatedSpec.of([8], [2]), head_offset=4, total_heads=8)
-    assert problem.offsets(heads=4, kv_heads=2) == ((0, 1),)
+    call = Call(spec=DilatedSpec.of([8], [2]), head_offset=4, total_heads=8)
+    assert call.offsets(heads=4, kv_heads=2) == ((0, 1),)
     with pytest.raises(ValueError, match="head_offset=3 splits a group of 2"):
-        Problem(spec=problem.spec, head_offset=3, total_heads=8).offsets(heads=4, kv_heads=2)
+        Call(spec=call.spec, head_offset=3, total_heads=8).offsets(heads=4, kv_heads=2)
     with pytest.raises(ValueError, match="do not lie within the 6 heads"):
-        problem.spec.offsets(4, first=4, total=6)
+        call.spec.offsets(4, first=4, total=6)

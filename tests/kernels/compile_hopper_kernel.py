@@ -67,7 +67,7 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         rows=256,
         heads=range(2),
         slots=1,
-        slots_a_row=1,
+        slots_per_row=1,
         offsets=torch.zeros(2, dtype=torch.int32),
         query_offsets=torch.zeros(2, dtype=torch.int32),
         is_causal=mask != "whole",

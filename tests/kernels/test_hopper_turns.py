@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch.core.block_layout import BranchLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.pattern import grid_rows, segments
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 
 turns = pytest.importorskip(
     "dilated_attention_pytorch.kernels.triton.hopper.turns", reason="this Triton has no Gluon", exc_type=ImportError
@@ -137,8 +137,8 @@ def test_every_addition_of_a_kept_tile_gets_its_turn(
     rows: int, team: int, group: int, causal: bool, ratio: float
 ) -> None:
     config = SparsePatternConfig("content_adaptive", ratio, KEY_ROWS)
-    problem = Problem(spec=DilatedSpec.of([rows], [1]), sparse=config, is_causal=causal)
-    (kept,) = layout_of(problem, torch.randn(1, rows, group, 4), torch.randn(1, rows, 1, 4)).branches
+    call = Call(spec=DilatedSpec.of([rows], [1]), sparse=config, is_causal=causal)
+    (kept,) = layout_of(call, torch.randn(1, rows, group, 4), torch.randn(1, rows, 1, 4)).branches
     left = [listed_additions_of(member, rows, team, group, kept) for member in range(team)]
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
     masks = [kept.mask(0, 0, head, key_tiles).sum(-1) for head in range(group)]

@@ -16,7 +16,7 @@ from dilated_attention_pytorch import BlockSparseRingDilatedAttention, LongNet, 
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.op import attend_backward, attend_op
 from dilated_attention_pytorch.nn.full_cache import attend_full_cache
@@ -200,10 +200,10 @@ def test_tangents_equal_those_of_the_reference(case) -> None:
 
     spans = document_spans(1, 18, **{name: settings[name] for name in ("seqlens", "cu_seqlens") if name in settings})
     spec = DilatedSpec.of(settings["segment_lengths"], settings["dilation_rates"])
-    problem = Problem(spec=spec, is_causal=settings.get("is_causal", False), sparse=settings.get("sparse_config"))
-    layout = None if problem.sparse is None else layout_of(problem, *primals[:2])
+    call = Call(spec=spec, is_causal=settings.get("is_causal", False), sparse=settings.get("sparse_config"))
+    layout = None if call.sparse is None else layout_of(call, *primals[:2])
     exact = [x.double() for x in primals], [x.double() for x in tangents]
-    expected = torch.func.jvp(lambda *x: reference_forward(*x, problem, spans, None, layout), *map(tuple, exact))[1]
+    expected = torch.func.jvp(lambda *x: reference_forward(*x, call, spans, None, layout), *map(tuple, exact))[1]
     with forward_ad.dual_level():
         both = run(*(forward_ad.make_dual(x, t) for x, t in zip(primals, tangents)))
         duals = [forward_ad.unpack_dual(x).tangent for x in both]

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core.pattern import on_grid
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.kernels.parts import Part, Partition
 
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
 
 def parts_of(spec: DilatedSpec, tokens: int, heads: int) -> tuple[Part, ...]:
-    return Partition(Problem(spec=spec), None, torch.Size([1, tokens, heads, 1]), heads).parts
+    return Partition(Call(spec=spec), None, torch.Size([1, tokens, heads, 1]), heads).parts
 
 
 @given(
@@ -27,12 +27,12 @@ def parts_of(spec: DilatedSpec, tokens: int, heads: int) -> tuple[Part, ...]:
 )
 def test_parts_view_every_row_on_a_grid_once(batch, tokens, heads, layout, branches) -> None:
     spec = DilatedSpec.of([w for w, _ in branches], [r for _, r in branches], layout)
-    problem = Problem(spec=spec)
-    partition = Partition(problem, None, torch.Size([batch, tokens, heads, 1]), heads)
+    call = Call(spec=spec)
+    partition = Partition(call, None, torch.Size([batch, tokens, heads, 1]), heads)
     places = torch.arange(batch * tokens * heads).view(batch, tokens, heads)
     view = partition.viewer(places)
     positions = torch.arange(tokens)
-    table = problem.offsets(heads, heads)
+    table = call.offsets(heads, heads)
     met: set[int] = set()
     for index, branch in enumerate(spec.branches):
         found = [(view(i), part) for i, part in enumerate(partition.parts) if part.branch == index]

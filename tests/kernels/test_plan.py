@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 
 planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan", reason="the kernels need Triton")
 
@@ -13,7 +13,7 @@ planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan", 
 def order_of(spec: DilatedSpec, spans: torch.Tensor | None = None, tokens: int = 300) -> list[int]:
     """The branches of a call in the order in which they run."""
     query = torch.empty(1, tokens, 4, 16)
-    plan = planning.Plan(Problem(spec=spec), spans, False, False, (query, query, query))
+    plan = planning.Plan(Call(spec=spec), spans, False, False, (query, query, query))
     return [branch.index for branch in plan.branches]
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.kernels import op
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def share(dropout_p: float, *, first_position: int = 70, partial: bool = True) -> Problem:
+def share(dropout_p: float, *, first_position: int = 70, partial: bool = True) -> Call:
     """A shard from position 70 on: its second branch begins within a segment, its third is computed elsewhere."""
-    return Problem(
+    return Call(
         spec=DilatedSpec.of([16, 96, 48], [1, 3, 2]),
         is_causal=True,
         dropout_p=dropout_p,
@@ -23,15 +23,15 @@ def share(dropout_p: float, *, first_position: int = 70, partial: bool = True) -
     )
 
 
-def run(backend: str, problem: Problem, dtype: torch.dtype, device: str, *, backward: bool = True):
+def run(backend: str, call: Call, dtype: torch.dtype, device: str, *, backward: bool = True):
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 34, 4, 16, generator=generator).to(device, dtype) for _ in range(4))
     spans = torch.tensor([[0, 14], [14, 34]], device=device)
-    seed = torch.tensor([3, 4], device=device) if problem.dropout_p else None
-    out, lse = op.forward(q, k, v, spans, seed, problem, backend)
+    seed = torch.tensor([3, 4], device=device) if call.dropout_p else None
+    out, lse = op.forward(q, k, v, spans, seed, call, backend)
     if not backward:
         return (out,)
-    return (out, lse, *op.backward(do, None, q, k, v, out, lse, spans, seed, problem, backend))
+    return (out, lse, *op.backward(do, None, q, k, v, out, lse, spans, seed, call, backend))
 
 
 @pytest.mark.parametrize("device", DEVICES)

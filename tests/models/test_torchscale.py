@@ -17,7 +17,7 @@ from torch import nn
 
 from dilated_attention_pytorch import LongNet, LongNetLM, cls_attention, patch_gigapath
 from dilated_attention_pytorch.core.reference import reference_forward
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
 from dilated_attention_pytorch.models.position_table import SlidePositions
 from dilated_attention_pytorch.models.slide_attention import on_slide
@@ -209,8 +209,8 @@ def test_gigapaths_own_segments_and_rates_are_met_in_float32(N) -> None:
 
 
 def by_definition(q, k, v, pattern, is_causal=False):
-    problem = Problem(spec=DilatedSpec.of(*pattern, "blocked"), is_causal=is_causal)
-    return reference_forward(q, k, v, problem, None, None)[0]
+    call = Call(spec=DilatedSpec.of(*pattern, "blocked"), is_causal=is_causal)
+    return reference_forward(q, k, v, call, None, None)[0]
 
 
 def test_zeros_matter_at_a_ragged_length_and_not_where_segments_end_with_the_sequence() -> None:

@@ -220,7 +220,7 @@ def _recall(arguments: argparse.Namespace) -> None:
 
     device = _device(arguments.device)
     tokens = arguments.tokens or ([32_768, 131_072] if device == "cuda" else [1024])
-    names = ("minutes", "seed", "out", "d_model", "learning_rate", "tokens_a_step")
+    names = ("minutes", "seed", "out", "d_model", "learning_rate", "tokens_per_step")
     run_recall(device, tokens, **{name: getattr(arguments, name) for name in names})
 
 

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.bench.harness import machine
 from dilated_attention_pytorch.bench.results import describe
 from dilated_attention_pytorch.bench.runner import append_line
 from dilated_attention_pytorch.bench.training_tables import markdown_row
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.parallel import ranks_of, sharded_dilated_attention
 from dilated_attention_pytorch.parallel.costs import branch_traffic, wires_of
 from dilated_attention_pytorch.parallel.sharding import Shards
@@ -112,8 +112,8 @@ def _measure(device: str, tokens: int, scheme: str) -> dict[str, Any]:
         "suite": "ranks", "ranks": ranks.size, "cores": os.cpu_count(), "scheme": scheme, "tokens": tokens,
         "heads": heads, "head_dim": head_dim, "dtype": dtype, "segment_lengths": segments, "dilation_rates": rates,
     }  # fmt: skip
-    problem = Problem(spec=DilatedSpec.of(segments, rates))
-    wires = list(wires_of(problem, shards, [(range(1), 0, tokens)], heads, heads, head_dim, q.element_size()))
+    call = Call(spec=DilatedSpec.of(segments, rates))
+    wires = list(wires_of(call, shards, [(range(1), 0, tokens)], heads, heads, head_dim, q.element_size()))
     for stage in ("forward", "backward"):
         counted = sum(traffic.received for (name, _), traffic in ranks.traffic.items() if name == stage)
         everyone: list[Any] = [None] * ranks.size

@@ -43,8 +43,8 @@ _MOST_STEPS = 1500
 _WARMUP = 30
 _PLENTY = 256  # answers in a step
 # Small enough for two cores to learn within minutes; where steps are cheap, more is seen in each.
-_ON_A_CPU: dict[str, Any] = {"d_model": 64, "learning_rate": 5e-3, "tokens_a_step": 4096}
-_ON_A_GPU: dict[str, Any] = {"d_model": 128, "learning_rate": 3e-3, "tokens_a_step": 524_288}
+_ON_A_CPU: dict[str, Any] = {"d_model": 64, "learning_rate": 5e-3, "tokens_per_step": 4096}
+_ON_A_GPU: dict[str, Any] = {"d_model": 128, "learning_rate": 3e-3, "tokens_per_step": 524_288}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ def _longnet_pairs(tokens: int) -> int:
     return math.ceil(sum(pairs) / REPEATS)
 
 
-def keys_a_row(name: str, tokens: int) -> float:
+def keys_per_row(name: str, tokens: int) -> float:
     """On average, of one head."""
     pairs = _longnet_pairs(tokens) if name == LONGNET else _window_pairs(tokens, *_window(tokens))
     return pairs / tokens
@@ -185,7 +185,7 @@ class Result:
     answers: int
     steps: int  # in all, from the first lesson on
     seconds: float
-    keys_a_row: float
+    keys_per_row: float
     reach: int
 
 
@@ -263,7 +263,7 @@ class Pupil:
 
 
 def teach(
-    pupil: Pupil, targets: Sequence[int], seconds: float, tokens_a_step: int, record: Callable[[dict[str, Any]], None]
+    pupil: Pupil, targets: Sequence[int], seconds: float, tokens_per_step: int, record: Callable[[dict[str, Any]], None]
 ) -> list[Result]:
     """All lessons in turn, each until it is learned or has taken half of the time that is left, the last one all."""
     results = []
@@ -271,7 +271,7 @@ def teach(
     course = lessons(targets)
     for number, lesson in enumerate(course, 1):
         pupil.attend(lesson.tokens)
-        sequences = max(1, min(256, tokens_a_step // lesson.tokens))
+        sequences = max(1, min(256, tokens_per_step // lesson.tokens))
         recent: deque[float] = deque(maxlen=max(10, _RECENT // (sequences * pupil.task.questions)))
         end = seconds if number == len(course) else (time.perf_counter() - began + seconds) / 2
         for _ in range(_MOST_STEPS):
@@ -301,7 +301,7 @@ def teach(
                     answers,
                     pupil.steps,
                     time.perf_counter() - began,
-                    keys_a_row(pupil.name, lesson.tokens),
+                    keys_per_row(pupil.name, lesson.tokens),
                     reach(pupil.name, lesson.tokens),
                 )
             )
@@ -317,7 +317,7 @@ def run_recall(
     out: Path | None = None,
     d_model: int | None = None,
     learning_rate: float | None = None,
-    tokens_a_step: int | None = None,
+    tokens_per_step: int | None = None,
     task: Task | None = None,
 ) -> list[Result]:
     """Teach both models within `minutes` in all, print a table, and write `recall.jsonl` and `recall.html` to `out`."""
@@ -328,14 +328,14 @@ def run_recall(
     if minutes <= 0:
         raise ValueError(f"minutes must be above 0, got {minutes}")
     usual = _ON_A_GPU if device == "cuda" else _ON_A_CPU
-    given = {"d_model": d_model, "learning_rate": learning_rate, "tokens_a_step": tokens_a_step}
+    given = {"d_model": d_model, "learning_rate": learning_rate, "tokens_per_step": tokens_per_step}
     settings = usual | {name: value for name, value in given.items() if value is not None}
     records: list[dict[str, Any]] = []
     results: list[Result] = []
     for name in ATTENTIONS:
         pupil = Pupil(name, task, device, settings["d_model"], settings["learning_rate"], seed)
         share = 60 * minutes / len(ATTENTIONS)
-        results += teach(pupil, targets, share, settings["tokens_a_step"], _Narrator(records))
+        results += teach(pupil, targets, share, settings["tokens_per_step"], _Narrator(records))
     rows = [_cells(result) for result in results]
     for row in [_HEAD, *rows]:
         print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, _widths([_HEAD, *rows]))))
@@ -355,7 +355,7 @@ def _cells(result: Result) -> list[str]:
         f"{result.tokens:,}",
         f"{result.accuracy:.1%}",
         f"{result.answers:,}",
-        f"{result.keys_a_row:,.0f}",
+        f"{result.keys_per_row:,.0f}",
         f"{result.reach:,}",
         f"{result.steps:,}",
         f"{result.seconds:.0f}",

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.core.memory_pool import WorkspacePool, reset_glob
 from dilated_attention_pytorch.core.pattern_cache import KINDS, PatternCache, reset_global_pattern_cache
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.kernels.parts import partition_for
 from dilated_attention_pytorch.measuring import peak_resident
 from dilated_attention_pytorch.models import LongNetLM
@@ -134,12 +134,12 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
     lengths, mask = _packed(tokens).to(device), (torch.arange(tokens) >= tokens - 7)[None].to(device)
     spans = document_spans(1, tokens, cu_seqlens=lengths)
     assert spans is not None
-    problem, sparse = (Problem(spec=DilatedSpec.of(**SPEC), sparse=pattern) for pattern in (None, SPARSE))
+    call, sparse = (Call(spec=DilatedSpec.of(**SPEC), sparse=pattern) for pattern in (None, SPARSE))
     like = torch.empty(1, tokens, HEADS, HEAD_DIM, device=device)
     cache = PatternCache()
 
     def parts(of: Tensor | None, cache: PatternCache | None) -> None:
-        partition_for(problem, of, like.shape, HEADS, cache).viewer(like)
+        partition_for(call, of, like.shape, HEADS, cache).viewer(like)
 
     def found(key: Callable[[], Any]) -> Callable[[], object]:
         """Looking up what the policy leaves out."""
@@ -160,8 +160,8 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
             lambda: layout_of(sparse, like, like),
             lambda: layout_of(sparse, like, like, cache),
         ),
-        *_segment_table(device, problem, spans, like, cache),
-        *_ring_schedule(device, problem, like, cache),
+        *_segment_table(device, call, spans, like, cache),
+        *_ring_schedule(device, call, like, cache),
         (
             "padding mask",
             f"padding mask, {tokens} tokens",
@@ -171,8 +171,8 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
         (
             "offset table",
             "offset table",
-            lambda: problem.spec.offsets(HEADS),
-            found(lambda: (problem.spec, HEADS, problem.head_offset, problem.total_heads)),
+            lambda: call.spec.offsets(HEADS),
+            found(lambda: (call.spec, HEADS, call.head_offset, call.total_heads)),
         ),
     ]
     for kind, title, rebuild, hit in cases:
@@ -186,26 +186,26 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _segment_table(device: str, problem: Problem, spans: Tensor, like: Tensor, cache: PatternCache) -> list[Any]:
+def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: PatternCache) -> list[Any]:
     if device != "cuda":
         return []  # a kernel of the Triton engine's
     from dilated_attention_pytorch.kernels.triton.engine import _table
     from dilated_attention_pytorch.kernels.triton.plan import plan_for
 
-    branch = plan_for(problem, spans, None, like, like, like).branches[0]
+    branch = plan_for(call, spans, None, like, like, like).branches[0]
     return [
         ("segment table", "segment table", lambda: _table(branch, spans, None), lambda: _table(branch, spans, cache))
     ]
 
 
-def _ring_schedule(device: str, problem: Problem, like: Tensor, cache: PatternCache) -> list[Any]:
+def _ring_schedule(device: str, call: Call, like: Tensor, cache: PatternCache) -> list[Any]:
     """Of one of eight ranks whose shards every branch cuts."""
     ranks = Ranks(None)
     ranks.rank, ranks.size = 3, 8
     shards = Shards((like.shape[1] // 8 - 1,) * 8)
     mine = torch.Size((1, shards.lengths[3], HEADS, HEAD_DIM))
     documents = ((range(1), 0, shards.tokens),)
-    kind = (problem, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
+    kind = (call, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
     rebuild, hit = (partial(schedule_for, ranks, kind, found) for found in (None, cache))
     return [("ring schedule", "ring schedule, 8 ranks", rebuild, hit)]
 

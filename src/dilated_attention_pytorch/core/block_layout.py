@@ -31,7 +31,7 @@ from dilated_attention_pytorch.core.block_pattern import (
 from dilated_attention_pytorch.core.checks import SIZE, checked, shown
 from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
 from dilated_attention_pytorch.core.pattern_cache import Remembers
-from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable, Problem
+from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec, OffsetTable
 
 # Tiles whose order is worked out at once: it takes some 40 bytes each.
 _TILES_AT_ONCE = 1 << 22
@@ -43,7 +43,7 @@ class BranchLayout(NamedTuple):
     """The kept tiles of one branch, int32; rows are numbered over all grids."""
 
     grids: Tensor  # (S, H): the first row of the grid of a segment and query head
-    rows_a_batch_row: int  # how many rows later the same grid of the next batch row starts: 0 where they share one
+    rows_per_batch_row: int  # how many rows later the same grid of the next batch row starts: 0 where they share one
     key_first: Tensor  # (rows + 1,)
     keys: Tensor  # (kept tiles,)
     query_first: Tensor
@@ -64,7 +64,7 @@ class BranchLayout(NamedTuple):
 
         `b, segments, heads` are batch rows, segments and query heads, and broadcast together.
         """
-        first = self.grids[segments, heads].long() + b * self.rows_a_batch_row
+        first = self.grids[segments, heads].long() + b * self.rows_per_batch_row
         rows = first[..., None] + torch.arange(tiles, device=first.device)
         start, end = self.key_first[rows].long(), self.key_first[rows + 1].long()
         at = start[..., None] + torch.arange(int((end - start).max()), device=first.device)
@@ -144,9 +144,9 @@ def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[
 
 
 @checked()
-def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | None = None) -> BlockLayout:
+def layout_of(call: Call, query: Tensor, key: Tensor, cache: Remembers | None = None) -> BlockLayout:
     """The layout of a call whose problem has a block pattern, through the cache if there is one."""
-    config = problem.sparse
+    config = call.sparse
     if config is None:
         raise ValueError("layout_of is for a call that keeps some tiles only, and this problem has no sparse config")
     if cache is not None and not hasattr(cache, "remember"):
@@ -158,17 +158,17 @@ def layout_of(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | N
     if config.depends_on_content:
         # Autocast may be over when backward chooses again, and must not change the choice.
         with torch.autocast(query.device.type, enabled=False):
-            return _layout_from_content(problem, config, query.detach(), key.detach())
+            return _layout_from_content(call, config, query.detach(), key.detach())
     N, H, kv_heads, device = query.shape[1], query.shape[2], key.shape[2], query.device
 
     def build() -> BlockLayout:
-        offsets = problem.query_head_offsets(H, kv_heads)
+        offsets = call.query_head_offsets(H, kv_heads)
         with torch.inference_mode(False):  # an entry outlives the mode it was made in
-            return layout_for(problem.spec, N, offsets, config, problem.is_causal, device)
+            return layout_for(call.spec, N, offsets, config, call.is_causal, device)
 
     if cache is None:
         return build()
-    kind = (problem.spec, config, problem.is_causal, problem.head_offset, problem.total_heads, N, H, kv_heads, device)
+    kind = (call.spec, config, call.is_causal, call.head_offset, call.total_heads, N, H, kv_heads, device)
     layout = cache.remember("block layout", kind, build)
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         _captured[id(layout)] = layout
@@ -256,13 +256,13 @@ def _compress(
 
 
 def _branch_layout(
-    device: torch.device, grids: Tensor, rows_a_batch_row: int, compressed: tuple[Tensor, ...]
+    device: torch.device, grids: Tensor, rows_per_batch_row: int, compressed: tuple[Tensor, ...]
 ) -> BranchLayout:
     grids, *lists = (x.to(device, torch.int32) for x in (grids, *compressed))
-    return BranchLayout(grids, rows_a_batch_row, *lists)
+    return BranchLayout(grids, rows_per_batch_row, *lists)
 
 
-def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: Tensor, key: Tensor) -> BlockLayout:
+def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor, key: Tensor) -> BlockLayout:
     """The tiles with the highest products of query and mean key; nothing here waits for the device.
 
     A tile's query is the mean of its rows. Under causality it is its first row: the others come after that one, which
@@ -271,7 +271,7 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
     (B, N, H), kv_heads, device = query.shape[:3], key.shape[2], query.device
     query, key = query.unflatten(2, (kv_heads, -1)), key.unsqueeze(3)  # (B, N, Hkv, group, D), (B, N, Hkv, 1, D)
     branches: list[BranchLayout | None] = []
-    for branch, offsets in zip(problem.spec.branches, problem.offsets(H, kv_heads)):
+    for branch, offsets in zip(call.spec.branches, call.offsets(H, kv_heads)):
         tiles = _tiles(branch, offsets, N, config.block_size)
         S, T = tiles.shape[0], int(tiles.max())
         if T == 0:
@@ -279,7 +279,7 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
             continue
         chosen: dict[int, tuple[Tensor, Tensor]] = {}
         for offset, heads in heads_by_offset(offsets):
-            kept, counts = tiles_by_content(problem, config, query[:, :, heads], key[:, :, heads], branch, offset, T)
+            kept, counts = tiles_by_content(call, config, query[:, :, heads], key[:, :, heads], branch, offset, T)
             chosen.update(zip(range(kv_heads)[heads], zip(kept.unbind(2), counts.unbind(2))))
         some, few = next(iter(chosen.values()))
         absent = torch.full_like(some, T), torch.zeros_like(few)
@@ -287,7 +287,7 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
         kept = torch.cat([kept for kept, _ in in_order], 2).flatten(0, 3)  # (B * S * H * T, K)
         counts = torch.cat([counts for _, counts in in_order], 2).flatten()
         first = torch.arange(B * S * H, device=device) * T
-        entries = B * H // kv_heads * _kept_tiles(tiles, config, problem.is_causal)
+        entries = B * H // kv_heads * _kept_tiles(tiles, config, call.is_causal)
         compressed = _compress(kept, counts, first.repeat_interleave(T), entries, config)
         grids = first[: S * H].view(S, H)
         branches.append(_branch_layout(device, grids, S * H * T, compressed))
@@ -295,7 +295,7 @@ def _layout_from_content(problem: Problem, config: SparsePatternConfig, query: T
 
 
 def tiles_by_content(
-    problem: Problem,
+    call: Call,
     config: SparsePatternConfig,
     query: Tensor,
     key: Tensor,
@@ -307,15 +307,15 @@ def tiles_by_content(
 
     `query` and `key` are `(B, N, heads, group, D)`, of heads at one offset, with `group` 1 for keys.
     """
-    pooled_q = _pooled(query, branch, offset, config.block_size, most, first_row=problem.is_causal)
+    pooled_q = _pooled(query, branch, offset, config.block_size, most, first_row=call.is_causal)
     pooled_k = _pooled(key, branch, offset, config.block_size, most)
     rows = _rows_on_grid(branch, offset, query.shape[1], query.device)
     tiles = -(-rows // config.block_size).view(1, -1, 1, 1, 1, 1)
-    return _highest(problem, config, pooled_q, pooled_k, tiles)
+    return _highest(call, config, pooled_q, pooled_k, tiles)
 
 
 def _highest(
-    problem: Problem, config: SparsePatternConfig, pooled_q: Tensor, pooled_k: Tensor, tiles: Tensor
+    call: Call, config: SparsePatternConfig, pooled_q: Tensor, pooled_k: Tensor, tiles: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The kept tiles, `(B, S, heads, group, T, K)`, and their numbers, by products of `(B, S, heads, group, T, D)`."""
     B, S, heads, group, T, D = pooled_q.shape
@@ -324,9 +324,9 @@ def _highest(
     at_once = max(1, _TILES_AT_ONCE // (B * heads * group * T * T))
     for s in range(0, S, at_once):
         few = slice(s, s + at_once)
-        scores = pooled_q[:, few] @ pooled_k[:, few].transpose(-1, -2) * problem.softmax_scale(D)
+        scores = pooled_q[:, few] @ pooled_k[:, few].transpose(-1, -2) * call.softmax_scale(D)
         ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-        kept, counts = choose_tiles(config, ranks, rows, tiles[:, few], problem.is_causal)
+        kept, counts = choose_tiles(config, ranks, rows, tiles[:, few], call.is_causal)
         chosen.append((kept, counts.expand(kept.shape[:-1])))
     return torch.cat([kept for kept, _ in chosen], 1), torch.cat([counts for _, counts in chosen], 1)
 

@@ -18,7 +18,7 @@ from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.spans import check_spans, documents
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 
 
 @checked()
@@ -26,7 +26,7 @@ def reference_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    problem: Problem,
+    call: Call,
     spans: Tensor | None = None,
     seed: Tensor | None = None,
     layout: BlockLayout | None = None,
@@ -59,8 +59,8 @@ def reference_forward(
     out = query.new_zeros(B, N, H, D)
     lse = query.new_full((B, N, H), -torch.inf)
     for b, tokens in _rows_of_documents(spans, B, N):
-        weights, row_lse, sees = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
-        weights = weights * _kept(problem, seed, b, tokens, weights)
+        weights, row_lse, sees = _weights(query[b, tokens], key[b, tokens], call, layout, b)
+        weights = weights * _kept(call, seed, b, tokens, weights)
         v = _per_query_head(value[b, tokens], H)
         out[b, tokens] = _sum("ghij,jhd->ihd", weights, v, sees)
         lse[b, tokens] = row_lse.transpose(0, 1)
@@ -73,7 +73,7 @@ def reference_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    problem: Problem,
+    call: Call,
     spans: Tensor | None = None,
     seed: Tensor | None = None,
     layout: BlockLayout | None = None,
@@ -84,15 +84,15 @@ def reference_backward(
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     group = H // key.shape[2]
     for b, tokens in _rows_of_documents(spans, B, N):
-        weights, _, sees = _weights(query[b, tokens], key[b, tokens], problem, layout, b)
-        kept = _kept(problem, seed, b, tokens, weights)
+        weights, _, sees = _weights(query[b, tokens], key[b, tokens], call, layout, b)
+        kept = _kept(call, seed, b, tokens, weights)
         k, v = (_per_query_head(x[b, tokens], H) for x in (key, value))
         do = grad_out[b, tokens]
         d_weights = (torch.einsum("ihd,jhd->hij", do, v) * kept).masked_fill(~sees, 0.0)
         delta = (d_weights * weights).sum((0, 3))  # (H, n): sum over every pair that the row's one softmax covers
         if grad_lse is not None:
             delta = delta - grad_lse[b, tokens].double().transpose(0, 1)
-        d_scores = weights * (d_weights - delta[None, :, :, None]).masked_fill(~sees, 0.0) * problem.softmax_scale(D)
+        d_scores = weights * (d_weights - delta[None, :, :, None]).masked_fill(~sees, 0.0) * call.softmax_scale(D)
         dq[b, tokens] = _sum("ghij,jhd->ihd", d_scores, k, sees)
         dk[b, tokens] = _sum("ghij,ihd->jhd", d_scores, query[b, tokens], sees).unflatten(1, (-1, group)).sum(2)
         dv[b, tokens] = _sum("ghij,ihd->jhd", weights * kept, do, sees).unflatten(1, (-1, group)).sum(2)
@@ -115,19 +115,17 @@ def _sum(equation: str, weights: Tensor, x: Tensor, sees: Tensor) -> Tensor:
     return torch.einsum(equation, weights, x.nan_to_num(0.0, 0.0, 0.0)).masked_fill(touched, torch.nan)
 
 
-def _weights(
-    q: Tensor, k: Tensor, problem: Problem, layout: BlockLayout | None, b: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(q: Tensor, k: Tensor, call: Call, layout: BlockLayout | None, b: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of one document: the weights of all (branch, key) pairs, `(branches, H, n, n)`, the lse, `(H, n)`, and the mask.
 
     The mask says which pairs are visible; the weights of the others are 0.
     """
     n, H, D = q.shape
-    offsets = problem.query_head_offsets(H, k.shape[1])
-    sees = dense_mask(problem.spec, offsets, n, is_causal=problem.is_causal, device=q.device)
+    offsets = call.query_head_offsets(H, k.shape[1])
+    sees = dense_mask(call.spec, offsets, n, is_causal=call.is_causal, device=q.device)
     if layout is not None:
-        sees = sees & allowed_pairs(layout, problem.spec, offsets, b, n).to(q.device)
-    scores = torch.einsum("ihd,jhd->hij", q, _per_query_head(k, H)) * problem.softmax_scale(D)
+        sees = sees & allowed_pairs(layout, call.spec, offsets, b, n).to(q.device)
+    scores = torch.einsum("ihd,jhd->hij", q, _per_query_head(k, H)) * call.softmax_scale(D)
     scores = scores.masked_fill(~sees, -torch.inf)  # (branches, H, n, n)
     covered = sees.any(3).any(0)  # (H, n)
     # An uncovered row has no finite score; a stand-in keeps both its value and its gradient from being nan.
@@ -136,23 +134,23 @@ def _weights(
     return weights, lse.masked_fill(~covered, -torch.inf), sees
 
 
-def _kept(problem: Problem, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:
+def _kept(call: Call, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:
     if seed is None:
         return torch.ones_like(weights)
     positions = torch.arange(tokens.start, tokens.stop, device=weights.device)
     keeps = [
         keep_mask(
             seed,
-            problem.dropout_p,
+            call.dropout_p,
             rows=torch.tensor(b, device=weights.device),
-            heads=problem.head_offset + torch.arange(weights.shape[1], device=weights.device)[:, None, None],
+            heads=call.head_offset + torch.arange(weights.shape[1], device=weights.device)[:, None, None],
             branch=branch,
             queries=positions[:, None],
             keys=positions[None, :],
         )
         for branch in range(weights.shape[0])
     ]
-    return torch.stack(keeps).double() / (1.0 - problem.dropout_p)
+    return torch.stack(keeps).double() / (1.0 - call.dropout_p)
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.spans import documents
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 
 
 class RowWeights(NamedTuple):
@@ -20,13 +20,13 @@ class RowWeights(NamedTuple):
 
 
 def row_weights(
-    query: Tensor, key: Tensor, rows: Sequence[int], problem: Problem, spans: Tensor | None
+    query: Tensor, key: Tensor, rows: Sequence[int], call: Call, spans: Tensor | None
 ) -> dict[tuple[int, int, int], RowWeights]:
     """The weights of every `(batch row, row, query head)`; O(keys seen) memory for each."""
     B, N, H, D = query.shape
     kv_heads = key.shape[2]
-    group, scale = H // kv_heads, problem.softmax_scale(D)
-    table = problem.offsets(H, kv_heads)
+    group, scale = H // kv_heads, call.softmax_scale(D)
+    table = call.offsets(H, kv_heads)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     home = _documents_of(rows, spans, B, N)
     found = {}
@@ -34,7 +34,7 @@ def row_weights(
         for row in rows:
             for kv_head in range(kv_heads):
                 offsets = [branch[kv_head] for branch in table]
-                positions, times = _seen(problem, offsets, row, home.get((b, row)), query.device)
+                positions, times = _seen(call, offsets, row, home.get((b, row)), query.device)
                 heads = slice(kv_head * group, (kv_head + 1) * group)
                 # A key that several branches show counts as often: its logarithm is a bias of the score.
                 scores = query[b, row, heads].to(dtype) @ key[b, positions, kv_head].to(dtype).T * scale
@@ -58,7 +58,7 @@ def _documents_of(
 
 
 def _seen(
-    problem: Problem, offsets: list[int | None], row: int, document: tuple[int, int] | None, device: torch.device
+    call: Call, offsets: list[int | None], row: int, document: tuple[int, int] | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The positions that a row sees, and in how many branches."""
     empty = torch.arange(0, device=device)
@@ -66,12 +66,12 @@ def _seen(
         return empty, empty
     start, end = document
     seen = [empty]
-    for branch, offset in zip(problem.spec.branches, offsets):
+    for branch, offset in zip(call.spec.branches, offsets):
         segment, within = divmod(row - start, branch.segment_length)
         if offset is None or within % branch.dilation_rate != offset:
             continue
         first = start + segment * branch.segment_length
-        last = row + 1 if problem.is_causal else min(first + branch.segment_length, end)
+        last = row + 1 if call.is_causal else min(first + branch.segment_length, end)
         seen.append(torch.arange(first + offset, last, branch.dilation_rate, device=device))
     positions, times = torch.cat(seen).unique(return_counts=True)
     return positions, times

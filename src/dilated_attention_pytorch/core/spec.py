@@ -144,7 +144,7 @@ class DilatedSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Call:
     """Everything about one attention call that is not a tensor.
 
     `head_offset` and `total_heads` count query heads, as the caller sees them; under head sharding they are global.

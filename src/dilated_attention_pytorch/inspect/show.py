@@ -12,7 +12,7 @@ from dilated_attention_pytorch.core.block_layout import BlockLayout, grids_of, k
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.pattern import visible_pairs
 from dilated_attention_pytorch.core.reach import reach_lines
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 
 # A darker character from each share of a cell's pairs on.
 _SHADES = ((2 / 3, "█"), (1 / 3, "▓"), (1 / 8, "▒"), (0.0, "░"))
@@ -43,11 +43,11 @@ class View:
     def layout(self) -> BlockLayout:
         """Its block layout; without a pattern one that keeps every tile, and with content random queries and keys."""
         if self.sparse is not None and self.sparse.depends_on_content:
-            problem = Problem(spec=self.spec, is_causal=self.is_causal, sparse=self.sparse)
+            call = Call(spec=self.spec, is_causal=self.is_causal, sparse=self.sparse)
             generator = torch.Generator().manual_seed(self.sparse.seed)
             shape = (1, self.tokens, self.heads, self.head_dim)
             q, k = (torch.randn(shape, generator=generator) for _ in range(2))
-            return layout_of(problem, q, k)
+            return layout_of(call, q, k)
         every_tile = SparsePatternConfig("local_window", sparsity_ratio=1.0, block_size=64)
         offsets = self.spec.offsets(self.heads)
         return layout_for(

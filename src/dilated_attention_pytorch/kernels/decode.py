@@ -25,7 +25,7 @@ from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
-from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec, OffsetTable
 from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.kernels import dense, vendor
 from dilated_attention_pytorch.kernels.eager import tf32
@@ -41,7 +41,7 @@ def attend_cached(
     key: Tensor,
     value: Tensor,
     state: CacheState,
-    problem: Problem,
+    call: Call,
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def attend_cached(
     if not query.numel():
         return unwritten(query)
     if is_plain(query, state.keys):
-        return _attend_cached(query, key, value, state, problem, backend, resources)
+        return _attend_cached(query, key, value, state, call, backend, resources)
     keys, values, lengths, rows, _ = state
     return attend_cached_op(
         query,
@@ -64,8 +64,8 @@ def attend_cached(
         rows.spec.head_layout,
         [_ABSENT if offset is None else offset for row in rows.offsets for offset in row],
         rows.rewindable,
-        problem.softmax_scale(query.shape[3]),
-        problem.allow_tf32,
+        call.softmax_scale(query.shape[3]),
+        call.allow_tf32,
         backend,
     )
 
@@ -96,8 +96,8 @@ def attend_cached_op(
     heads = len(flat) // len(spec.branches)
     table = tuple(tuple(flat[i : i + heads]) for i in range(0, len(flat), heads))
     state = CacheState(keys, values, lengths, CacheRows(spec, table, rewindable))
-    problem = Problem(spec=spec, is_causal=True, scale=scale, allow_tf32=allow_tf32, table=table)
-    out, lse = _attend_cached(query, key, value, state, problem, backend, NO_RESOURCES)
+    call = Call(spec=spec, is_causal=True, scale=scale, allow_tf32=allow_tf32, table=table)
+    out, lse = _attend_cached(query, key, value, state, call, backend, NO_RESOURCES)
     return out.contiguous(), lse.contiguous()
 
 
@@ -112,7 +112,7 @@ def _attend_cached(
     key: Tensor,
     value: Tensor,
     state: CacheState,
-    problem: Problem,
+    call: Call,
     backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
@@ -124,15 +124,15 @@ def _attend_cached(
     engine = choose_backend(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
         at = state.lengths.tolist() if state.known is None else list(state.known)
-        out, lse = _attend_chunk(at, query, key, value, state, problem, engine, resources)
+        out, lse = _attend_chunk(at, query, key, value, state, call, engine, resources)
         _store_chunk(at, key, value, state, engine)
         return out, lse
-    scale = problem.softmax_scale(D)
+    scale = call.softmax_scale(D)
     if engine == "triton":
         from dilated_attention_pytorch.kernels.triton.decode import decode
 
-        return decode(query, key, value, state, scale, problem.allow_tf32)
-    with tf32(problem.allow_tf32, query.device):
+        return decode(query, key, value, state, scale, call.allow_tf32)
+    with tf32(call.allow_tf32, query.device):
         if m == 1:  # stored first, it is one of the cached rows
             store(key, value, state)
             out, lse = cached_partial(query, state, state.lengths + 1, scale)
@@ -274,20 +274,20 @@ def _attend_chunk(
     key: Tensor,
     value: Tensor,
     state: CacheState,
-    problem: Problem,
+    call: Call,
     engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     B, m = query.shape[:2]
     if max(at) <= 0:  # nothing is cached yet
         spans = torch.tensor([[min(-p, m), m] for p in at], device=query.device) if any(at) else None
-        return _whole(query, key, value, spans, problem, engine, resources)
+        return _whole(query, key, value, spans, call, engine, resources)
     if len(set(at)) == 1:
-        return _attend_chunk_at(at[0], query, key, value, state, problem, engine, resources)
+        return _attend_chunk_at(at[0], query, key, value, state, call, engine, resources)
     by_row = []
     for b in range(B):
         row = (at[b : b + 1], query[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b))
-        by_row.append(_attend_chunk(*row, problem, engine, resources))
+        by_row.append(_attend_chunk(*row, call, engine, resources))
     return torch.cat([out for out, _ in by_row]), torch.cat([lse for _, lse in by_row])
 
 
@@ -297,7 +297,7 @@ def _attend_chunk_at(
     key: Tensor,
     value: Tensor,
     state: CacheState,
-    problem: Problem,
+    call: Call,
     engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
@@ -305,16 +305,16 @@ def _attend_chunk_at(
     period = math.lcm(*rows.spec.segment_lengths)
     before = begin % period  # tokens since all branches began a segment
     if before == 0:  # the cache is out of sight
-        return _whole(query, key, value, None, problem, engine, resources)
+        return _whole(query, key, value, None, call, engine, resources)
     if before <= m * _MOST_AGAIN:
         count = min(m, period - before)  # what comes after these does not see the cache
         padded = F.pad(query[:, :count], (0, 0, 0, 0, before, 0))
         k, v = _after_cached(key[:, :count], value[:, :count], state, begin, before, engine)
-        out, lse = _whole(padded, k, v, None, problem, engine, resources)
+        out, lse = _whole(padded, k, v, None, call, engine, resources)
         out, lse = out[:, before:], lse[:, before:]
         if count == m:
             return out, lse
-        rest = _whole(query[:, count:], key[:, count:], value[:, count:], None, problem, engine, resources)
+        rest = _whole(query[:, count:], key[:, count:], value[:, count:], None, call, engine, resources)
         return torch.cat([out, rest[0]], 1), torch.cat([lse, rest[1]], 1)
     open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
     out = torch.zeros_like(query, dtype=_working(query).dtype)
@@ -327,12 +327,12 @@ def _attend_chunk_at(
             (slice(count, m), _table(rows, together, None)),
         ):
             if piece.start < piece.stop:
-                part = _part_of(problem, table)
+                part = _part_of(call, table)
                 q_piece, k_piece, v_piece = query[:, piece], key[:, piece], value[:, piece]
                 partial = _whole(q_piece, k_piece, v_piece, None, part, engine, resources)
                 merge_(out[:, piece], lse[:, piece], *partial)
-    scale = problem.softmax_scale(query.shape[3])
-    with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
+    scale = call.softmax_scale(query.shape[3])
+    with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
         for branch in rows.branches:
             count = open_tokens[branch.index]
             if count:
@@ -369,11 +369,11 @@ def _whole(
     key: Tensor,
     value: Tensor,
     spans: Tensor | None,
-    problem: Problem,
+    call: Call,
     engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = attend(query, key, value, spans, None, problem, engine, True, True, resources)
+    out, lse = attend(query, key, value, spans, None, call, engine, True, True, resources)
     return out, lse
 
 
@@ -389,12 +389,12 @@ def _table(rows: CacheRows, branches: list[int], begin: int | None) -> OffsetTab
     )
 
 
-def _part_of(problem: Problem, table: OffsetTable) -> Problem:
-    return Problem(
-        spec=problem.spec,
+def _part_of(call: Call, table: OffsetTable) -> Call:
+    return Call(
+        spec=call.spec,
         is_causal=True,
-        scale=problem.scale,
-        allow_tf32=problem.allow_tf32,
+        scale=call.scale,
+        allow_tf32=call.allow_tf32,
         table=table,
         partial=True,
     )

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.kernels import dense, tiles, vendor
 from dilated_attention_pytorch.kernels.parts import Part, partition_for
 
@@ -33,7 +33,7 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    problem: Problem,
+    call: Call,
     spans: Tensor | None,
     seed: Tensor | None,
     layout: BlockLayout | None = None,
@@ -42,31 +42,31 @@ def forward(
     followed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`followed` keeps to operators that PyTorch's forward mode differentiates: the inputs carry tangents."""
-    with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
+    with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
         q, k, v = (_working(x, take, as_is=by_vendor) for x in (query, key, value))
         kv_heads = k.shape[2]
-        groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
-        out = _sums_of(query, _precision(query), take, problem)
+        groups, scale = q.shape[2] // kv_heads, call.softmax_scale(q.shape[3])
+        out = _sums_of(query, _precision(query), take, call)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
         flash = layout is None and seed is None and not followed and dense.flash_fits(q, scale)
-        partition = partition_for(problem, spans, q.shape, kv_heads, resources.cache)
+        partition = partition_for(call, spans, q.shape, kv_heads, resources.cache)
         view_q, view_out, view_lse = (partition.viewer(x, groups) for x in (q, out, lse))
         view_k, view_v = partition.viewer(k), partition.viewer(v)
         for i, part in enumerate(partition.parts):
             part_k, part_v = view_k(i), view_v(i)
             for g in range(groups):
-                inputs = view_q(i, g), part_k, part_v, scale, problem.is_causal
+                inputs = view_q(i, g), part_k, part_v, scale, call.is_causal
                 with resources.workspaces() as take_for_part:
                     if by_vendor:
                         partial = vendor.forward(*inputs)
                     elif flash:
                         partial = dense.flash_forward(*inputs)
                     else:
-                        keep = _keep(part, problem, seed, kv_heads, g, groups, q.dtype)
+                        keep = _keep(part, call, seed, kv_heads, g, groups, q.dtype)
                         if layout is None:
                             partial = dense.chunked_forward(*inputs, keep, take_for_part)
                         else:
-                            tiling = _tiling(part, problem, layout, inputs[0], kv_heads, g, groups)
+                            tiling = _tiling(part, call, layout, inputs[0], kv_heads, g, groups)
                             partial = tiles.forward(*inputs, keep, take_for_part, tiling)
                     so_far = view_out(i, g), view_lse(i, g)
                     if part.first:
@@ -74,7 +74,7 @@ def forward(
                         so_far[1].copy_(partial[1])
                     else:
                         merge_(*so_far, *partial)
-        return (out if problem.partial else out.to(query.dtype)), by_head(lse)
+        return (out if call.partial else out.to(query.dtype)), by_head(lse)
 
 
 def backward(
@@ -85,25 +85,25 @@ def backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    problem: Problem,
+    call: Call,
     spans: Tensor | None,
     seed: Tensor | None,
     layout: BlockLayout | None = None,
     resources: Resources = NO_RESOURCES,
     by_vendor: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with resources.workspaces() as take, tf32(problem.allow_tf32, query.device):
+    with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
         do, q, k, v, merged = (_working(x, take, as_is=by_vendor) for x in (grad_out, query, key, value, out))
         kv_heads = k.shape[2]
-        groups, scale = q.shape[2] // kv_heads, problem.softmax_scale(q.shape[3])
-        dq, dk, dv = (_sums_of(x, _precision(x), take, problem) for x in (query, key, value))
+        groups, scale = q.shape[2] // kv_heads, call.softmax_scale(q.shape[3])
+        dq, dk, dv = (_sums_of(x, _precision(x), take, call) for x in (query, key, value))
         lse = lse.contiguous()  # by row, so that batches of segments are views
         flash = by_vendor or (layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale))
         products = None if flash else take(q.shape, dtype=q.dtype, device=q.device)
         delta = lse if flash else torch.mul(do, merged, out=products).sum(-1)
         if grad_lse is not None:
             delta = delta - grad_lse
-        partition = partition_for(problem, spans, q.shape, kv_heads, resources.cache)
+        partition = partition_for(call, spans, q.shape, kv_heads, resources.cache)
         views = [partition.viewer(x, groups) for x in (do, q, lse, merged, delta, dq)]
         view_do, view_q, view_lse, view_out, view_delta, view_dq = views
         view_k, view_v, view_dk, view_dv = (partition.viewer(x) for x in (k, v, dk, dv))
@@ -114,18 +114,18 @@ def backward(
                 with resources.workspaces() as take_for_part:
                     if flash:
                         kernel = vendor.backward if by_vendor else dense.flash_backward
-                        grads = kernel(*inputs, view_out(i, g), view_lse(i, g), scale, problem.is_causal)
+                        grads = kernel(*inputs, view_out(i, g), view_lse(i, g), scale, call.is_causal)
                     else:
-                        keep = _keep(part, problem, seed, kv_heads, g, groups, q.dtype)
+                        keep = _keep(part, call, seed, kv_heads, g, groups, q.dtype)
                         rows = *inputs, view_delta(i, g), view_lse(i, g)
                         if layout is None:
-                            grads = dense.chunked_backward(*rows, scale, problem.is_causal, keep, take_for_part)
+                            grads = dense.chunked_backward(*rows, scale, call.is_causal, keep, take_for_part)
                         else:
-                            tiling = _tiling(part, problem, layout, inputs[1], kv_heads, g, groups)
-                            grads = tiles.backward(*rows, scale, problem.is_causal, keep, take_for_part, tiling)
+                            tiling = _tiling(part, call, layout, inputs[1], kv_heads, g, groups)
+                            grads = tiles.backward(*rows, scale, call.is_causal, keep, take_for_part, tiling)
                     for total, grad in zip((view_dq(i, g), view_dk(i), view_dv(i)), grads):
                         total += grad
-        if problem.partial:
+        if call.partial:
             return dq, dk, dv
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
 
@@ -135,9 +135,9 @@ def by_head(lse: Tensor) -> Tensor:
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _sums_of(x: Tensor, dtype: torch.dtype, take: Take, problem: Problem) -> Tensor:
+def _sums_of(x: Tensor, dtype: torch.dtype, take: Take, call: Call) -> Tensor:
     """Zeros like `x` to add into: a workspace if they are of another dtype than the result, else the result itself."""
-    if x.dtype == dtype or problem.partial:
+    if x.dtype == dtype or call.partial:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
     return take(x.shape, dtype=dtype, device=x.device).zero_()
 
@@ -156,43 +156,43 @@ def _working(x: Tensor, take: Take, *, as_is: bool = False) -> Tensor:
 
 
 def _keep(
-    part: Part, problem: Problem, seed: Tensor | None, kv_heads: int, group: int, groups: int, dtype: torch.dtype
+    part: Part, call: Call, seed: Tensor | None, kv_heads: int, group: int, groups: int, dtype: torch.dtype
 ) -> dense.Keep | None:
     if seed is None:
         return None
-    origins = part.origins(seed.device) + problem.first_position
+    origins = part.origins(seed.device) + call.first_position
     batch_rows = part.batch_rows(seed.device)
-    heads = part.query_heads(kv_heads, group, groups, seed.device) + problem.head_offset
+    heads = part.query_heads(kv_heads, group, groups, seed.device) + call.head_offset
 
     def keep(segments: slice, rows: Tensor, keys: Tensor) -> Tensor:
         ones = (1,) * (rows.dim() - 2)
         origin = origins[segments].view(-1, len(heads), *ones)
         kept = keep_mask(
             seed,
-            problem.dropout_p,
+            call.dropout_p,
             rows=batch_rows[segments].view(-1, 1, *ones),
             heads=heads.view(-1, *ones),
             branch=part.branch,
             queries=origin + rows * part.dilation_rate,
             keys=origin + keys * part.dilation_rate,
         )
-        return kept.to(dtype) / (1.0 - problem.dropout_p)
+        return kept.to(dtype) / (1.0 - call.dropout_p)
 
     return keep
 
 
 def _tiling(
-    part: Part, problem: Problem, layout: BlockLayout, q: Tensor, kv_heads: int, group: int, groups: int
+    part: Part, call: Call, layout: BlockLayout, q: Tensor, kv_heads: int, group: int, groups: int
 ) -> tiles.Tiling:
     """The part's kept tiles: of one grid where all its segments and heads share it."""
     branch = layout.branches[part.branch]
     assert branch is not None
-    first = part.start // problem.spec.branches[part.branch].segment_length
+    first = part.start // call.spec.branches[part.branch].segment_length
     segments = torch.arange(first, first + part.segments, device=q.device)
     segments = segments.repeat(part.rows.stop - part.rows.start)[:, None]
     heads = part.query_heads(kv_heads, group, groups, q.device)[None]
     batch_rows = part.batch_rows(q.device)[:, None]
-    if not branch.rows_a_batch_row:
+    if not branch.rows_per_batch_row:
         segments, heads, batch_rows = segments[:1], heads[:, :1], batch_rows[:1]
     kept = branch.kept_keys(batch_rows, segments, heads, tiles_of(q.shape[1], layout.block_size))
     return tiles.Tiling(kept, layout.block_size)

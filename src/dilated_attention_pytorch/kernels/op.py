@@ -26,7 +26,7 @@ from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.pattern_cache import Remembers, get_global_pattern_cache
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec, HeadLayout
 from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.kernels import eager, vendor
 from dilated_attention_pytorch.kernels.eager import by_head
@@ -39,7 +39,7 @@ def attend(
     value: Tensor,
     spans: Tensor | None,
     seed: Tensor | None,
-    problem: Problem,
+    call: Call,
     backend: str,
     plain: bool,
     return_lse: bool,
@@ -53,17 +53,17 @@ def attend(
     if not plain or resources is None:
         reuse_layouts = resources is None or resources.cache is not None
         if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-            both = _untraced(_AttendTransformed)(query, key, value, spans, seed, problem, backend, reuse_layouts)
+            both = _untraced(_AttendTransformed)(query, key, value, spans, seed, call, backend, reuse_layouts)
         else:
             refuse_tangents("a compiled or traced dilated attention", query, key, value)
-            both = attend_op(query, key, value, spans, seed, *_settings(problem, backend, reuse_layouts))
+            both = attend_op(query, key, value, spans, seed, *_settings(call, backend, reuse_layouts))
     elif forward_ad._current_level >= 0:
-        return _untraced(_Attend)(query, key, value, spans, seed, return_lse, problem, backend, resources)
+        return _untraced(_Attend)(query, key, value, spans, seed, return_lse, call, backend, resources)
     elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return _Attend.apply(query, key, value, spans, seed, return_lse, problem, backend, resources)
+        return _Attend.apply(query, key, value, spans, seed, return_lse, call, backend, resources)
     else:
-        layout = _layout(problem, query, key, resources.cache)
-        both = _forward(query, key, value, spans, seed, problem, backend, resources, layout)
+        layout = _layout(call, query, key, resources.cache)
+        both = _forward(query, key, value, spans, seed, call, backend, resources, layout)
     return both if return_lse else both[0]
 
 
@@ -72,12 +72,12 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, problem: Problem,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, call: Call,
         backend: str, resources: Resources,
     ) -> Any:  # fmt: skip
-        layout = _layout(problem, query, key, resources.cache)
-        out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, resources, layout))
-        ctx.rest = problem, backend, resources, layout  # backward must see the tiles that forward saw
+        layout = _layout(call, query, key, resources.cache)
+        out, lse = kept(lambda: _forward(query, key, value, spans, seed, call, backend, resources, layout))
+        ctx.rest = call, backend, resources, layout  # backward must see the tiles that forward saw
         ctx.save_for_backward(query, key, value, out, lse, spans, seed)
         if forward_ad._current_level >= 0:
             ctx.save_for_forward(query, key, value, spans, seed)
@@ -89,8 +89,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0 or _is_vectorized():
             # Something follows the gradient itself: create_graph, forward mode, or vmap.
-            problem, backend, resources, _ = ctx.rest
-            rest = problem, backend, resources.cache is not None
+            call, backend, resources, _ = ctx.rest
+            rest = call, backend, resources.cache is not None
             grads = _gradients(ctx, _Gradients.apply, rest, grad_out, grad_lse)
         else:
             grads = _gradients(ctx, _backward, ctx.rest, grad_out, grad_lse)
@@ -98,8 +98,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *rest: Any) -> Any:
-        problem, _, resources, _ = ctx.rest
-        tangents = _tangents(ctx, dq, dk, dv, problem, resources.cache is not None)
+        call, _, resources, _ = ctx.rest
+        tangents = _tangents(ctx, dq, dk, dv, call, resources.cache is not None)
         return tangents if ctx.return_lse else tangents[0]
 
 
@@ -133,10 +133,10 @@ class _AttendTransformed(_OneByOne):
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, problem: Problem, backend: str,
+        query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, call: Call, backend: str,
         reuse_layouts: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return attend_op(query, key, value, spans, seed, *_settings(problem, backend, reuse_layouts))
+        return attend_op(query, key, value, spans, seed, *_settings(call, backend, reuse_layouts))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -151,8 +151,8 @@ class _AttendTransformed(_OneByOne):
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        problem, _, reuse_layouts = ctx.rest
-        return _tangents(ctx, dq, dk, dv, problem, reuse_layouts)
+        call, _, reuse_layouts = ctx.rest
+        return _tangents(ctx, dq, dk, dv, call, reuse_layouts)
 
 
 @functools.cache  # made when first used: it imports the compiler
@@ -167,10 +167,10 @@ class _Gradients(_OneByOne):
     @staticmethod
     def forward(
         grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-        spans: Any, seed: Any, problem: Problem, backend: str, reuse_layouts: bool,
+        spans: Any, seed: Any, call: Call, backend: str, reuse_layouts: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         saved = query, key, value, out, lse, spans, seed
-        return attend_backward(grad_out, grad_lse, *saved, *_settings(problem, backend, reuse_layouts))
+        return attend_backward(grad_out, grad_lse, *saved, *_settings(call, backend, reuse_layouts))
 
 
 class _Tangents(_OneByOne):
@@ -179,7 +179,7 @@ class _Tangents(_OneByOne):
     @staticmethod
     def forward(
         query: Tensor, key: Tensor, value: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, spans: Any, seed: Any,
-        problem: Problem, reuse_layouts: bool,
+        call: Call, reuse_layouts: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if not is_plain(query, key, value, dq, dk, dv) or _is_vectorized():
             raise NotImplementedError(
@@ -188,12 +188,12 @@ class _Tangents(_OneByOne):
             )
         if not query.numel():
             return unwritten(query)
-        layout = _layout(problem, query, key, _layouts(reuse_layouts))
+        layout = _layout(call, query, key, _layouts(reuse_layouts))
         with forward_ad._set_fwd_grad_enabled(True), no_autocast(query.device.type):
             # Converted first: where `copy_` converts a tensor, it does not convert its tangent.
             exact = [x.detach().to(lse_dtype(x.dtype)) for x in (query, key, value, dq, dk, dv)]
             q, k, v = (forward_ad.make_dual(x, tangent) for x, tangent in zip(exact[:3], exact[3:]))
-            both = eager.forward(q, k, v, problem, spans, seed, layout, followed=True)
+            both = eager.forward(q, k, v, call, spans, seed, layout, followed=True)
             pairs = [forward_ad.unpack_dual(x) for x in both]
         # Without a tangent no row sees a key.
         out, lse = (torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs)
@@ -209,11 +209,11 @@ _VMAP = torch._C._dispatch_key_parse("VmapMode")
 
 
 def _tangents(
-    ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, problem: Problem, reuse_layouts: bool
+    ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, call: Call, reuse_layouts: bool
 ) -> tuple[Tensor, Tensor]:
     query, key, value, spans, seed = ctx.saved_tensors
     given = [torch.zeros_like(x) if t is None else t for x, t in ((query, dq), (key, dk), (value, dv))]
-    return _Tangents.apply(query, key, value, *given, spans, seed, problem, reuse_layouts)
+    return _Tangents.apply(query, key, value, *given, spans, seed, call, reuse_layouts)
 
 
 @torch.library.custom_op("dilated_attention_pytorch::attend", mutates_args=())
@@ -241,13 +241,13 @@ def attend_op(
     pattern_seed: int = 0,
     reuse_layouts: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(
+    call = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
         pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
     refuse_tangents("a compiled or traced dilated attention", query, key, value)
-    layout = _layout(problem, query, key, _layouts(reuse_layouts))
-    out, lse = kept(lambda: _forward(query, key, value, spans, seed, problem, backend, NO_RESOURCES, layout))
+    layout = _layout(call, query, key, _layouts(reuse_layouts))
+    out, lse = kept(lambda: _forward(query, key, value, spans, seed, call, backend, NO_RESOURCES, layout))
     return out, lse
 
 
@@ -281,19 +281,17 @@ def attend_backward(
     reuse_layouts: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`."""
-    problem = _problem(
+    call = _problem(
         segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
         pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
     )  # fmt: skip
     refuse_tangents("the gradient of dilated attention", grad_out, query, key, value)
-    layout = _layout(problem, query, key, _layouts(reuse_layouts))
-    return _backward(
-        grad_out, grad_lse, query, key, value, out, lse, spans, seed, problem, backend, NO_RESOURCES, layout
-    )
+    layout = _layout(call, query, key, _layouts(reuse_layouts))
+    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, call, backend, NO_RESOURCES, layout)
 
 
-def _layout(problem: Problem, query: Tensor, key: Tensor, cache: Remembers | None) -> BlockLayout | None:
-    return None if problem.sparse is None or not query.numel() else layout_of(problem, query, key, cache)
+def _layout(call: Call, query: Tensor, key: Tensor, cache: Remembers | None) -> BlockLayout | None:
+    return None if call.sparse is None or not query.numel() else layout_of(call, query, key, cache)
 
 
 def _layouts(reuse: bool) -> Remembers | None:
@@ -349,7 +347,7 @@ def _forward(
     value: Tensor,
     spans: Tensor | None,
     seed: Tensor | None,
-    problem: Problem,
+    call: Call,
     backend: str,
     resources: Resources = NO_RESOURCES,
     layout: BlockLayout | None = None,
@@ -360,16 +358,16 @@ def _forward(
         return unwritten(query)
     with no_autocast(query.device.type):
         if backend == "reference":
-            out, lse = reference_forward(query, key, value, problem, spans, seed, layout)
+            out, lse = reference_forward(query, key, value, call, spans, seed, layout)
             return out.to(query.dtype), by_head(lse.to(lse_dtype(query.dtype)))
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
-            inputs = (query, key, value, problem, spans, seed, layout, resources.cache, resources.pool)
+            inputs = (query, key, value, call, spans, seed, layout, resources.cache, resources.pool)
             return resources.retrying(lambda: engine.forward(*inputs))
         if backend == "vendor":
-            vendor.refuse(problem, query.shape[3], seed)
-        rest = (problem, spans, seed, layout, resources, backend == "vendor")
+            vendor.refuse(call, query.shape[3], seed)
+        rest = (call, spans, seed, layout, resources, backend == "vendor")
         return resources.retrying(lambda: eager.forward(query, key, value, *rest))
 
 
@@ -383,7 +381,7 @@ def _backward(
     lse: Tensor,
     spans: Tensor | None,
     seed: Tensor | None,
-    problem: Problem,
+    call: Call,
     backend: str,
     resources: Resources = NO_RESOURCES,
     layout: BlockLayout | None = None,
@@ -394,19 +392,19 @@ def _backward(
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     with no_autocast(query.device.type):
         if backend == "reference":
-            grads = reference_backward(grad_out, grad_lse, query, key, value, problem, spans, seed, layout)
+            grads = reference_backward(grad_out, grad_lse, query, key, value, call, spans, seed, layout)
             return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
         if backend == "triton":
             from dilated_attention_pytorch.kernels.triton import engine
 
             inputs = (
-                grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, resources.cache,
+                grad_out, grad_lse, query, key, value, out, lse, call, spans, seed, layout, resources.cache,
                 resources.pool,
             )  # fmt: skip
             return resources.retrying(lambda: engine.backward(*inputs))
         if backend == "vendor":
-            vendor.refuse(problem, query.shape[3], seed, grad_lse)
-        rest = (problem, spans, seed, layout, resources, backend == "vendor")
+            vendor.refuse(call, query.shape[3], seed, grad_lse)
+        rest = (call, spans, seed, layout, resources, backend == "vendor")
         return resources.retrying(lambda: eager.backward(grad_out, grad_lse, query, key, value, out, lse, *rest))
 
 
@@ -425,13 +423,13 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _settings(problem: Problem, backend: str, reuse_layouts: bool) -> tuple[Any, ...]:
+def _settings(call: Call, backend: str, reuse_layouts: bool) -> tuple[Any, ...]:
     """A problem as the operators take it: in numbers and words."""
-    spec, sparse = problem.spec, problem.sparse
-    assert problem.table is None, "a rank's share of a call is not an operator's"
+    spec, sparse = call.spec, call.sparse
+    assert call.table is None, "a rank's share of a call is not an operator's"
     settings = (
-        spec.segment_lengths, spec.dilation_rates, spec.head_layout, problem.is_causal, problem.scale,
-        problem.dropout_p, problem.head_offset, problem.total_heads, problem.allow_tf32, backend,
+        spec.segment_lengths, spec.dilation_rates, spec.head_layout, call.is_causal, call.scale,
+        call.dropout_p, call.head_offset, call.total_heads, call.allow_tf32, backend,
     )  # fmt: skip
     if sparse is None:
         return settings
@@ -441,7 +439,7 @@ def _settings(problem: Problem, backend: str, reuse_layouts: bool) -> tuple[Any,
     )  # fmt: skip
 
 
-def _problem(segment_lengths: Sequence[int], dilation_rates: Sequence[int], *settings: Any) -> Problem:
+def _problem(segment_lengths: Sequence[int], dilation_rates: Sequence[int], *settings: Any) -> Call:
     return _remembered_problem(tuple(segment_lengths), tuple(dilation_rates), *settings)
 
 
@@ -462,13 +460,13 @@ def _remembered_problem(
     local_window_size: int | None,
     global_tokens: int | None,
     pattern_seed: int,
-) -> Problem:
+) -> Call:
     sparse = None
     if pattern_type is not None:
         sparse = SparsePatternConfig(
             pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed
         )
-    return Problem(
+    return Call(
         spec=DilatedSpec.of(segment_lengths, dilation_rates, head_layout),
         is_causal=is_causal,
         scale=scale,

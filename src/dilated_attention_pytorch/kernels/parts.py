@@ -19,7 +19,7 @@ from dilated_attention_pytorch.core.cache_entries import spans_key
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
 from dilated_attention_pytorch.core.pattern_cache import Remembers
 from dilated_attention_pytorch.core.spans import documents
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides, and the distance from a tensor's first element."""
@@ -83,8 +83,8 @@ class Partition:
     as long as the attention itself.
     """
 
-    def __init__(self, problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> None:
-        self.parts = tuple(_parts(problem, spans, shape, kv_heads))
+    def __init__(self, call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> None:
+        self.parts = tuple(_parts(call, spans, shape, kv_heads))
         self._places: dict[tuple[Any, ...], list[Place]] = {}
 
     @property
@@ -116,22 +116,22 @@ _BYTES_PER_PART = 800
 
 
 def partition_for(
-    problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: int, cache: Remembers | None
+    call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int, cache: Remembers | None
 ) -> Partition:
     """The partition of a `(B, N, H, D)` call, remembered where there is a cache."""
     lengths = None if cache is None else spans_key(spans)
     if cache is None or lengths is None:
-        return Partition(problem, spans, shape, kv_heads)
-    kind = (problem.spec, problem.table, problem.head_offset, problem.total_heads, shape[:3], kv_heads, lengths)
-    return cache.remember("parts", kind, lambda: Partition(problem, spans, shape, kv_heads))
+        return Partition(call, spans, shape, kv_heads)
+    kind = (call.spec, call.table, call.head_offset, call.total_heads, shape[:3], kv_heads, lengths)
+    return cache.remember("parts", kind, lambda: Partition(call, spans, shape, kv_heads))
 
 
-def _parts(problem: Problem, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> Iterator[Part]:
+def _parts(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> Iterator[Part]:
     """The dense problems of a `(B, N, H, D)` call, branch by branch."""
     B, N, H, _ = shape
-    table = problem.offsets(H, kv_heads)
+    table = call.offsets(H, kv_heads)
     spoken_for = documents(spans, B, N)
-    for index, branch in enumerate(problem.spec.branches):
+    for index, branch in enumerate(call.spec.branches):
         w, r = branch.segment_length, branch.dilation_rate
         is_first = [all(earlier[h] is None for earlier in table[:index]) for h in range(kv_heads)]
         by_offset = [(offset, 0, heads) for offset, heads in heads_by_offset(table[index])]

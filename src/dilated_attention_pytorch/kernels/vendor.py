@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 
 
 def fits(q: Tensor, scale: float) -> bool:
@@ -36,11 +36,11 @@ def _capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 
 
-def refuse(problem: Problem, head_dim: int, seed: Tensor | None, grad_lse: Tensor | None = None) -> None:
+def refuse(call: Call, head_dim: int, seed: Tensor | None, grad_lse: Tensor | None = None) -> None:
     """Raise where a whole call asks for what the kernel does not compute as we define it."""
     for asked, what in (
-        (seed is not None, f"dropout_p={problem.dropout_p}: its dropout is another"),
-        (problem.softmax_scale(head_dim) <= 0, f"scale={problem.scale}: it must be above 0"),
+        (seed is not None, f"dropout_p={call.dropout_p}: its dropout is another"),
+        (call.softmax_scale(head_dim) <= 0, f"scale={call.scale}: it must be above 0"),
         (grad_lse is not None, "a gradient through the lse"),
     ):
         if asked:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, is_plain
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.core.tangents import has_tangents
-from dilated_attention_pytorch.functional import autocast_inputs, checked_problem, dilated_attention
+from dilated_attention_pytorch.functional import autocast_inputs, checked_call, dilated_attention
 from dilated_attention_pytorch.kernels.decode import attend_cached
 
 
@@ -61,12 +61,12 @@ def attend_full_cache(
         return _attend_as_whole(query, key, value, begin, start, spec, order, scale, dropout_p, backend)
     if order is not None:
         key, value = reordered(key, order), reordered(value, order)
-    problem = checked_problem(
+    call = checked_call(
         query, key[:, :m], value[:, :m], spec.segment_lengths, spec.dilation_rates, spec.head_layout, True, scale, 0.0,
         0, None, None, None, backend,
     )  # fmt: skip
     if is_plain(query, key):
-        return _attend_full_cache(query, key, value, begin, start, problem, backend)
+        return _attend_full_cache(query, key, value, begin, start, call, backend)
     return attend_full_cache_op(
         query, key, value, begin, start, spec.segment_lengths, spec.dilation_rates, spec.head_layout, scale, backend
     )
@@ -129,8 +129,8 @@ def attend_full_cache_op(
     backend: str,
 ) -> Tensor:
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # type: ignore[arg-type]
-    problem = Problem(spec=spec, is_causal=True, scale=scale)
-    return _attend_full_cache(query, key, value, begin, start, problem, backend).contiguous()
+    call = Call(spec=spec, is_causal=True, scale=scale)
+    return _attend_full_cache(query, key, value, begin, start, call, backend).contiguous()
 
 
 @attend_full_cache_op.register_fake
@@ -139,14 +139,14 @@ def _(query: Tensor, *rest: Any) -> Tensor:
 
 
 def _attend_full_cache(
-    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, start: Tensor, problem: Problem, backend: str
+    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, start: Tensor, call: Call, backend: str
 ) -> Tensor:
     new = begin + torch.arange(query.shape[1], device=query.device)
     new_key, new_value = key.index_select(1, new), value.index_select(1, new)
-    rows = CacheRows(_within(problem.spec, key.shape[1]), problem.offsets(query.shape[2], key.shape[2]))
+    rows = CacheRows(_within(call.spec, key.shape[1]), call.offsets(query.shape[2], key.shape[2]))
     lengths = begin - start
     held = CacheState(*_picked(rows, key, value, lengths, start, new[-1]), lengths, rows)
-    out, _ = attend_cached(query, new_key, new_value, held, problem, backend, NO_RESOURCES)
+    out, _ = attend_cached(query, new_key, new_value, held, call, backend, NO_RESOURCES)
     return out
 
 

@@ -21,8 +21,8 @@ from dilated_attention_pytorch.core.checks import (
 )
 from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, Problem
-from dilated_attention_pytorch.functional import autocast_inputs, checked_problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec, HeadLayout
+from dilated_attention_pytorch.functional import autocast_inputs, checked_call
 from dilated_attention_pytorch.kernels.decode import attend_cached
 
 
@@ -88,8 +88,8 @@ class DilatedKVCache:
         self.spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
         self.batch, self.num_heads, self.num_kv_heads, self.head_dim = batch, num_heads, num_kv_heads, head_dim
         self.head_offset, self.total_heads = head_offset, total_heads
-        problem = Problem(spec=self.spec, is_causal=True, head_offset=head_offset, total_heads=total_heads)
-        self.rows = CacheRows(self.spec, problem.offsets(num_heads, num_kv_heads), rewindable)
+        call = Call(spec=self.spec, is_causal=True, head_offset=head_offset, total_heads=total_heads)
+        self.rows = CacheRows(self.spec, call.offsets(num_heads, num_kv_heads), rewindable)
         # Rows that nobody has written yet meet weights of 0, and 0 times what empty memory may hold need not be 0.
         self.keys = torch.zeros(batch, self.rows.total, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -153,7 +153,7 @@ class DilatedKVCache:
         """
         check_instance("resources", resources, Resources)
         query, key, value = autocast_inputs(query, key, value)
-        problem = checked_problem(
+        call = checked_call(
             query, key, value, self.spec.segment_lengths, self.spec.dilation_rates, self.spec.head_layout, True, scale,
             0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
         )  # fmt: skip
@@ -164,7 +164,7 @@ class DilatedKVCache:
             heads = (self.total_heads or self.num_heads) * self.num_kv_heads // self.num_heads
             warn_of_reach(self.spec, max(known or (0,)) + query.shape[1], heads)
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
-        out, _ = attend_cached(query, key, value, state, problem, backend, resources)
+        out, _ = attend_cached(query, key, value, state, call, backend, resources)
         self.lengths.add_(query.shape[1])
         torch.maximum(self._longest, self.lengths, out=self._longest)
         if known is not None:

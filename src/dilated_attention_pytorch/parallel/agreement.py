@@ -26,7 +26,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:  # some builds of PyTorch have none
     from torch.distributed import ProcessGroup
 
-Call = dict[str, str]
+Description = dict[str, str]
 """What a rank does, by name of setting."""
 
 _MOST_CALLS_KNOWN = 1024
@@ -43,7 +43,7 @@ class State(NamedTuple):
     entries: int
     digest: int
     last: list[int]
-    waiting: Call | None
+    waiting: Description | None
 
 
 class Agreement:
@@ -52,10 +52,10 @@ class Agreement:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._known: dict[int, Call] = {}
+        self._known: dict[int, Description] = {}
         self._count = self._digest = self._exchanges = self._blocked = 0
         self._entries: deque[tuple[int, int]] = deque(maxlen=_COMPARABLE)  # (digest of all up to the entry, entry)
-        self._waiting: Call | None = None
+        self._waiting: Description | None = None
         self._closed: tuple[str, str] | None = None
         self._shown: State | None = None
         self._aborted = False
@@ -69,7 +69,7 @@ class Agreement:
         self._timeout = store.timeout.total_seconds()
         _watch(self)
 
-    def write(self, entry: int, waiting: Call | None = None) -> None:
+    def write(self, entry: int, waiting: Description | None = None) -> None:
         """Write down a call that was agreed, by its digest."""
         self.check()
         with self._lock:
@@ -78,30 +78,30 @@ class Agreement:
             self._digest = _digest(f"{self._digest} {entry}")
             self._entries.append((self._digest, entry))
 
-    def agree(self, call: Call, numbers: list[int], error: Exception | None) -> list[list[int]]:
+    def agree(self, described: Description, numbers: list[int], error: Exception | None) -> list[list[int]]:
         """Every rank's numbers, once all are known to be about to make this call; else an error on every rank.
 
         `error` is what this rank found wrong with its own call. It is raised here, after the others know.
         """
         try:
-            self.write(_AGREEING, call if error is None else {"error": _told(error)})
-            digests = self.exchange([-1 if error is not None else digest_of(call), *numbers])
+            self.write(_AGREEING, described if error is None else {"error": _told(error)})
+            digests = self.exchange([-1 if error is not None else digest_of(described), *numbers])
             if any(digest == -1 for digest, *_ in digests):
                 errors = self.exchange("" if error is None else _told(error))
                 raise ValueError(_cannot({rank: text for rank, text in enumerate(errors) if text}))
             if len({digest for digest, *_ in digests}) > 1:
-                raise ValueError(_difference(dict(enumerate(self.exchange(call)))))
+                raise ValueError(_difference(dict(enumerate(self.exchange(described)))))
         except (RuntimeError, ValueError):
             if error is not None:
                 raise error from None
             raise
         return [theirs for _, *theirs in digests]
 
-    def know(self, call: Call) -> None:
+    def know(self, described: Description) -> None:
         """Compare this call no more. All ranks must have agreed on it."""
         if len(self._known) >= _MOST_CALLS_KNOWN:
             self._known.clear()  # on every rank at the same call
-        self._known[digest_of(call)] = call
+        self._known[digest_of(described)] = described
 
     def knows(self, entry: int) -> bool:
         return entry in self._known
@@ -227,15 +227,15 @@ class Agreement:
         first = theirs.entries - len(theirs.last) + 1
         for number, entry in enumerate(theirs.last, first):
             if mine.get(number, entry) != entry:
-                calls = {
+                descriptions = {
                     self.rank: self._call(mine[number], self._waiting if number == self._count else None),
                     rank: self._call(entry, theirs.waiting if number == theirs.entries else None),
                 }
-                errors = {rank: call["error"] for rank, call in calls.items() if "error" in call}
-                return _cannot(errors) if errors else _difference(calls)
+                errors = {rank: described["error"] for rank, described in descriptions.items() if "error" in described}
+                return _cannot(errors) if errors else _difference(descriptions)
         return f"all ranks of a group must make the same calls: ranks {self.rank} and {rank} have not"
 
-    def _call(self, entry: int, waiting: Call | None) -> Call:
+    def _call(self, entry: int, waiting: Description | None) -> Description:
         return waiting or self._known.get(entry) or {"call": "one that was new to it"}
 
     def _break(self) -> None:
@@ -255,8 +255,8 @@ class Agreement:
                         work.wait(timedelta(milliseconds=1))
 
 
-def digest_of(call: Call) -> int:
-    return _digest(json.dumps(call, sort_keys=True))
+def digest_of(described: Description) -> int:
+    return _digest(json.dumps(described, sort_keys=True))
 
 
 def in_words(value: object) -> str:
@@ -279,11 +279,11 @@ def _cannot(errors: dict[int, str]) -> str:
     return f"another rank cannot make this call, so none can: {found}"
 
 
-def _difference(calls: dict[int, Call]) -> str:
-    names = sorted({name for call in calls.values() for name in call})
+def _difference(descriptions: dict[int, Description]) -> str:
+    names = sorted({name for described in descriptions.values() for name in described})
     shown = []
     for name in names:
-        values = {rank: call.get(name) for rank, call in calls.items()}
+        values = {rank: described.get(name) for rank, described in descriptions.items()}
         if len({*values.values()}) > 1:
             told = (f"no {name}" if value is None else f"{name}={value}" for value in values.values())
             shown.append(", ".join(f"rank {rank} has {one}" for rank, one in zip(values, told)))

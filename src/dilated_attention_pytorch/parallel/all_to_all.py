@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.merge import merge_
-from dilated_attention_pytorch.core.spec import DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.parallel.blocks import (
     Block,
@@ -67,7 +67,7 @@ class AllToAll(Exchange):
             )
             for number, segment in segments
         ]
-        self.scale = rows.problem.softmax_scale(wire.head_dim)
+        self.scale = rows.call.softmax_scale(wire.head_dim)
 
     def begin_forward(self, x: Tensors) -> _Moving:
         return self._send_rows([(x.q, x.k, x.v)], "forward", x)
@@ -132,7 +132,7 @@ class AllToAll(Exchange):
         out, lse = q.new_empty(q.shape, dtype=x.lse.dtype), q.new_empty(q.shape[:-1], dtype=x.lse.dtype)
         for g in range(groups):
             keep = self.rows.keep(x.seed, piece, [piece.grid], g, x.lse.dtype)
-            causal = self.rows.problem.is_causal
+            causal = self.rows.call.is_causal
             with x.resources.workspaces() as take:
                 partial = block_forward(_of_group(q, g, groups), k, v, self.scale, causal, keep, take)
                 for total, found in zip((out, lse), partial):
@@ -154,7 +154,7 @@ class AllToAll(Exchange):
         for g in range(groups):
             keep = self.rows.keep(x.seed, piece, [piece.grid], g, x.lse.dtype)
             part_do, part_q, part_delta, part_lse = (_of_group(y, g, groups) for y in (do, q, delta, lse))
-            causal = self.rows.problem.is_causal
+            causal = self.rows.call.is_causal
             with x.resources.workspaces() as take:
                 found = block_backward(
                     part_do, part_q, k, v, None, part_delta, part_lse, self.scale, causal, keep, take
@@ -163,9 +163,9 @@ class AllToAll(Exchange):
                     total += grad
         return grads
 
-    def _dense(self, q: Tensor) -> Problem:
-        problem = self.rows.problem
-        return _dense_problem(q.shape[1], problem.is_causal, self.scale, problem.allow_tf32)
+    def _dense(self, q: Tensor) -> Call:
+        call = self.rows.call
+        return _dense_problem(q.shape[1], call.is_causal, self.scale, call.allow_tf32)
 
     def _send_rows(self, packs: list[tuple[Tensor, ...]], stage: str, x: Tensors) -> _Moving:
         """Each group of tensors of one dtype as one message to each rank of a segment; what is for itself stays."""
@@ -244,9 +244,9 @@ def _flat(x: Tensor, groups: int) -> Tensor:
 
 # Remembered, because engines know a kind of call by its problem.
 @functools.lru_cache(maxsize=1024)
-def _dense_problem(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None) -> Problem:
+def _dense_problem(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None) -> Call:
     spec = DilatedSpec.of([rows], [1])
-    return Problem(spec=spec, is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
+    return Call(spec=spec, is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
 
 
 def _write(

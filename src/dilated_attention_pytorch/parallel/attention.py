@@ -27,11 +27,11 @@ from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
-from dilated_attention_pytorch.core.spec import HeadLayout, Problem
+from dilated_attention_pytorch.core.spec import Call, HeadLayout
 from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.functional import (
     autocast_inputs,
-    checked_problem,
+    checked_call,
     dilated_attention,
     refuse_lengths_of_tiles,
 )
@@ -138,14 +138,14 @@ def sharded_dilated_attention(
         settings |= {**lengths, "return_lse": return_lse, "resources": resources}
         check_scheme(scheme, token_layout)
         return dilated_attention(query, key, value, *branches, **settings)
-    call: dict[str, object] = {}
-    problem, mask_spans, error = None, [], None
+    local: dict[str, object] = {}
+    call, mask_spans, error = None, [], None
     length, known = 0, None
     try:  # whatever is wrong with this rank's call, the others must hear of it
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
         query, key, value = autocast_inputs(query, key, value)
-        problem = checked_problem(query, key, value, *branches, **settings)
+        call = checked_call(query, key, value, *branches, **settings)
         refuse_tangents("attention across ranks", query, key, value)
         _check_settings(ranks, query, scheme, memory_budget, shard_lengths, token_layout, backend)
         if lengths:
@@ -158,11 +158,11 @@ def sharded_dilated_attention(
         elif shard_lengths is not None:  # a mask is each rank's own, and may be wrong at any call
             known = tuple(shard_lengths)
         choices = {"scheme": scheme, "memory_budget": memory_budget, "token_layout": token_layout}
-        call = _described(query, key, value, branches, {**settings, **choices}, lengths)
+        local = _described(query, key, value, branches, {**settings, **choices}, lengths)
     except Exception as wrong:
         error = wrong
-    agreed = ranks.agree(call, length, error, known, mask_spans)
-    assert problem is not None
+    agreed = ranks.agree(local, length, error, known, mask_spans)
+    assert call is not None
     # Where all agree, what follows is right or wrong alike on every rank.
     with ranks.agreement.told(alike=(TypeError, ValueError)):
         shards = Shards.of(agreed.lengths, token_layout)
@@ -179,7 +179,7 @@ def sharded_dilated_attention(
             for rows, start, length in documents_of(spans, query.shape[0], shards.tokens)
         )
         kind = (
-            problem, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
+            call, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
             memory_budget,
         )  # fmt: skip
         if resources is None:
@@ -238,11 +238,11 @@ def _described(
     }
 
 
-class Call(NamedTuple):
+class LocalCall(NamedTuple):
     """What some of a rank's tokens compute alone; with a layout where positions choose the tiles that are kept."""
 
     at: range
-    problem: Problem
+    call: Call
     spans: Tensor | None
     layout: BlockLayout | None
 
@@ -251,14 +251,14 @@ class Call(NamedTuple):
         return x if len(self.at) == x.shape[1] else x[:, self.at.start : self.at.stop]
 
     def tiles(self, query: Tensor, key: Tensor) -> BlockLayout | None:
-        sparse = self.problem.sparse
-        return layout_of(self.problem, query, key) if sparse is not None and sparse.depends_on_content else self.layout
+        sparse = self.call.sparse
+        return layout_of(self.call, query, key) if sparse is not None and sparse.depends_on_content else self.layout
 
 
 class Schedule(NamedTuple):
     """One rank's part of a kind of call: what it computes alone, longest first, and what it exchanges."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[LocalCall, ...]
     exchanges: tuple[Exchange, ...]
     allow_tf32: bool | None
 
@@ -272,7 +272,7 @@ def schedule_for(ranks: Ranks, kind: tuple[Any, ...], cache: Remembers | None) -
 
 def _schedule(
     ranks: Ranks,
-    problem: Problem,
+    call: Call,
     shards: Shards,
     documents: tuple[Document, ...],
     shape: torch.Size,
@@ -285,13 +285,13 @@ def _schedule(
     batch, _, heads, head_dim = shape
     if ranks.rank == 0:
         longest = max((stop - start for _, start, stop in documents), default=0)
-        warn_of_reach(problem.spec, longest, (problem.total_heads or heads) * kv_heads // heads)
+        warn_of_reach(call.spec, longest, (call.total_heads or heads) * kv_heads // heads)
     pieces = shards.pieces_of(ranks.rank)
-    table = problem.offsets(heads, kv_heads)
+    table = call.offsets(heads, kv_heads)
     exchanges: list[Exchange] = []
     elsewhere = set()
-    for index, segments, wire in wires_of(problem, shards, documents, heads, kv_heads, head_dim, itemsize):
-        if problem.sparse is None:
+    for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, itemsize):
+        if call.sparse is None:
             chosen = choose_scheme(scheme, wire, segments, budget)
         else:
             chosen = "sparse"
@@ -300,27 +300,27 @@ def _schedule(
             elsewhere.add(index)
         mine = [(number, segment) for number, segment in enumerate(segments) if {*pieces} & {*segment.ranks}]
         if mine:
-            rows = Rows(problem, index, wire, shards.bounds(ranks.rank)[0])
+            rows = Rows(call, index, wire, shards.bounds(ranks.rank)[0])
             exchanges.append(_EXCHANGES[chosen](rows, mine, ranks))
     found = [
-        (piece, call)
+        (piece, local)
         for piece in pieces
-        for call in local_calls(problem.spec, table, shards, documents, batch, piece, frozenset(elsewhere))
+        for local in local_calls(call.spec, table, shards, documents, batch, piece, frozenset(elsewhere))
     ]
-    partial = bool(exchanges) or len(found) > 1 or any(len(call.at) < shape[1] for _, call in found)
+    partial = bool(exchanges) or len(found) > 1 or any(len(local.at) < shape[1] for _, local in found)
     calls = []
-    for piece, call in sorted(found, key=lambda one: -len(one[1].at)):
-        before, position = shards.held_at(piece).start, shards.bounds(piece)[0] + call.at.start
-        own = replace(problem, table=call.table, first_position=position, partial=partial)
-        spans = None if call.spans is None else torch.tensor(call.spans, device=device)
+    for piece, local in sorted(found, key=lambda one: -len(one[1].at)):
+        before, position = shards.held_at(piece).start, shards.bounds(piece)[0] + local.at.start
+        own = replace(call, table=local.table, first_position=position, partial=partial)
+        spans = None if local.spans is None else torch.tensor(local.spans, device=device)
         layout = None
         if own.sparse is not None:
             assert spans is None, "kept tiles are of whole segments in all rows"
             if not own.sparse.depends_on_content:
                 offsets = own.query_head_offsets(heads, kv_heads)
-                layout = layout_for(own.spec, len(call.at), offsets, own.sparse, own.is_causal, device)
-        calls.append(Call(range(before + call.at.start, before + call.at.stop), own, spans, layout))
-    return Schedule(tuple(calls), tuple(exchanges), problem.allow_tf32)
+                layout = layout_for(own.spec, len(local.at), offsets, own.sparse, own.is_causal, device)
+        calls.append(LocalCall(range(before + local.at.start, before + local.at.stop), own, spans, layout))
+    return Schedule(tuple(calls), tuple(exchanges), call.allow_tf32)
 
 
 class _Sharded(torch.autograd.Function):
@@ -383,15 +383,15 @@ def _merged(schedule: Schedule, x: Tensors) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of a rank's rows; neither is lent."""
     query, key, value, seed, empty = x.q, x.k, x.v, x.seed, x.out
     begun = [exchange.begin_forward(x) for exchange in schedule.exchanges]
-    for call in schedule.calls:
-        q, k, v = (call.of(y) for y in (query, key, value))
-        partial = op.forward(q, k, v, call.spans, seed, call.problem, x.backend, x.resources, call.tiles(q, k))
-        if x.out is empty and len(call.at) == query.shape[1]:
+    for local in schedule.calls:
+        q, k, v = (local.of(y) for y in (query, key, value))
+        partial = op.forward(q, k, v, local.spans, seed, local.call, x.backend, x.resources, local.tiles(q, k))
+        if x.out is empty and len(local.at) == query.shape[1]:
             x.out, x.lse = partial
             continue
         if x.out is empty:
             x.out, x.lse = _nothing_seen(query, x.take)
-        merge_(call.of(x.out), call.of(x.lse), *partial)
+        merge_(local.of(x.out), local.of(x.lse), *partial)
     if x.out is empty:
         x.out, x.lse = _nothing_seen(query, x.take)
     with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
@@ -425,18 +425,18 @@ def _gradients(schedule: Schedule, x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of a rank's rows; none is lent."""
     query, key, value, empty = x.q, x.k, x.v, x.dq
     begun = [exchange.begin_backward(x) for exchange in schedule.exchanges]
-    for call in schedule.calls:
-        above = None if x.through_lse is None else call.of(x.through_lse)
-        do, q, k, v, mine, its_lse = (call.of(y) for y in (x.do, query, key, value, x.out, x.lse))
-        rest = (call.spans, x.seed, call.problem, x.backend, x.resources, call.tiles(q, k))
+    for local in schedule.calls:
+        above = None if x.through_lse is None else local.of(x.through_lse)
+        do, q, k, v, mine, its_lse = (local.of(y) for y in (x.do, query, key, value, x.out, x.lse))
+        rest = (local.spans, x.seed, local.call, x.backend, x.resources, local.tiles(q, k))
         grads = op.backward(do, above, q, k, v, mine, its_lse, *rest)
-        if x.dq is empty and len(call.at) == query.shape[1]:
+        if x.dq is empty and len(local.at) == query.shape[1]:
             x.dq, x.dk, x.dv = grads
             continue
         if x.dq is empty:
             x.dq, x.dk, x.dv = (_sums(y, x.take) for y in (query, key, value))
         for total, grad in zip((x.dq, x.dk, x.dv), grads):
-            call.of(total).add_(grad)
+            local.of(total).add_(grad)
         del grads, grad  # before the next call makes as many
     if x.dq is empty:
         x.dq, x.dk, x.dv = (_sums(y, x.take) for y in (query, key, value))

@@ -19,7 +19,7 @@ from dilated_attention_pytorch.core.memory_pool import Loans, Take
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset
 from dilated_attention_pytorch.core.resources import Resources
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.kernels import dense, vendor
 from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
 from dilated_attention_pytorch.parallel.costs import Wire
@@ -128,7 +128,7 @@ class Tensors:
 class Rows:
     """How one branch of a call attends to rows that came over the wire."""
 
-    problem: Problem
+    call: Call
     index: int
     wire: Wire
     first: int  # the position of the shard's first token
@@ -139,22 +139,22 @@ class Rows:
         """Dropout's factor between query rows and the keys at some positions, as on a single device."""
         if seed is None:
             return None
-        device, problem = seed.device, self.problem
+        device, call = seed.device, self.call
         i, j = _positions([queries.grid], device), _positions(keys, device)
         rows = _positions([queries.rows], device)[:, None, None, None]
-        heads = (_positions([queries.heads], device) * self.wire.groups + group)[:, None, None] + problem.head_offset
+        heads = (_positions([queries.heads], device) * self.wire.groups + group)[:, None, None] + call.head_offset
 
         def keep(segments: slice, some: Tensor, seen: Tensor) -> Tensor:
             kept = keep_mask(
                 seed,
-                problem.dropout_p,
+                call.dropout_p,
                 rows=rows[segments],
                 heads=heads,
                 branch=self.index,
                 queries=i[some],
                 keys=j[seen],
             )
-            return kept.to(dtype) / (1.0 - problem.dropout_p)
+            return kept.to(dtype) / (1.0 - call.dropout_p)
 
         return keep
 
@@ -164,7 +164,7 @@ class Rows:
             q, out, lse = (piece.view(y, self.first, g, self.wire.groups) for y in (x.q, x.out, x.lse))
             keep = self.keep(x.seed, piece, keys, g, lse.dtype)
             with x.resources.workspaces() as take:
-                scale = self.problem.softmax_scale(q.shape[-1])
+                scale = self.call.softmax_scale(q.shape[-1])
                 merge_(out, lse, *block_forward(q, k, v, scale, False, keep, take))
 
     def backward(self, x: Tensors, piece: Piece, k: Tensor, v: Tensor, keys: Sequence[range]) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class Rows:
             )
             keep = self.keep(x.seed, piece, keys, g, lse.dtype)
             merged = out if x.through_lse is None else None
-            scale = self.problem.softmax_scale(q.shape[-1])
+            scale = self.call.softmax_scale(q.shape[-1])
             with x.resources.workspaces() as take:
                 grads = block_backward(do, q, k, v, merged, delta, lse, scale, False, keep, take)
                 for total, grad in zip((dq, dk, dv), grads):
@@ -246,7 +246,7 @@ class Exchange:
 
     def tag(self, number: int, step: int = 0) -> int:
         """What marks a message: no two that may be under way between two ranks have the same."""
-        steps, branches = 2 * self.ranks.size, len(self.rows.problem.spec.branches)
+        steps, branches = 2 * self.ranks.size, len(self.rows.call.spec.branches)
         return (number * steps + step) * branches + self.rows.index
 
     def post(self, sends: Iterable[Mail], receives: Iterable[Mail], stage: str, x: Tensors) -> Posted:

@@ -20,7 +20,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.checks import check_instance, check_whole, shown
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.profile import Profile
-from dilated_attention_pytorch.parallel.agreement import Agreement, Call, digest_of, in_words
+from dilated_attention_pytorch.parallel.agreement import Agreement, Description, digest_of, in_words
 from dilated_attention_pytorch.parallel.costs import Traffic
 
 if TYPE_CHECKING:  # some builds of PyTorch have none
@@ -64,10 +64,10 @@ class Agreed(NamedTuple):
 
     lengths: tuple[int, ...]
     own: list[Sequence[int]]
-    call: Call
+    described: Description
 
-    def stated(self, stage: str) -> Call:
-        return {**self.call, "pass": stage, "shard lengths": str(self.lengths or "not stated")}
+    def stated(self, stage: str) -> Description:
+        return {**self.described, "pass": stage, "shard lengths": str(self.lengths or "not stated")}
 
     def digest(self, stage: str) -> int:
         return digest_of(self.stated(stage))
@@ -133,7 +133,7 @@ class Ranks:
 
     def agree(
         self,
-        call: dict[str, object],
+        described: dict[str, object],
         length: int,
         error: Exception | None,
         lengths: tuple[int, ...] | None = None,
@@ -146,7 +146,7 @@ class Ranks:
         `own` are numbers of this rank that the others ask for, as many on each, of a call that is always compared.
         """
         try:
-            made = Agreed(lengths or (), [], {name: in_words(value) for name, value in call.items()})
+            made = Agreed(lengths or (), [], {name: in_words(value) for name, value in described.items()})
         except Exception as wrong:
             made, error = Agreed((), [], {}), error or wrong
         if self.size == 1:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from dilated_attention_pytorch.core.checks import NOT_NEGATIVE, check_choice, check_whole, checked
-from dilated_attention_pytorch.core.spec import Branch, Problem
+from dilated_attention_pytorch.core.spec import Branch, Call
 from dilated_attention_pytorch.parallel.sharding import (
     Document,
     Shards,
@@ -78,7 +78,7 @@ class Wire:
 
 
 def wires_of(
-    problem: Problem,
+    call: Call,
     shards: Shards,
     documents: Sequence[Document],
     heads: int,
@@ -87,12 +87,12 @@ def wires_of(
     itemsize: int,
 ) -> Iterator[tuple[int, tuple[SharedSegment, ...], Wire]]:
     """The branches of a call that pieces share, by number, each with its shared segments."""
-    for index, (branch, offsets) in enumerate(zip(problem.spec.branches, problem.offsets(heads, kv_heads))):
+    for index, (branch, offsets) in enumerate(zip(call.spec.branches, call.offsets(heads, kv_heads))):
         segments = shared_segments(branch, shards, documents)
         if segments and any(offset is not None for offset in offsets):
             groups = heads // kv_heads
             sums = max(4, itemsize)
-            yield index, segments, Wire(branch, offsets, groups, head_dim, itemsize, sums, problem.is_causal, shards)
+            yield index, segments, Wire(branch, offsets, groups, head_dim, itemsize, sums, call.is_causal, shards)
 
 
 def sources(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:

@@ -21,7 +21,7 @@ from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized
 from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.core.pattern_cache import PatternCache
 from dilated_attention_pytorch.core.profile import Profile
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
@@ -287,10 +287,10 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         tensors = training_bytes(tokens, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
         whole = training_bytes(batch_size * seq_len, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
         received, held = [0] * size, [0] * size
-        problem = Problem(spec=self.spec, is_causal=is_causal)
+        call = Call(spec=self.spec, is_causal=is_causal)
         documents = [(range(batch_size), 0, seq_len)]
         shape = (num_heads, kv_heads, head_dim, itemsize)
-        for _, segments, wire in wires_of(problem, shards, documents, *shape):
+        for _, segments, wire in wires_of(call, shards, documents, *shape):
             chosen = choose_scheme(self.scheme, wire, segments, self.memory_budget)
             for rank in range(size):
                 received[rank] += branch_traffic(chosen, wire, segments, rank).received

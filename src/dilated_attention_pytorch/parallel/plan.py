@@ -23,7 +23,7 @@ from dilated_attention_pytorch.core.checks import (
     checked,
 )
 from dilated_attention_pytorch.core.pattern import grid_rows, training_bytes, visible_pairs
-from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, Problem
+from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Traffic,
@@ -96,8 +96,8 @@ class Job:
         return getattr(torch, self.dtype).itemsize
 
     @property
-    def problem(self) -> Problem:
-        return Problem(spec=self.spec, is_causal=self.is_causal)
+    def call(self) -> Call:
+        return Call(spec=self.spec, is_causal=self.is_causal)
 
     def shards(self, token_layout: str | None = None) -> Shards:
         return Shards.cut(self.tokens, self.gpus, token_layout or self.token_layout)
@@ -172,7 +172,7 @@ def make_plan(job: Job) -> Plan:
     shards = job.shards()
     documents = [(range(job.batch), 0, job.tokens)]
     shape = (job.heads, job.key_heads, job.head_dim, job.itemsize)
-    shared = {index: (segments, wire) for index, segments, wire in wires_of(job.problem, shards, documents, *shape)}
+    shared = {index: (segments, wire) for index, segments, wire in wires_of(job.call, shards, documents, *shape)}
     schemes = {i: choose_scheme(job.scheme, wire, found, job.memory_budget) for i, (found, wire) in shared.items()}
     everyone = range(job.gpus)
     branches = []
@@ -244,12 +244,12 @@ def _sums(job: Job, shards: Shards, mine: Exchanges, rank: int) -> int:
     if not mine:
         return 0
     swapped = frozenset(index for index, scheme, _, _ in mine if scheme == "all_to_all")
-    table = job.problem.offsets(job.heads, job.key_heads)
+    table = job.call.offsets(job.heads, job.key_heads)
     documents = [(range(job.batch), 0, job.tokens)]
     calls = sorted(
-        len(call.at)
+        len(local.at)
         for piece in shards.pieces_of(rank)
-        for call in local_calls(job.spec, table, shards, documents, job.batch, piece, swapped)
+        for local in local_calls(job.spec, table, shards, documents, job.batch, piece, swapped)
     )
     whole = calls and calls[-1] == shards.tokens_of(rank)
     beside = max(calls[:-1] if whole else calls, default=0)
@@ -261,7 +261,7 @@ def _sums(job: Job, shards: Shards, mine: Exchanges, rank: int) -> int:
 def _pairs(job: Job, shards: Shards, rank: int) -> int:
     """The (query, key) pairs of a rank's query rows, over all branches and query heads."""
     pairs = 0
-    for branch, offsets in zip(job.spec.branches, job.problem.offsets(job.heads, job.key_heads)):
+    for branch, offsets in zip(job.spec.branches, job.call.offsets(job.heads, job.key_heads)):
         for offset, heads in Counter(offsets).items():
             for start, stop in map(shards.bounds, shards.pieces_of(rank)):
                 seen = visible_pairs(branch, offset, job.tokens, is_causal=job.is_causal, start=start, stop=stop)

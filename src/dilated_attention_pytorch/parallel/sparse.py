@@ -48,8 +48,8 @@ class _Grid:
 class SparseGather(Gather):
     def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: Ranks) -> None:
         super().__init__(rows, segments, ranks)
-        assert rows.problem.sparse is not None
-        self.config: SparsePatternConfig = rows.problem.sparse
+        assert rows.call.sparse is not None
+        self.config: SparsePatternConfig = rows.call.sparse
         if self.config.depends_on_content:
             self.trailing, self.groups = ((rows.wire.head_dim,),) * 3, (1, 1, rows.wire.groups)
         self.kept: dict[int, Tensor] = {}
@@ -58,7 +58,7 @@ class SparseGather(Gather):
         return (x.k, x.v, x.q) if self.config.depends_on_content else (x.k, x.v)
 
     def attend(self, share: Share, buffers: Buffers, x: Tensors) -> None:
-        problem, groups = self.rows.problem, self.rows.wire.groups
+        call, groups = self.rows.call, self.rows.wire.groups
         for grid in self._grids(share, buffers, x):
             for g, tiling in enumerate(self._tilings(grid)):
                 q, out, lse = (grid.piece.view(y, grid.first, g, groups) for y in (x.q, x.out, x.lse))
@@ -67,8 +67,8 @@ class SparseGather(Gather):
                         self._in_tiles(q, grid).to(lse.dtype),
                         grid.k.to(lse.dtype),
                         grid.v.to(lse.dtype),
-                        problem.softmax_scale(q.shape[-1]),
-                        problem.is_causal,
+                        call.softmax_scale(q.shape[-1]),
+                        call.is_causal,
                         self._keep(x.seed, grid, g, lse.dtype),
                         take,
                         tiling,
@@ -83,7 +83,7 @@ class SparseGather(Gather):
 
     def _gradients(self, grid: _Grid, x: Tensors) -> tuple[Tensor, Tensor]:
         """Adds to the grid's own dq; gives dk and dv of all its rows."""
-        problem, groups = self.rows.problem, self.rows.wire.groups
+        call, groups = self.rows.call, self.rows.wire.groups
         dk, dv = (x.take(y.shape, dtype=x.lse.dtype, device=y.device).zero_() for y in (grid.k, grid.v))
         for g, tiling in enumerate(self._tilings(grid)):
             do, q, lse, delta, dq = (
@@ -97,8 +97,8 @@ class SparseGather(Gather):
                     grid.v.to(lse.dtype),
                     self._in_tiles(delta, grid),
                     self._in_tiles(lse, grid),
-                    problem.softmax_scale(q.shape[-1]),
-                    problem.is_causal,
+                    call.softmax_scale(q.shape[-1]),
+                    call.is_causal,
                     self._keep(x.seed, grid, g, lse.dtype),
                     take,
                     tiling,
@@ -139,7 +139,7 @@ class SparseGather(Gather):
         if grid.q is None:
             total = tiles_of(grid.total, size)
             if total not in self.kept:
-                found, _ = tiles_by_position(self.config, total, self.rows.index, self.rows.problem.is_causal)
+                found, _ = tiles_by_position(self.config, total, self.rows.index, self.rows.call.is_causal)
                 self.kept[total] = torch.where(found < total, found, -1)[None, None]
             kept = self.kept[total][:, :, first:last].to(grid.k.device)
             for _ in range(groups):
@@ -148,9 +148,7 @@ class SparseGather(Gather):
         rows = grid.k.shape[1]
         most = tiles_of(rows, size)
         # One segment whose rows are all on the grid.
-        chosen, _ = tiles_by_content(
-            self.rows.problem, self.config, grid.q, grid.k.unsqueeze(3), Branch(rows, 1), 0, most
-        )
+        chosen, _ = tiles_by_content(self.rows.call, self.config, grid.q, grid.k.unsqueeze(3), Branch(rows, 1), 0, most)
         chosen = torch.where(chosen < most, chosen, -1)[:, 0, :, :, first:last]  # (S, heads, groups, T, K)
         for g in range(groups):
             yield tiles.Tiling(chosen[:, :, g], size, first)
@@ -168,21 +166,21 @@ class SparseGather(Gather):
         """Dropout's factor, as on a single device."""
         if seed is None:
             return None
-        problem, rate = self.rows.problem, self.rows.wire.branch.dilation_rate
+        call, rate = self.rows.call, self.rows.wire.branch.dilation_rate
         rows = torch.tensor(grid.piece.rows, device=seed.device)
         heads = torch.tensor(grid.piece.heads, device=seed.device) * self.rows.wire.groups + group
-        heads = heads + problem.head_offset
+        heads = heads + call.head_offset
 
         def keep(segments: slice, queries: Tensor, keys: Tensor) -> Tensor:
             kept = keep_mask(
                 seed,
-                problem.dropout_p,
+                call.dropout_p,
                 rows=rows[segments].view(-1, 1, 1, 1, 1),
                 heads=heads.view(-1, 1, 1, 1),
                 branch=self.rows.index,
                 queries=grid.origin + queries * rate,
                 keys=grid.origin + keys * rate,
             )
-            return kept.to(dtype) / (1.0 - problem.dropout_p)
+            return kept.to(dtype) / (1.0 - call.dropout_p)
 
         return keep

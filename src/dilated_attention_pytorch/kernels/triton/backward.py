@@ -224,14 +224,14 @@ def dkdv_kernel(
     heads,
     first_head,
     tiles,
-    slots_a_row,
+    slots_per_row,
     head_offset,
     first_position,
     branch,
     scale,
     keep_scale,
     threshold,
-    rows_a_batch_row,
+    rows_per_batch_row,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -250,7 +250,7 @@ def dkdv_kernel(
     kv_head = first_head + (pid // tiles) % heads
     slot = pid // tiles // heads
     offset = tl.load(offsets + kv_head)
-    b, start, length = locate_slot(slot, table, N, W, slots_a_row, HAS_TABLE)
+    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
     count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
     first_key = tile * BLOCK_N
     if first_key >= count:
@@ -289,8 +289,8 @@ def dkdv_kernel(
         dropout_head = head + head_offset
         if PIECES:
             own_tile = first_key // (BLOCK_M * PIECES)
-            segment = slot % slots_a_row
-            query_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_a_batch_row)
+            segment = slot % slots_per_row
+            query_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_per_batch_row)
             first_row, unmasked, whole, last = query_steps(listed, first_key, BLOCK_M, PIECES, CAUSAL)
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
@@ -350,14 +350,14 @@ def dq_kernel(
     heads,
     first_head,
     tiles,
-    slots_a_row,
+    slots_per_row,
     head_offset,
     first_position,
     branch,
     scale,
     keep_scale,
     threshold,
-    rows_a_batch_row,
+    rows_per_batch_row,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -376,7 +376,7 @@ def dq_kernel(
     head = first_head + (pid // tiles) % heads
     slot = pid // tiles // heads
     offset = tl.load(offsets + head // GROUP)
-    b, start, length = locate_slot(slot, table, N, W, slots_a_row, HAS_TABLE)
+    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
     count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
     first_row = tile * BLOCK_M
     if first_row >= count:
@@ -399,8 +399,8 @@ def dq_kernel(
     key_tiles = kept
     if PIECES:
         own_tile = first_row // (BLOCK_N * PIECES)
-        segment = slot % slots_a_row
-        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_a_batch_row)
+        segment = slot % slots_per_row
+        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_per_batch_row)
         whole, last = key_steps(listed, first_row, BLOCK_M, BLOCK_N, PIECES, CAUSAL)
     elif CAUSAL:
         whole = first_row // BLOCK_N * BLOCK_N

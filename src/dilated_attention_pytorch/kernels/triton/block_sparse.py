@@ -14,9 +14,9 @@ import triton.language as tl
 
 
 @triton.jit
-def kept_tiles(grids, first, kept, row_of_tile, b, segment, head, H, rows_a_batch_row):
+def kept_tiles(grids, first, kept, row_of_tile, b, segment, head, H, rows_per_batch_row):
     """The list of a tile of one batch row, segment and query head: where it starts, and how many tiles it has."""
-    row = tl.load(grids + segment * H + head) + b * rows_a_batch_row + row_of_tile
+    row = tl.load(grids + segment * H + head) + b * rows_per_batch_row + row_of_tile
     start = tl.load(first + row)
     return kept + start, tl.load(first + row + 1) - start
 

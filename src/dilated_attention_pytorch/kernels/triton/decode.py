@@ -82,7 +82,7 @@ class _Plan:
         block_d = triton.next_power_of_2(D)
         block_m = max(16, min(64, triton.next_power_of_2(m * group)))
         tiles = triton.cdiv(m * group, block_m)
-        split_rows = _rows_a_split(branches, B * kv_heads * tiles)
+        split_rows = _rows_per_split(branches, B * kv_heads * tiles)
         splits = [(i, first) for i, branch in enumerate(branches) for first in range(0, branch.rows, split_rows)]
         splits = splits or [(0, 0)]
         self.branches, self.heads = ring_tables(rows, device)
@@ -112,10 +112,10 @@ class _Plan:
         self.combine = Launch(combine_kernel, B * m * H, (len(splits),), settings)
 
 
-def _rows_a_split(branches: Sequence[BranchRows], programs_a_split: int) -> int:
+def _rows_per_split(branches: Sequence[BranchRows], programs_per_split: int) -> int:
     """The longest splits that still keep the GPU busy."""
     for rows in _SPLIT_ROWS:
-        if programs_a_split * sum(triton.cdiv(branch.rows, rows) for branch in branches) >= _PROGRAMS:
+        if programs_per_split * sum(triton.cdiv(branch.rows, rows) for branch in branches) >= _PROGRAMS:
             return rows
     return _SPLIT_ROWS[-1]
 

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayou
 from dilated_attention_pytorch.core.cache_entries import spans_key
 from dilated_attention_pytorch.core.memory_pool import Lends, Take
 from dilated_attention_pytorch.core.pattern_cache import Remembers
-from dilated_attention_pytorch.core.spec import Problem
+from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch
@@ -35,7 +35,7 @@ def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    problem: Problem,
+    call: Call,
     spans: Tensor | None,
     seed: Tensor | None,
     layout: BlockLayout | None = None,
@@ -45,14 +45,14 @@ def forward(
     """`(out, lse)`. `pool`, if any, lends what does not leave the call."""
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):  # Triton launches on the current one
-            return forward(query, key, value, problem, spans, seed, layout, cache, pool)
+            return forward(query, key, value, call, spans, seed, layout, cache, pool)
     dtype = query.dtype
-    query, scale, _ = _positive_scale(query, problem)
+    query, scale, _ = _positive_scale(query, call)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
-    plan = plan_for(problem, spans, seed, query, key, value)
+    plan = plan_for(call, spans, seed, query, key, value)
     with _lease(pool, plan.forward_loan, plan) as take:
         new = plan.new
-        if take is not None and plan.sum_dtype != dtype and not problem.partial:
+        if take is not None and plan.sum_dtype != dtype and not call.partial:
             new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
         out = new(plan.like_query)
         lse = torch.empty_like(plan.like_lse)
@@ -70,7 +70,7 @@ def forward(
             # Without dropout the seed is not read.
             tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
             launch(query, key, value, out, lse, *tables, *(() if kept is None else kept.key_lists))
-        return out if out.dtype == dtype or problem.partial else out.to(dtype), lse.transpose(1, 2)
+        return out if out.dtype == dtype or call.partial else out.to(dtype), lse.transpose(1, 2)
 
 
 def backward(
@@ -81,7 +81,7 @@ def backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    problem: Problem,
+    call: Call,
     spans: Tensor | None,
     seed: Tensor | None,
     layout: BlockLayout | None = None,
@@ -90,17 +90,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda and query.get_device() != torch.cuda.current_device():
         with torch.cuda.device(query.device):
-            return backward(grad_out, grad_lse, query, key, value, out, lse, problem, spans, seed, layout, cache, pool)
+            return backward(grad_out, grad_lse, query, key, value, out, lse, call, spans, seed, layout, cache, pool)
     dtype = query.dtype
-    query, scale, sign = _positive_scale(query, problem)
+    query, scale, sign = _positive_scale(query, call)
     query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
     grad_out = _rows_of_unit_stride(grad_out)
     lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
     out = out.contiguous()
-    plan = plan_for(problem, spans, seed, query, key, value, grad_out, grad_lse)
+    plan = plan_for(call, spans, seed, query, key, value, grad_out, grad_lse)
     with _lease(pool, plan.backward_loan, plan) as take:
         new = plan.new
-        if take is not None and plan.sum_dtype != dtype and not problem.partial:
+        if take is not None and plan.sum_dtype != dtype and not call.partial:
             new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
         dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
         delta = torch.empty_like(lse) if take is None else _taken(take, lse)
@@ -128,7 +128,7 @@ def backward(
             branch.launches["dq"](*inputs, dq, *tables, *(() if kept is None else kept.key_lists))
         if sign != 1:
             dq = dq * sign
-        return (dq, dk, dv) if dq.dtype == dtype or problem.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
+        return (dq, dk, dv) if dq.dtype == dtype or call.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
 def _lease(pool: Lends | None, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
@@ -158,8 +158,8 @@ def _branch_launch(kernel: Any, name: str, branch: PlannedBranch, scale: float, 
     count, heads = triton.cdiv(branch.rows, tiles.own), len(branch.heads) * group
     numbers = (
         *plan.strides, plan.N, plan.H, branch.w, branch.r, heads, branch.heads.start * group, count,
-        branch.slots_a_row, plan.problem.head_offset, plan.problem.first_position, branch.index, scale, plan.keep_scale,
-        plan.threshold, 0 if kept is None else kept.rows_a_batch_row,
+        branch.slots_per_row, plan.call.head_offset, plan.call.first_position, branch.index, scale, plan.keep_scale,
+        plan.threshold, 0 if kept is None else kept.rows_per_batch_row,
     )  # fmt: skip
     # Without a layout the kernels take None in place of its lists; a launch is then spared their pointers.
     no_lists = (None, None, None) if kept is None else ()
@@ -192,7 +192,7 @@ def _new_table(branch: PlannedBranch, spans: Tensor) -> Tensor:
     launch = branch.launches.get("table")
     if launch is None:
         plan = branch.plan
-        numbers = (plan.N, plan.documents, branch.w, branch.slots_a_row, branch.slots)
+        numbers = (plan.N, plan.documents, branch.w, branch.slots_per_row, branch.slots)
         launch = Launch(
             _segment_table_kernel, triton.cdiv(branch.slots, 128), numbers, {"PACKED": plan.B == 1, "BLOCK": 128}
         )
@@ -202,8 +202,10 @@ def _new_table(branch: PlannedBranch, spans: Tensor) -> Tensor:
     return table
 
 
-@triton.jit(do_not_specialize=("N", "documents", "W", "slots_a_row", "slots"))
-def _segment_table_kernel(Spans, Table, N, documents, W, slots_a_row, slots, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=("N", "documents", "W", "slots_per_row", "slots"))
+def _segment_table_kernel(
+    Spans, Table, N, documents, W, slots_per_row, slots, PACKED: tl.constexpr, BLOCK: tl.constexpr
+):
     """`(batch row, start, length)` of every slot; length 0 where there is no segment, and nothing outside the row.
 
     Packed documents: document d owns the slots from `start_d // W + d` on, which are at least as many as its segments.
@@ -222,8 +224,8 @@ def _segment_table_kernel(Spans, Table, N, documents, W, slots_a_row, slots, PAC
         end = tl.minimum(tl.load(Spans + document * 2 + 1).to(tl.int32), N)
         segment = slot - (begin // W + document)
     else:
-        b = tl.minimum(slot // slots_a_row, documents - 1)
-        segment = slot % slots_a_row
+        b = tl.minimum(slot // slots_per_row, documents - 1)
+        segment = slot % slots_per_row
         begin = tl.maximum(tl.load(Spans + b * 2).to(tl.int32), 0)
         end = tl.minimum(tl.load(Spans + b * 2 + 1).to(tl.int32), N)
     start = begin + segment * W
@@ -239,9 +241,9 @@ def _rows_of_unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _positive_scale(query: Tensor, problem: Problem) -> tuple[Tensor, float, int]:
+def _positive_scale(query: Tensor, call: Call) -> tuple[Tensor, float, int]:
     """Query, scale and sign such that the kernels' scale is positive: a sign goes into the query, exactly."""
-    scale = problem.softmax_scale(query.shape[3])
+    scale = call.softmax_scale(query.shape[3])
     if scale > 0:
         return query, scale, 1
     sign = -1 if scale < 0 else 0

@@ -115,14 +115,14 @@ def forward_kernel(
     heads,
     first_head,
     tiles,
-    slots_a_row,
+    slots_per_row,
     head_offset,
     first_position,
     branch,
     qk_scale,
     keep_scale,
     threshold,
-    rows_a_batch_row,
+    rows_per_batch_row,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -141,7 +141,7 @@ def forward_kernel(
     head = first_head + (pid // tiles) % heads
     slot = pid // tiles // heads
     offset = tl.load(offsets + head // GROUP)
-    b, start, length = locate_slot(slot, table, N, W, slots_a_row, HAS_TABLE)
+    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
     count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
     first_row = tile * BLOCK_M
     if first_row >= count:
@@ -173,8 +173,8 @@ def forward_kernel(
     key_tiles = kept
     if PIECES:
         own_tile = first_row // (BLOCK_N * PIECES)
-        segment = slot % slots_a_row
-        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_a_batch_row)
+        segment = slot % slots_per_row
+        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_per_batch_row)
         whole, last = key_steps(listed, first_row, BLOCK_M, BLOCK_N, PIECES, CAUSAL)
     elif CAUSAL:
         whole = tl.minimum(first_row, count) // BLOCK_N * BLOCK_N

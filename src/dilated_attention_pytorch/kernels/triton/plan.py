@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
-from dilated_attention_pytorch.core.spec import OffsetTable, Problem
+from dilated_attention_pytorch.core.spec import Call, OffsetTable
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
@@ -25,11 +25,11 @@ KERNELS = os.environ.get("DILATED_ATTENTION_KERNELS", "best")
 
 _MOST_PLANS = 4096
 _plans: dict[tuple, Plan] = {}
-_problems: dict[Problem, Problem] = {}
+_calls: dict[Call, Call] = {}
 
 
 def plan_for(
-    problem: Problem,
+    call: Call,
     spans: Tensor | None,
     seed: Tensor | None,
     query: Tensor,
@@ -40,7 +40,7 @@ def plan_for(
 ) -> Plan:
     """The remembered plan of calls like this one, forward or, with `grad_out`, backward."""
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
-    tf32 = query.dtype == torch.float32 and allows_tf32(problem.allow_tf32)
+    tf32 = query.dtype == torch.float32 and allows_tf32(call.allow_tf32)
     kind = (
         query.device,
         KERNELS,
@@ -51,14 +51,14 @@ def plan_for(
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
     # By number, as hashing a problem takes long; a plan keeps its problem, so no other one gets its number.
-    plan = _plans.get((id(problem), kind))
+    plan = _plans.get((id(call), kind))
     if plan is None:
         if len(_plans) >= _MOST_PLANS:
             forget()
-        problem = _problems.setdefault(problem, problem)  # equal ones, made for each call, share a plan
-        plan = _plans.get((id(problem), kind))
+        call = _calls.setdefault(call, call)  # equal ones, made for each call, share a plan
+        plan = _plans.get((id(call), kind))
     if plan is None:
-        plan = _plans[id(problem), kind] = Plan(problem, spans, seed is not None, tf32, tensors)
+        plan = _plans[id(call), kind] = Plan(call, spans, seed is not None, tf32, tensors)
         if debugging():
             stage = "forward" if grad_out is None else "backward"
             kernels = ["plain" if branch.hopper is None else "hopper" for branch in plan.branches]
@@ -69,17 +69,15 @@ def plan_for(
 def forget() -> None:
     """Make all plans anew, as after a change of the tile table."""
     _plans.clear()
-    _problems.clear()
+    _calls.clear()
 
 
 class Plan:
     """What all launches of a call share."""
 
-    def __init__(
-        self, problem: Problem, spans: Tensor | None, drops: bool, tf32: bool, tensors: tuple[Tensor, ...]
-    ) -> None:
+    def __init__(self, call: Call, spans: Tensor | None, drops: bool, tf32: bool, tensors: tuple[Tensor, ...]) -> None:
         query, key = tensors[:2]
-        self.problem = problem
+        self.call = call
         self.B, self.N, self.H, self.D = query.shape
         self.device = query.device
         self.documents = None if spans is None else spans.shape[0]
@@ -87,15 +85,15 @@ class Plan:
         self.block_d = max(16, triton.next_power_of_2(self.D))
         self.itemsize = query.element_size()
         self.drops = drops
-        self.keep_scale = 1.0 / (1.0 - problem.dropout_p)
-        self.threshold = round(problem.dropout_p * (1 << 32))
+        self.keep_scale = 1.0 / (1.0 - call.dropout_p)
+        self.threshold = round(call.dropout_p * (1 << 32))
         self.precision = "tf32" if tf32 else "ieee"
         self.strides = tuple(stride for x in tensors for stride in x.stride()[:3])
         self.launches: dict[str, Launch] = {}
-        table = problem.offsets(self.H, key.shape[2])
-        rounds = not problem.partial and rounds_little(problem.spec, table)
+        table = call.offsets(self.H, key.shape[2])
+        rounds = not call.partial and rounds_little(call.spec, table)
         self.sum_dtype = query.dtype if rounds else torch.float32
-        order, covers = _order(problem, table, self.N, cleared=spans is not None)
+        order, covers = _order(call, table, self.N, cleared=spans is not None)
         self.every_row_written = covers
         self.new = torch.empty_like if self.every_row_written else torch.zeros_like
         self.branches: list[PlannedBranch] = []
@@ -117,18 +115,18 @@ class Plan:
             self.workspace_size, self.workspace_turns = taken[0].hopper.workspace_size(most, self.D)
         self.like_workspace = one.expand(self.workspace_size)
         # The largest workspace of a pass, in bytes: a pool is asked only if it would serve one.
-        sums = 0 if self.sum_dtype == query.dtype or problem.partial else query.numel() * self.sum_dtype.itemsize
+        sums = 0 if self.sum_dtype == query.dtype or call.partial else query.numel() * self.sum_dtype.itemsize
         self.forward_loan = sums
         self.backward_loan = max(sums, 4 * self.like_lse.numel(), 4 * self.workspace_size)
 
 
-def _order(problem: Problem, table: OffsetTable, tokens: int, *, cleared: bool) -> tuple[list[int], bool]:
+def _order(call: Call, table: OffsetTable, tokens: int, *, cleared: bool) -> tuple[list[int], bool]:
     """The branches that heads are on, in the order in which they run, and whether the first one writes every row.
 
     A branch that does goes first, so that nothing needs to be cleared before it. Where results are cleared anyway,
     branches of few keys go first: each rounds what it adds to, and what those leave is small.
     """
-    branches = problem.spec.branches
+    branches = call.spec.branches
     # A share of a call may be on no branch at all: a shard's heads, or a piece of a chunk.
     order = [i for i, row in enumerate(table) if any(offset is not None for offset in row)]
     covering = [i for i in order if branches[i].dilation_rate == 1 and None not in table[i]]
@@ -144,18 +142,18 @@ class PlannedBranch:
     def __init__(
         self, plan: Plan, index: int, row: tuple[int | None, ...], continues: bool, tensors: tuple[Tensor, ...]
     ) -> None:
-        branch = plan.problem.spec.branches[index]
+        branch = plan.call.spec.branches[index]
         self.plan = plan
         self.index = index
         self.r = branch.dilation_rate
         self.w = min(branch.segment_length, plan.N)
-        self.is_causal = plan.problem.is_causal
+        self.is_causal = plan.call.is_causal
         self.continues = continues
         present = [h for h, offset in enumerate(row) if offset is not None]
         self.heads = range(present[0], present[-1] + 1)
         self.rows = max(grid_rows(self.w, self.r, offset) for offset in row if offset is not None)
-        self.slots_a_row = triton.cdiv(plan.N, self.w)
-        self.slots = plan.B * self.slots_a_row
+        self.slots_per_row = triton.cdiv(plan.N, self.w)
+        self.slots = plan.B * self.slots_per_row
         if plan.documents is not None and plan.B == 1:
             self.slots += plan.documents
         offsets = tuple(-1 if offset is None else offset for offset in row)
@@ -168,14 +166,14 @@ class PlannedBranch:
     def tiles(self, kernel: str) -> Tiles:
         """The shape that a plain kernel runs in; within a tile of the block layout if there is one."""
         plan = self.plan
-        sparse = plan.problem.sparse
+        sparse = plan.call.sparse
         rows = self.rows if sparse is None else min(self.rows, sparse.block_size)
         return tiles_for(kernel, plan.block_d, plan.itemsize, rows, self.is_causal)
 
     def settings(self, tiles: Tiles) -> dict:
         """The constants and compiler options that the plain kernels share."""
         plan = self.plan
-        sparse = plan.problem.sparse
+        sparse = plan.call.sparse
         return {
             "PIECES": 0 if sparse is None else sparse.block_size // tiles.walk,
             "D": plan.D,
@@ -208,7 +206,7 @@ def _hopper_for(
     if grad_out is None and plan.sum_dtype != query.dtype and launch.padded(plan.D) > 64:
         return None  # forward has no shared memory left to pass float32 sums through
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
-    block_size = None if plan.problem.sparse is None else plan.problem.sparse.block_size
+    block_size = None if plan.call.sparse is None else plan.call.sparse.block_size
     if not launch.takes_tensors(*tensors) or not launch.takes_branch(plan.N, branch.r, branch.rows, block_size):
         return None
     if grad_out is not None:

@@ -11,8 +11,8 @@ import triton.language as tl
 
 # Numbers that vary from call to call: specialising on them (on being 1, or divisible by 16) would compile anew.
 UNSPECIALIZED = (
-    "N", "H", "W", "rate", "heads", "first_head", "tiles", "slots_a_row", "head_offset",
-    "first_position", "branch", "threshold", "rows_a_batch_row",
+    "N", "H", "W", "rate", "heads", "first_head", "tiles", "slots_per_row", "head_offset",
+    "first_position", "branch", "threshold", "rows_per_batch_row",
 )  # fmt: skip
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -20,15 +20,15 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def locate_slot(slot, table, N, W, slots_a_row, HAS_TABLE: tl.constexpr):
+def locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE: tl.constexpr):
     """`(batch row, start, length)` of a slot: by arithmetic, or from the table when documents have lengths."""
     if HAS_TABLE:
         b = tl.load(table + slot * 3).to(tl.int64)
         start = tl.load(table + slot * 3 + 1)
         length = tl.load(table + slot * 3 + 2)
     else:
-        b = (slot // slots_a_row).to(tl.int64)
-        start = (slot % slots_a_row) * W
+        b = (slot // slots_per_row).to(tl.int64)
+        start = (slot % slots_per_row) * W
         length = tl.minimum(W, N - start)
     return b, start, length
 

@@ -79,14 +79,14 @@ def _produce(
     q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail = descs
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
     q_full, do_full, empty, kv_full, kv_empty = copied
-    N, H, W, rate, heads, first_head, _, slots_a_row, units, teams, team_size, lag, group = sizes
+    N, H, W, rate, heads, first_head, _, slots_per_row, units, teams, team_size, lag, group = sizes
     lane = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     member = gl.program_id(0) % team_size
     walked = 0
     held = 0
     held_phase = 1
     for unit in range(gl.program_id(0) // team_size, units, teams):
-        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets)
+        b, kv, token, count = locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -150,7 +150,7 @@ def _write(
 ):
     """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
     dq_full, dq_empty = given
-    N, _, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, lag, group = sizes
+    N, _, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group = sizes
     member = gl.program_id(0) % team_size
     team = gl.program_id(0) // team_size
     walked = 0
@@ -158,7 +158,7 @@ def _write(
     epoch = 0
     last_turn = Turns
     for unit in range(team, units, teams):
-        _, _, _, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets)
+        _, _, _, count = locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -266,7 +266,7 @@ def _consume(
     q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
     q_full, do_full, empty, kv_full, kv_empty = copied
     ds_full, ds_empty = shared
-    N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, lag, group = sizes
+    N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group = sizes
     dtype: gl.constexpr = q_smem.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # (keys, queries)
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # (keys, D)
@@ -282,7 +282,7 @@ def _consume(
     held_phase = 0
     epoch = 0
     for unit in range(team, units, teams):
-        b, kv, token, count = locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets)
+        b, kv, token, count = locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets)
         origin = b.to(gl.int64) * N + token
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
@@ -400,8 +400,8 @@ def _consume(
 
 # Numbers that vary from call to call: specialising on them would compile anew.
 _UNSPECIALIZED = (
-    "N", "H", "W", "rate", "heads", "first_head", "rows", "slots_a_row", "units", "teams", "team_size", "lag",
-    "group", "turns_at", "rows_a_batch_row",
+    "N", "H", "W", "rate", "heads", "first_head", "rows", "slots_per_row", "units", "teams", "team_size", "lag",
+    "group", "turns_at", "rows_per_batch_row",
 )  # fmt: skip
 
 
@@ -435,14 +435,14 @@ def backward_kernel(
     heads,
     first_head,
     rows,
-    slots_a_row,
+    slots_per_row,
     units,
     teams,
     team_size,
     lag,
     group,
     turns_at,
-    rows_a_batch_row,
+    rows_per_batch_row,
     scale,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -454,7 +454,7 @@ def backward_kernel(
 ):
     """`heads` and `first_head` count key/value heads; `rows` is a segment's most rows, rounded up to whole tiles.
 
-    `Grids` to `KeyFirst` and `rows_a_batch_row` are a block layout's lists, and not read without one.
+    `Grids` to `KeyFirst` and `rows_per_batch_row` are a block layout's lists, and not read without one.
     """
     Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
     dtype: gl.constexpr = q_desc.dtype
@@ -479,9 +479,9 @@ def backward_kernel(
     fence_async_shared()
     descs = (q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail)
     inputs = (q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
-    sizes = (N, H, W, rate, heads, first_head, rows, slots_a_row, units, teams, team_size, lag, group)
+    sizes = (N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group)
     if SPARSE:
-        lists = (Grids, First, Queries, QueryTurns, KeyFirst, rows_a_batch_row)
+        lists = (Grids, First, Queries, QueryTurns, KeyFirst, rows_per_batch_row)
     else:
         lists = (offsets, offsets, offsets, offsets, offsets, N)
     # A tuple of constants would not stay constant, so the lists are written out.

@@ -50,12 +50,12 @@ def _key_tiles(tile, count, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N
 @gluon.jit
 def _listed(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
     """A query tile's list of key tiles: where it starts, and how many it has; none where there is no such tile."""
-    Grids, First, _, rows_a_batch_row = lists
+    Grids, First, _, rows_per_batch_row = lists
     _, H, _, _, _, _, _, _, _, _, _ = sizes
     _, segment, _, _ = work
     b, head, _, count = place
     there = tile * BLOCK_M < count
-    row = gl.load(Grids + segment * H + head) + b * rows_a_batch_row + tile
+    row = gl.load(Grids + segment * H + head) + b * rows_per_batch_row + tile
     start = gl.load(First + row, mask=there, other=0)
     return start, gl.load(First + row + 1, mask=there, other=0) - start
 
@@ -406,11 +406,11 @@ def _consume(
         "heads",
         "first_head",
         "tiles",
-        "slots_a_row",
+        "slots_per_row",
         "batch",
         "programs",
         "group",
-        "rows_a_batch_row",
+        "rows_per_batch_row",
     )
 )
 def forward_kernel(
@@ -433,11 +433,11 @@ def forward_kernel(
     heads,
     first_head,
     tiles,
-    slots_a_row,
+    slots_per_row,
     batch,
     programs,
     group,
-    rows_a_batch_row,
+    rows_per_batch_row,
     qk_scale,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -450,7 +450,7 @@ def forward_kernel(
     CONTINUES: gl.constexpr,
     SPARSE: gl.constexpr,
 ):
-    """`Grids`, `First`, `Kept` and `rows_a_batch_row` are a block layout's lists of keys, and not read without one."""
+    """`Grids`, `First`, `Kept` and `rows_per_batch_row` list the keys of a block layout, and are unread without one."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
@@ -465,10 +465,10 @@ def forward_kernel(
         barriers(CONSUMERS, 1),
     )
     fence_async_shared()
-    sizes = (N, H, W, rate, heads, first_head, tiles, slots_a_row, batch, programs, group)
+    sizes = (N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group)
     staged = (q_smem, k_smem, v_smem)
     descs = (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail)
-    lists = (Grids, First, Kept, rows_a_batch_row) if SPARSE else (offsets, offsets, offsets, N)
+    lists = (Grids, First, Kept, rows_per_batch_row) if SPARSE else (offsets, offsets, offsets, N)
     # A tuple of constants would not stay constant, so the lists are written out.
     if CONSUMERS == 2:
         gl.warp_specialize(

@@ -77,8 +77,8 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: B
     works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
     programs = min(works, multiprocessors)
     numbers = (
-        *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, branch.slots_a_row, query.shape[0],
-        programs, group, _rows_a_batch_row(kept), qk_scale,
+        *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, branch.slots_per_row, query.shape[0],
+        programs, group, _rows_per_batch_row(kept), qk_scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -118,8 +118,8 @@ def _backward_launch(
     units = len(branch.heads) * branch.slots
     numbers = (
         *_no_lists(kept, 5), N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, _padded_rows(branch),
-        branch.slots_a_row, units, teams, team_size, _lag(block_d, branch.is_causal), H // key.shape[2],
-        _turns_at(workspace, block_d), _rows_a_batch_row(kept), scale,
+        branch.slots_per_row, units, teams, team_size, _lag(block_d, branch.is_causal), H // key.shape[2],
+        _turns_at(workspace, block_d), _rows_per_batch_row(kept), scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -144,8 +144,8 @@ def _no_lists(kept: BranchLayout | None, count: int) -> tuple[None, ...]:
     return (None,) * count if kept is None else ()
 
 
-def _rows_a_batch_row(kept: BranchLayout | None) -> int:
-    return 0 if kept is None else kept.rows_a_batch_row
+def _rows_per_batch_row(kept: BranchLayout | None) -> int:
+    return 0 if kept is None else kept.rows_per_batch_row
 
 
 def workspace_size(rows: int, head_dim: int) -> tuple[int, int]:

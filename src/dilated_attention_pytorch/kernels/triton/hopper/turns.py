@@ -13,15 +13,15 @@ BLOCK_N = gl.constexpr(128)  # rows of a key tile
 
 
 @gluon.jit
-def locate(unit, heads, first_head, slots_a_row, N, W, rate, offsets):
+def locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets):
     """`(batch row, head, first token, rows)` of the unit-th (segment, key/value head)."""
     slot = unit // heads
     head = first_head + unit % heads
     offset = gl.load(offsets + head)
-    start = slot % slots_a_row * W
+    start = slot % slots_per_row * W
     length = gl.minimum(W, N - start)
     count = gl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    return slot // slots_a_row, head, start + offset, count
+    return slot // slots_per_row, head, start + offset, count
 
 
 @gluon.jit
@@ -98,10 +98,10 @@ def turn_of(
 @gluon.jit
 def grid_of(lists, unit, g, sizes):
     """The first row, in a layout's lists, of the grid of a unit's segment and its g-th query head."""
-    _, H, _, _, heads, first_head, _, slots_a_row, _, _, _, _, group = sizes
+    _, H, _, _, heads, first_head, _, slots_per_row, _, _, _, _, group = sizes
     slot = unit // heads
     head = (first_head + unit % heads) * group + g
-    return gl.load(lists[0] + slot % slots_a_row * H + head) + slot // slots_a_row * lists[5]
+    return gl.load(lists[0] + slot % slots_per_row * H + head) + slot // slots_per_row * lists[5]
 
 
 @gluon.jit

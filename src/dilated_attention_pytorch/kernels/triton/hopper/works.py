@@ -13,17 +13,17 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def work_at(number, sizes, CAUSAL: gl.constexpr):
     """`(batch row, segment, head, place)` of the number-th work: a tile of query rows, or two if causal."""
-    _, _, _, _, heads, _, tiles, slots_a_row, _, _, _ = sizes
+    _, _, _, _, heads, _, tiles, slots_per_row, _, _, _ = sizes
     places = (tiles + 1) // 2 if CAUSAL else tiles
     unit = number // places
     slot = unit // heads
-    return slot // slots_a_row, slot % slots_a_row, unit % heads, number % places
+    return slot // slots_per_row, slot % slots_per_row, unit % heads, number % places
 
 
 @gluon.jit
 def _later(work, step, sizes, CAUSAL: gl.constexpr):
     """The work that is `step`, itself written as a work, later: added like digits, as divisions take long."""
-    _, _, _, _, heads, _, tiles, slots_a_row, _, _, _ = sizes
+    _, _, _, _, heads, _, tiles, slots_per_row, _, _, _ = sizes
     places = (tiles + 1) // 2 if CAUSAL else tiles
     b, segment, head, place = work
     place += step[3]
@@ -33,8 +33,8 @@ def _later(work, step, sizes, CAUSAL: gl.constexpr):
     over = head >= heads
     head = gl.where(over, head - heads, head)
     segment += step[1] + gl.where(over, 1, 0)
-    over = segment >= slots_a_row
-    segment = gl.where(over, segment - slots_a_row, segment)
+    over = segment >= slots_per_row
+    segment = gl.where(over, segment - slots_per_row, segment)
     return b + step[0] + gl.where(over, 1, 0), segment, head, place
 
 
@@ -80,18 +80,18 @@ def offset_of(work, offsets, sizes):
 @gluon.jit
 def segment_rows(sizes):
     """The lengths of a whole segment and of a batch row's last one, divided by the rate: quotients and remainders."""
-    N, _, W, rate, _, _, _, slots_a_row, _, _, _ = sizes
-    last = N - (slots_a_row - 1) * W
+    N, _, W, rate, _, _, _, slots_per_row, _, _, _ = sizes
+    last = N - (slots_per_row - 1) * W
     return W // rate, W % rate, last // rate, last % rate
 
 
 @gluon.jit
 def place_of(work, offset, rows, sizes):
     """`(batch row, head, first token, rows)` of a work whose head has this offset; no rows past the last work."""
-    _, _, W, _, _, first_head, _, slots_a_row, batch, _, _ = sizes
+    _, _, W, _, _, first_head, _, slots_per_row, batch, _, _ = sizes
     b, segment, head, _ = work
     whole, rest, last_whole, last_rest = rows
-    is_last = segment == slots_a_row - 1
+    is_last = segment == slots_per_row - 1
     # The size of range(offset, length, rate), where offset < rate.
     count = gl.where(is_last, last_whole, whole) + gl.where(offset < gl.where(is_last, last_rest, rest), 1, 0)
     count = gl.where((offset < 0) | (b >= batch), 0, count)
