@@ -123,7 +123,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "backends": lambda: (functional.backends, {"device": "cpu"}),
     "check_backend": lambda: (functional.check_backend, {"backend": "auto"}),
     "check_sparse_config": lambda: (functional.check_sparse_config, {"sparse_config": TILES, "spec": SPEC}),
-    "checked_problem": lambda: (
+    "checked_call": lambda: (
         functional.checked_call,
         {
             **qkv(),
