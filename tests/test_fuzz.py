@@ -384,7 +384,7 @@ CASES: dict[str, Callable[[], Case]] = {
         {**training(), "datasets": [DATA], "schedule": [STAGE]},
     ),
     "update_attention_config": lambda: (package.update_attention_config, {"model": language_model(), **PATTERN}),
-    # inspect
+    # tools
     "benchmark_implementations": lambda: (
         package.benchmark_implementations,
         {

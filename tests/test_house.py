@@ -28,7 +28,7 @@ FLOORS = [
     {"nn"},
     {"models", "parallel"},
     {"train"},
-    {"bench", "inspect"},
+    {"bench", "tools"},
     {"cli"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -197,6 +197,12 @@ def test_factories_are_found_in_the_core_too() -> None:
 
     assert create_dilated_attention is dilated_attention_pytorch.create_dilated_attention
     assert create_multihead_dilated_attention is dilated_attention_pytorch.create_multihead_dilated_attention
+
+
+def test_the_tools_are_found_under_their_earlier_path_too() -> None:
+    for module in ("", ".pictures", ".show"):
+        earlier, now = (importlib.import_module(f"{NAME}.{room}{module}") for room in ("inspect", "tools"))
+        assert earlier is now
 
 
 def test_every_root_name_exists() -> None:

@@ -27,14 +27,6 @@ from dilated_attention_pytorch.core import (
     reset_global_pattern_cache,
 )
 from dilated_attention_pytorch.functional import attention_rows, backends
-from dilated_attention_pytorch.inspect import (
-    benchmark_implementations,
-    diagnose_oom_error,
-    diagnose_performance_issues,
-    memory_cleanup,
-    monitor_memory_realtime,
-    profile_memory_usage,
-)
 from dilated_attention_pytorch.models import (
     LongNet,
     LongNetLM,
@@ -70,6 +62,14 @@ from dilated_attention_pytorch.parallel import (
     RingDilatedAttentionV3,
     RingMultiheadDilatedAttention,
     parallelize,
+)
+from dilated_attention_pytorch.tools import (
+    benchmark_implementations,
+    diagnose_oom_error,
+    diagnose_performance_issues,
+    memory_cleanup,
+    monitor_memory_realtime,
+    profile_memory_usage,
 )
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from dilated_attention_pytorch import core, nn
+from dilated_attention_pytorch import core, nn, tools
 from dilated_attention_pytorch.models import longnet
 from dilated_attention_pytorch.parallel import block_sparse, modules
+from dilated_attention_pytorch.tools import pictures, show
 
 PUBLISHED_PATHS: dict[str, ModuleType] = {
     "dilated_attention": nn,
@@ -23,6 +24,9 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "improved_distributed_dilated_attention": modules,
     "ring_improved_distributed_dilated_attention": modules,
     "long_net": longnet,
+    "inspect": tools,
+    "inspect.pictures": pictures,
+    "inspect.show": show,
 }
 
 # Names that users import from a room below the one that defines them, which may not import it.
@@ -38,6 +42,7 @@ def publish(package: ModuleType) -> None:
     """Make every path importable, as `os.path` is: an entry of `sys.modules` and an attribute of the package."""
     for name, room in PUBLISHED_PATHS.items():
         sys.modules[f"{package.__name__}.{name}"] = room
-        setattr(package, name, room)
+        if "." not in name:
+            setattr(package, name, room)
     for room, names in PUBLISHED_NAMES.items():
         vars(room).update(names)

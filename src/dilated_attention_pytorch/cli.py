@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dilated_attention_pytorch.bench.command import add_bench, add_recall, size_in_gib, whole_number
-from dilated_attention_pytorch.inspect.command import add_doctor, add_show
+from dilated_attention_pytorch.tools.command import add_doctor, add_show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -251,8 +251,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     if mine := sorted(given.keys() & {"gpu", "host", "vocabulary"}):
         raise ValueError(f"--{', --'.join(mine)} go with --model: name one, or leave them out")
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.inspect.plan import as_json, text
     from dilated_attention_pytorch.parallel.plan import Job, make_plan
+    from dilated_attention_pytorch.tools.plan import as_json, text
 
     layout = given.pop("layout", "interleaved")
     if given.keys() & {"segments", "rates"}:
@@ -265,7 +265,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan_step(given: dict[str, Any], as_data: bool) -> None:
-    from dilated_attention_pytorch.inspect.fit import fit_json, fit_text
+    from dilated_attention_pytorch.tools.fit import fit_json, fit_text
     from dilated_attention_pytorch.train.fitting import cheapest_fit, longest_fits
     from dilated_attention_pytorch.train.presets import text_model
 

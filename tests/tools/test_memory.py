@@ -18,7 +18,7 @@ from dilated_attention_pytorch import (
     memory_cleanup,
     monitor_memory_realtime,
 )
-from dilated_attention_pytorch.inspect.memory import GpuMemory, MemoryMonitor, live_tensors, read_memory
+from dilated_attention_pytorch.tools.memory import GpuMemory, MemoryMonitor, live_tensors, read_memory
 
 
 def with_shape(*shape: int):
@@ -163,8 +163,8 @@ def test_what_a_monitor_cannot_do_is_refused(tmp_path) -> None:
 
 def test_curves_of_gpus_are_named_by_device(monkeypatch) -> None:
     gpus = (GpuMemory(0, 1, 4, 2, 10, 20), GpuMemory(3, 5, 6, 7, 8, 9))
-    monkeypatch.setattr("dilated_attention_pytorch.inspect.memory._gpus", lambda: [0, 3])
-    monkeypatch.setattr("dilated_attention_pytorch.inspect.memory._read_gpu", lambda i: gpus[i > 0])
+    monkeypatch.setattr("dilated_attention_pytorch.tools.memory._gpus", lambda: [0, 3])
+    monkeypatch.setattr("dilated_attention_pytorch.tools.memory._read_gpu", lambda i: gpus[i > 0])
     monitor = MemoryMonitor(10.0)
     with monitor:
         pass

@@ -19,13 +19,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dilated_attention_pytorch.core.checks import COUNT, check_module, checked
 from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
-from dilated_attention_pytorch.inspect.report import size
 from dilated_attention_pytorch.measuring import measure
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import DilatedAttention
+from dilated_attention_pytorch.tools.report import size
 
 if TYPE_CHECKING:  # `python -m` runs pictures, and warns if it is loaded by then
-    from dilated_attention_pytorch.inspect.pictures import Curves
+    from dilated_attention_pytorch.tools.pictures import Curves
 
 HOST = "host tensors of this step"
 
@@ -68,7 +68,7 @@ def profile_memory_usage(
         row_limit: rows of the table.
         with_stack: note the Python lines of each operator in the trace, which makes it slow and large.
     """
-    from dilated_attention_pytorch.inspect.pictures import check_picture, write_timeline
+    from dilated_attention_pytorch.tools.pictures import check_picture, write_timeline
 
     inputs, labels = _unpack(sample_batch)
     trace, picture = Path(trace), None if picture is None else Path(picture)

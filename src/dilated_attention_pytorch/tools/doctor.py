@@ -23,9 +23,9 @@ from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cach
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.functional import backends, dilated_attention
-from dilated_attention_pytorch.inspect.report import LEVELS, Finding, Report, size
-from dilated_attention_pytorch.inspect.slowness import slow_settings
 from dilated_attention_pytorch.measuring import host_memory, machine, processor_flags, usable_cores
+from dilated_attention_pytorch.tools.report import LEVELS, Finding, Report, size
+from dilated_attention_pytorch.tools.slowness import slow_settings
 
 PACKAGE = "dilated-attention-pytorch"
 INSTALLATION, PROCESSOR, GPU, KERNELS = "Installation", "Processor", "GPU", "Kernels"

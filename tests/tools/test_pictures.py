@@ -8,7 +8,7 @@ import torch
 
 from dilated_attention_pytorch.core import DilatedSpec, dense_mask
 from dilated_attention_pytorch.functional import attention_rows
-from dilated_attention_pytorch.inspect.pictures import (
+from dilated_attention_pytorch.tools.pictures import (
     draw_documentation,
     pattern_svg,
     row_shares,

@@ -13,7 +13,7 @@ from torch import nn
 
 from dilated_attention_pytorch.core.checks import COUNT, checked
 from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
-from dilated_attention_pytorch.inspect.memory import (
+from dilated_attention_pytorch.tools.memory import (
     ALLOCATOR_SETTINGS,
     ROLES,
     GpuMemory,
@@ -27,7 +27,7 @@ from dilated_attention_pytorch.inspect.memory import (
     memory_facts,
     read_memory,
 )
-from dilated_attention_pytorch.inspect.report import Finding, Report, size
+from dilated_attention_pytorch.tools.report import Finding, Report, size
 
 OOM = "Out Of Memory"
 

@@ -62,8 +62,8 @@ _PATTERN_FLAGS = {
 def _show(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.inspect.pictures import write_density
-    from dilated_attention_pytorch.inspect.show import View, density, summary, text
+    from dilated_attention_pytorch.tools.pictures import write_density
+    from dilated_attention_pytorch.tools.show import View, density, summary, text
 
     given = {name: value for flag, name in _PATTERN_FLAGS.items() if (value := getattr(arguments, flag)) is not None}
     if given and arguments.pattern is None:
@@ -90,7 +90,7 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from dilated_attention_pytorch.inspect.doctor import doctor
+    from dilated_attention_pytorch.tools.doctor import doctor
 
     report = doctor()
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)

@@ -15,7 +15,8 @@ from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import global_caches
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.functional import backends
-from dilated_attention_pytorch.inspect.memory import (
+from dilated_attention_pytorch.measuring import measure, usable_cores
+from dilated_attention_pytorch.tools.memory import (
     MemoryReading,
     cache_facts,
     less_fragmentation,
@@ -26,8 +27,7 @@ from dilated_attention_pytorch.inspect.memory import (
     own_memory,
     read_memory,
 )
-from dilated_attention_pytorch.inspect.report import Finding, Report, size
-from dilated_attention_pytorch.measuring import measure, usable_cores
+from dilated_attention_pytorch.tools.report import Finding, Report, size
 
 SLOW, FRAGMENTED, UNSTABLE = "Slow Training", "Memory Fragmentation", "Numerical Instability"
 

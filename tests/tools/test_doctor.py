@@ -12,8 +12,8 @@ import torch
 from packaging.markers import Marker
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.inspect import doctor as room
-from dilated_attention_pytorch.inspect.doctor import bfloat16_product_fails, doctor, missing_extras
+from dilated_attention_pytorch.tools import doctor as room
+from dilated_attention_pytorch.tools.doctor import bfloat16_product_fails, doctor, missing_extras
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.core.checks import POSITIVE, checked
 from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import global_caches
-from dilated_attention_pytorch.inspect.report import size
 from dilated_attention_pytorch.measuring import host_memory, peak_resident, resident
+from dilated_attention_pytorch.tools.report import size
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -305,7 +305,7 @@ class MemoryMonitor:
         self, interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None
     ) -> None:
         if picture is not None:
-            from dilated_attention_pytorch.inspect.pictures import check_picture
+            from dilated_attention_pytorch.tools.pictures import check_picture
 
             check_picture(Path(picture))  # now, rather than after hours
         self.interval = interval
@@ -348,7 +348,7 @@ class MemoryMonitor:
                 self._file.close()
                 self._file = None
         if self._picture is not None:
-            from dilated_attention_pytorch.inspect.pictures import write_timeline
+            from dilated_attention_pytorch.tools.pictures import write_timeline
 
             write_timeline(self._picture, self.series(), "memory of this process")
         return self.readings

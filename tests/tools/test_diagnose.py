@@ -16,8 +16,8 @@ from dilated_attention_pytorch import (
     get_global_memory_pool,
     memory_cleanup,
 )
-from dilated_attention_pytorch.inspect import memory
-from dilated_attention_pytorch.inspect.memory import GpuMemory
+from dilated_attention_pytorch.tools import memory
+from dilated_attention_pytorch.tools.memory import GpuMemory
 
 GIB = 1 << 30
 
@@ -202,8 +202,8 @@ def test_values_that_are_not_finite_are_found() -> None:
 
 
 def test_threads_that_do_not_fit_the_cores_are_timed_and_restored(monkeypatch) -> None:
-    from dilated_attention_pytorch.inspect import slowness
     from dilated_attention_pytorch.measuring import Timing
+    from dilated_attention_pytorch.tools import slowness
 
     threads = torch.get_num_threads()
     monkeypatch.setattr(slowness, "usable_cores", lambda: threads + 3.5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.core import PATTERN_TYPES, DilatedSpec, SparsePatternConfig, dense_mask
 from dilated_attention_pytorch.core.block_layout import allowed_pairs
-from dilated_attention_pytorch.inspect.show import View, density, drawing, summary
+from dilated_attention_pytorch.tools.show import View, density, drawing, summary
 
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 

@@ -1,6 +1,6 @@
 """Pictures of patterns as SVG, written without any plotting library.
 
-`python -m dilated_attention_pytorch.inspect.pictures FOLDER` draws the ones of the documentation.
+`python -m dilated_attention_pytorch.tools.pictures FOLDER` draws the ones of the documentation.
 """
 
 from __future__ import annotations
