@@ -204,11 +204,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "layout_for": lambda: (core_room.layout_for, layout_arguments()),
     "layout_of": lambda: (
         core_room.layout_of,
-        {"problem": Call(spec=SPEC, sparse=TILES), "query": heads(), "key": heads()},
+        {"call": Call(spec=SPEC, sparse=TILES), "query": heads(), "key": heads()},
     ),
     "reference_forward": lambda: (
         core_room.reference_forward,
-        {"query": heads(), "key": heads(), "value": heads(), "problem": Call(spec=SPEC)},
+        {"query": heads(), "key": heads(), "value": heads(), "call": Call(spec=SPEC)},
     ),
     # nn
     **{
