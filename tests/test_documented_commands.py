@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.command import parser as bench_parser
 from dilated_attention_pytorch.cli import _parser
+from examples.recall import parser as recall_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,7 +21,7 @@ SHOWN = re.compile(r"(?:\./run|dilated-attention) ([a-z]+)(.*)")
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     [chosen] = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    return chosen.choices
+    return chosen.choices | {"bench": bench_parser(), "recall": recall_parser()}
 
 
 def blocks(page: Path) -> str:
@@ -32,7 +34,7 @@ def blocks(page: Path) -> str:
 def test_commands_in_blocks_are_taken_as_they_stand(page) -> None:
     for command, rest in SHOWN.findall(blocks(page)):
         if command not in OF_THE_SCRIPT:
-            _parser().parse_args([command, *shlex.split(rest, comments=True)])
+            commands()[command].parse_args(shlex.split(rest, comments=True))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -28,7 +28,7 @@ FLOORS = [
     {"nn"},
     {"models", "parallel"},
     {"train"},
-    {"bench", "tools"},
+    {"tools"},
     {"cli"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

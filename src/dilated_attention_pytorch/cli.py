@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
+import math
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dilated_attention_pytorch.bench.command import add_bench, add_recall, size_in_gib, whole_number
 from dilated_attention_pytorch.tools.command import add_doctor, add_show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 for an error of the user's, 128 and its number for a signal."""
-    arguments = _parser().parse_args(argv)
+    stated = sys.argv[1:] if argv is None else list(argv)
     try:
+        if stated and stated[0] in _IN_CHECKOUT and stated[:2] != ["bench", "tune"]:
+            return _run_from_checkout(*stated)
+        arguments = _parser().parse_args(stated)
         status: int | None = arguments.command(arguments)
     except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
         print(f"dilated-attention: {error}", file=sys.stderr)
@@ -146,9 +151,12 @@ def _parser() -> argparse.ArgumentParser:
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
-    add_bench(commands)
+    bench = commands.add_parser("bench", help="tune the kernels for this GPU; in a checkout, run a benchmark suite")
+    bench.set_defaults(command=_tune)
+    bench.add_argument("suite", choices=["tune"], help="measure the kernels' tiles, for DILATED_ATTENTION_TILES")
+    bench.add_argument("--out", type=Path, default=Path("tiles.jsonl"), metavar="FILE", help="default: tiles.jsonl")
     _add_report(commands)
-    add_recall(commands)
+    commands.add_parser("recall", help="in a checkout: recall over long distances, LongNet beside a sliding window")
     _add_plan(commands)
     add_show(commands)
     add_doctor(commands)
@@ -238,6 +246,50 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--link-gbps", type=float, help="gigabits a second a GPU sends while it receives (default: 400)")
     plan.add_argument("--json", action="store_true", default=False, help="print JSON, with every rank")
+
+
+def whole_number(stated: str) -> int:
+    """Parse a flag that takes a whole number, also as 1e9."""
+    try:
+        number = Decimal(stated.replace(",", ""))
+    except ArithmeticError:
+        number = Decimal("nan")
+    if not number.is_finite() or abs(number) >= 1 << 63 or number != int(number):
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 65536 or 1e9, got {stated!r}")
+    return int(number)
+
+
+def size_in_gib(stated: str) -> float:
+    """Parse a flag that takes a memory size in GiB."""
+    try:
+        size = float(stated)
+    except ValueError:
+        size = math.nan
+    if not 0 <= size < 1 << 30:
+        raise argparse.ArgumentTypeError(f"must be a size in GiB, such as 80, got {stated!r}")
+    return size
+
+
+# Commands that are modules of a checkout of the repository, not of the installed package.
+_IN_CHECKOUT = {"bench": "benchmarks.command", "recall": "examples.recall"}
+
+
+def _run_from_checkout(command: str, *arguments: str) -> int:
+    module, root = _IN_CHECKOUT[command], Path(__file__).parents[2]
+    if not (root / module.replace(".", "/")).with_suffix(".py").is_file():
+        raise ValueError(
+            f"{command} is run from a checkout of the repository, whose folders benchmarks/ and examples/ are not "
+            f"installed: ./run {command} --help there lists its options. `bench tune` works without a checkout"
+        )
+    sys.path.insert(0, str(root))
+    run: int = importlib.import_module(module).main(arguments)
+    return run
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.kernels.triton.tune import tune
+
+    tune(arguments.out)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

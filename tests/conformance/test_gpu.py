@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from dilated_attention_pytorch.bench.tune import candidates
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.triton import tuning
+from dilated_attention_pytorch.kernels.triton.tune import candidates
 
 from .checks import BASE, check_broken, check_budget, run
 from .draws import Draw, draws

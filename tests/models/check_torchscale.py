@@ -3,7 +3,7 @@
     git clone https://github.com/microsoft/torchscale
     git clone https://github.com/prov-gigapath/prov-gigapath
     pip install einops numpy
-    PYTHONPATH=src python tests/models/check_torchscale.py --torchscale torchscale --gigapath prov-gigapath
+    PYTHONPATH=src:. python tests/models/check_torchscale.py --torchscale torchscale --gigapath prov-gigapath
 
 Their calls of flash-attn become calls of PyTorch's flash kernel, on the CPU in float32. Status 1 if a figure is beyond
 its limit. timm, fairscale and huggingface_hub are stood in for where they are not installed: what GigaPath's slide
@@ -28,13 +28,13 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import torch
 from torch import nn
 
-from dilated_attention_pytorch import patch_gigapath
-from dilated_attention_pytorch.bench.peers import (
+from benchmarks.peers import (
     build_torchscale,
     flash_attention_of_pytorch,
     importing_from,
     load_torchscale,
 )
+from dilated_attention_pytorch import patch_gigapath
 
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 # Rates that do not divide their segments: torchscale moves rows, as it does for GigaPath past 185,363 tiles.

@@ -1,0 +1,123 @@
+"""Contenders that are whole encoders: the same layers and weights' sizes, each around its own attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.contenders import NO_CHECKOUT, OURS, TORCHSCALE, Ready, Setup, named_contenders
+from benchmarks.harness import Case
+from benchmarks.peers import build_torchscale, load_torchscale
+from benchmarks.results import Row
+from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
+
+EXACT, EXACT_FORWARD = "ours, exact", "ours, exact fwd"
+
+
+def choose_encoders(only: Sequence[str] | None = None, torchscale: Path | None = None) -> dict[str, Setup]:
+    """The contenders by name: ours by the definition, and with torchscale's semantics as `patch_gigapath` has them."""
+    contenders: dict[str, Setup] = {
+        OURS: _encoder(lambda case: lambda layer: None),
+        EXACT: _encoder(_pad(detached_merge=True)),
+        EXACT_FORWARD: _encoder(_pad(detached_merge=False)),
+        TORCHSCALE: _torchscale_from(torchscale),
+    }
+    return named_contenders(contenders, only, torchscale)
+
+
+def peak_memory(rows: Sequence[Row]) -> Iterator[str]:
+    """A table of what each encoder held at most, where that was measured."""
+    rows = [row for row in rows if row.case.encoder_layers and row.case.device == "cuda"]
+    names = list(dict.fromkeys(name for row in rows for name in row.lines))
+    if not rows:
+        return
+    yield f"\n{'peak memory, GiB':<56}" + "".join(f"{name:>19} " for name in names)
+    for row in rows:
+        found = (row.measured(name, "peak_bytes") for name in names)
+        cells = "".join(f"{'-' if peak is None else format(peak / 2**30, '.2f'):>19} " for peak in found)
+        yield f"{row.case.title:<76}{cells}"
+    yield ""
+
+
+Change = Callable[[DilatedTransformerEncoderLayer], None]
+
+
+def _encoder(change_for: Callable[[Case], Change]) -> Setup:
+    """An encoder whose layers a case's `change` has gone over."""
+
+    def setup(case: Case) -> Ready | str:
+        width = case.heads * case.head_dim
+        layers = [
+            DilatedTransformerEncoderLayer(
+                width,
+                case.heads,
+                case.segment_lengths,
+                case.dilation_rates,
+                dim_feedforward=4 * width,
+                dropout=0.0,
+                head_layout=case.head_layout,
+            )
+            for _ in range(case.encoder_layers)
+        ]
+        change = change_for(case)
+        for layer in layers:
+            change(layer)
+        model = nn.Sequential(*layers, nn.LayerNorm(width))
+        dtype = getattr(torch, case.dtype)
+        model = model.to(device=case.device, dtype=dtype)
+        x, do = (torch.randn(1, case.tokens, width, dtype=dtype, device=case.device) for _ in range(2))
+        inputs = [x.requires_grad_(case.backward), *model.parameters()]
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return model(x)
+
+        def step() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(model(x), inputs, do)
+
+        return Ready(step if case.backward else forward, case.flops)
+
+    return setup
+
+
+def _pad(detached_merge: bool) -> Callable[[Case], Change]:
+    def change_for(case: Case) -> Change:
+        zero_keys = ZeroKeys()
+
+        def change(layer: DilatedTransformerEncoderLayer) -> None:
+            layer.self_attn.attention = PaddedAttention(
+                case.segment_lengths, case.dilation_rates, detached_merge=detached_merge, zero_keys=zero_keys
+            )
+
+        return change
+
+    return change_for
+
+
+def _torchscale_from(checkout: Path | None) -> Setup:
+    if checkout is None:
+        return lambda case: NO_CHECKOUT
+    attention_class = load_torchscale(checkout)
+
+    def change_for(case: Case) -> Change:
+        return lambda layer: setattr(layer, "self_attn", _Torchscale(attention_class, case))
+
+    return _encoder(change_for)
+
+
+class _Torchscale(nn.Module):
+    """torchscale's attention with its own projections and norm, called as our layers call theirs."""
+
+    def __init__(self, attention_class: Any, case: Case) -> None:
+        super().__init__()
+        shape = case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
+        self.attention = build_torchscale(attention_class, *shape, subln=True)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **unused: None) -> Any:
+        assert all(value is None for value in unused.values()), unused
+        return self.attention(query, key, value, is_causal=is_causal)

@@ -1,0 +1,433 @@
+"""The suites `cache` and `pool`: what is shared between calls, on against off, each case by turns in one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness import compare, machine, measure
+from benchmarks.results import describe
+from benchmarks.runner import append_line
+from dilated_attention_pytorch.core.block_layout import layout_of
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.memory_pool import WorkspacePool, reset_global_memory_pool
+from dilated_attention_pytorch.core.pattern_cache import KINDS, PatternCache, reset_global_pattern_cache
+from dilated_attention_pytorch.core.resources import Resources
+from dilated_attention_pytorch.core.spans import checked_spans, document_spans
+from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.kernels.parts import partition_for
+from dilated_attention_pytorch.measuring import peak_resident
+from dilated_attention_pytorch.models import LongNetLM
+from dilated_attention_pytorch.nn import (
+    DilatedAttention,
+    DilatedTransformerEncoderLayer,
+    ImprovedDilatedAttention,
+    ImprovedMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+)
+from dilated_attention_pytorch.parallel import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    DistributedImprovedDilatedAttention,
+    Ranks,
+    RingDilatedAttention,
+    RingDilatedAttentionV2,
+    RingDilatedAttentionV3,
+    Shards,
+)
+from dilated_attention_pytorch.parallel.attention import schedule_for
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET
+
+SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
+SPARSE = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.25, block_size=32)
+HEADS, HEAD_DIM, LAYERS = 4, 64, 2
+CACHE_LENGTHS = (1024, 4096, 32_768)
+POOL_LENGTHS = {"cpu": (8192,), "cuda": (8192, 131_072)}
+TOKENS_A_DOCUMENT = 128
+SLOWER, LARGER = 1.02, 1.05  # what on may cost over off: noise
+WORTH = 0.5  # of a rebuild: a hit that costs more is not worth the memory of its entry
+
+
+def run_shared(suite: str, device: str, lengths: Sequence[int] = (), out: Path | None = None) -> None:
+    """Print the tables of a suite, and append a JSON line for each of their rows to `out`."""
+    found = machine(device)
+    print(describe(found))
+    append_line(out, {"machine": found})
+    rows: list[dict[str, Any]] = []
+    if suite == "cache":
+        print(f"\n{'microseconds':<40}{'rebuild':>10}{'hit':>10}{'8 threads:':>12}{'rebuild':>10}{'hit':>10}  cached")
+        for row in _kinds(device):
+            rows.append({"suite": suite, **row})
+            times = (row[name] for name in ("rebuild", "hit", "rebuild_8", "hit_8"))
+            rebuild, hit, rebuild_8, hit_8 = (f"{value:>10.2f}" for value in times)
+            print(f"{row['kind']:<40}{rebuild}{hit}{'':>12}{rebuild_8}{hit_8}  {'yes' if row['cached'] else 'no'}")
+        steps = _cache_steps(device, lengths or CACHE_LENGTHS)
+    else:
+        steps = _pool_steps(device, lengths or POOL_LENGTHS[device])
+    columns = ("off", "on", "on/off", "off/off", "off", "on", "on/off")
+    heads = (f"{name:>{width}}" for name, width in zip(columns, (10, 10, 8, 9, 10, 10, 8)))
+    print(f"\n{'milliseconds (of processors, on a CPU), then peak MiB':<64}{''.join(heads)}")
+    for step in steps:
+        rows.append({"suite": suite, **asdict(step), "memory_ratio": step.memory_ratio})
+        memory = ""
+        if step.peak_off is not None and step.peak_on is not None:
+            memory = f"{step.peak_off / 2**20:>10.1f}{step.peak_on / 2**20:>10.1f}{step.memory_ratio:>8.3f}"
+        print(
+            f"{step.case:<64}{step.off:>10.3f}{step.on:>10.3f}{step.ratio:>8.3f}{step.noise:>9.3f}{memory}", flush=True
+        )
+    for row in rows:
+        append_line(out, row)
+    print(*_verdicts(rows), sep="\n")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call with something on and off: milliseconds, and peak bytes where they were measured."""
+
+    case: str
+    off: float
+    on: float
+    ratio: float
+    noise: float
+    peak_off: int | None = None
+    peak_on: int | None = None
+
+    @property
+    def memory_ratio(self) -> float | None:
+        return self.peak_on / self.peak_off if self.peak_on is not None and self.peak_off else None
+
+
+def _verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield ""
+    for row in (row for row in rows if "kind" in row):
+        if row["cached"] and (row["hit"] >= row["rebuild"] or row["hit_8"] >= row["rebuild_8"]):
+            yield f"NOT MET: {row['kind']} is cached, and a hit costs as much as a rebuild"
+        if not row["cached"] and row["hit"] < WORTH * row["rebuild"]:
+            yield f"NOT MET: {row['kind']} is not cached, and a hit costs less than {WORTH} of a rebuild"
+    steps = [row for row in rows if "ratio" in row]
+    for name, limit, what in (("ratio", SLOWER, "time"), ("memory_ratio", LARGER, "peak memory")):
+        values = [(row[name], row["case"]) for row in steps if row[name] is not None]
+        if values:
+            worst, case = max(values)
+            met = "met" if worst <= limit else "NOT MET"
+            yield f"{met}: {what} with it on at most {limit} of off; worst {worst:.3f} ({case})"
+    if steps:
+        noises = [row["noise"] for row in steps]
+        yield f"noise: the same call, off, over itself {min(noises):.3f} to {max(noises):.3f}"
+
+
+def _kinds(device: str) -> Iterator[dict[str, Any]]:
+    """What the library remembers, and what it does not: making it, against finding it."""
+    tokens = 4096
+    lengths, mask = _packed(tokens).to(device), (torch.arange(tokens) >= tokens - 7)[None].to(device)
+    spans = document_spans(1, tokens, cu_seqlens=lengths)
+    assert spans is not None
+    call, sparse = (Call(spec=DilatedSpec.of(**SPEC), sparse=pattern) for pattern in (None, SPARSE))
+    like = torch.empty(1, tokens, HEADS, HEAD_DIM, device=device)
+    cache = PatternCache()
+
+    def parts(of: Tensor | None, cache: PatternCache | None) -> None:
+        partition_for(call, of, like.shape, HEADS, cache).viewer(like)
+
+    def found(key: Callable[[], Any]) -> Callable[[], object]:
+        """Looking up what the policy leaves out."""
+        return lambda: cache.remember("parts", key(), lambda: 0)
+
+    cases: list[tuple[str, str, Callable[[], object], Callable[[], object]]] = [
+        (
+            "lengths",
+            f"lengths, {len(lengths) - 1} documents",
+            lambda: document_spans(1, tokens, cu_seqlens=lengths),
+            lambda: document_spans(1, tokens, cu_seqlens=lengths, cache=cache),
+        ),
+        ("parts", "parts, whole", lambda: parts(None, None), lambda: parts(None, cache)),
+        ("parts", f"parts, {len(lengths) - 1} documents", lambda: parts(spans, None), lambda: parts(spans, cache)),
+        (
+            "block layout",
+            f"block layout, {SPARSE.pattern_type}",
+            lambda: layout_of(sparse, like, like),
+            lambda: layout_of(sparse, like, like, cache),
+        ),
+        *_segment_table(device, call, spans, like, cache),
+        *_ring_schedule(device, call, like, cache),
+        (
+            "padding mask",
+            f"padding mask, {tokens} tokens",
+            lambda: checked_spans(mask, "key_padding_mask", tokens),
+            found(lambda: tuple(mask.flatten().tolist())),
+        ),
+        (
+            "offset table",
+            "offset table",
+            lambda: call.spec.offsets(HEADS),
+            found(lambda: (call.spec, HEADS, call.head_offset, call.total_heads)),
+        ),
+    ]
+    for kind, title, rebuild, hit in cases:
+        yield {
+            "kind": title,
+            "cached": KINDS[kind],
+            "rebuild": measure(rebuild, device).median * 1e3,
+            "hit": measure(hit, device).median * 1e3,
+            "rebuild_8": _in_threads(rebuild),
+            "hit_8": _in_threads(hit),
+        }
+
+
+def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: PatternCache) -> list[Any]:
+    if device != "cuda":
+        return []  # a kernel of the Triton engine's
+    from dilated_attention_pytorch.kernels.triton.engine import _table
+    from dilated_attention_pytorch.kernels.triton.plan import plan_for
+
+    branch = plan_for(call, spans, None, like, like, like).branches[0]
+    return [
+        ("segment table", "segment table", lambda: _table(branch, spans, None), lambda: _table(branch, spans, cache))
+    ]
+
+
+def _ring_schedule(device: str, call: Call, like: Tensor, cache: PatternCache) -> list[Any]:
+    """Of one of eight ranks whose shards every branch cuts."""
+    ranks = Ranks(None)
+    ranks.rank, ranks.size = 3, 8
+    shards = Shards((like.shape[1] // 8 - 1,) * 8)
+    mine = torch.Size((1, shards.lengths[3], HEADS, HEAD_DIM))
+    documents = ((range(1), 0, shards.tokens),)
+    kind = (call, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
+    rebuild, hit = (partial(schedule_for, ranks, kind, found) for found in (None, cache))
+    return [("ring schedule", "ring schedule, 8 ranks", rebuild, hit)]
+
+
+def _in_threads(run: Callable[[], object], threads: int = 8, seconds: float = 0.25) -> float:
+    """Microseconds of the process for each of the calls that several threads make at once."""
+    began = time.perf_counter()
+    run()
+    calls = max(3, min(2000, round(seconds / threads / max(time.perf_counter() - began, 1e-7))))
+    start = threading.Barrier(threads + 1)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(calls):
+            run()
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    start.wait()
+    began = time.perf_counter()
+    for worker in workers:
+        worker.join()
+    return (time.perf_counter() - began) / (threads * calls) * 1e6
+
+
+def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
+    for tokens in lengths:
+        for kind in ("whole", "packed", "block-sparse"):
+            name = "BlockSparseRingDilatedAttention" if kind == "block-sparse" else "DilatedAttention"
+            stated = {"cu_seqlens": _packed(tokens).to(device)} if kind == "packed" else {}
+            q, k, v = _inputs(device, tokens, "float32" if device == "cpu" else "bfloat16")
+            off, on = (
+                partial(MODULES[name](**SPEC, use_pattern_cache=used), q, k, v, is_causal=True, **stated)
+                for used in (False, True)
+            )
+            title = f"N={tokens:,} {kind} {name} forward"
+            reset_global_pattern_cache()
+            yield Step(title, **asdict(compare(off, on, device)))
+    tokens = lengths[0]
+    for name in ("MultiheadDilatedAttention", "LongNetLM"):
+        steps = _training_steps(
+            name, device, tokens, "float32", [{"use_pattern_cache": used} for used in (False, True)]
+        )
+        off, on = (partial(step, _packed(tokens).to(device)) for step in steps)
+        found = compare(off, on, device)
+        yield Step(f"N={tokens:,} packed {name} forward+backward", **asdict(found))
+
+
+ATTENTION = (
+    "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttentionV2", "BlockSparseRingDilatedAttention",
+)  # fmt: skip
+RINGS: dict[str, Callable[..., Any]] = {
+    "RingDilatedAttention": RingDilatedAttention,
+    "RingDilatedAttentionV2": RingDilatedAttentionV2,
+    "RingDilatedAttentionV3": RingDilatedAttentionV3,
+    "DistributedImprovedDilatedAttention": partial(DistributedImprovedDilatedAttention, sequence_parallel=True),
+}
+RANKS, ROUNDS = 2, 9
+MODULES: dict[str, Callable[..., Any]] = {
+    "DilatedAttention": DilatedAttention,
+    "ImprovedDilatedAttention": ImprovedDilatedAttention,
+    "RingDilatedAttentionV2": RingDilatedAttentionV2,
+    "BlockSparseRingDilatedAttention": partial(BlockSparseRingDilatedAttention, sparse_config=SPARSE),
+    "MultiheadDilatedAttention": MultiheadDilatedAttention,
+    "ImprovedMultiheadDilatedAttention": ImprovedMultiheadDilatedAttention,
+    "BlockSparseRingMultiheadDilatedAttention": partial(BlockSparseRingMultiheadDilatedAttention, sparse_config=SPARSE),
+    "DilatedTransformerEncoderLayer": DilatedTransformerEncoderLayer,
+    "LongNetLM": LongNetLM,
+}
+
+
+def _training_steps(
+    name: str, device: str, tokens: int, dtype: str, settings: Sequence[dict[str, bool]]
+) -> list[Callable[..., object]]:
+    """Forward and backward of a module in each of these settings; they take the lengths of packed documents, if any.
+
+    On the same random inputs and weights: where tensors lie in memory makes more of a difference than most settings.
+    """
+    if name in ATTENTION:
+        inputs = [x.requires_grad_() for x in _inputs(device, tokens, dtype)]
+        return [_attention_step(MODULES[name](**SPEC, **setting), inputs) for setting in settings]
+    E = HEADS * HEAD_DIM
+    if name == "LongNetLM":
+        sizes: dict[str, Any] = {"d_model": E, "num_heads": HEADS, "num_layers": LAYERS, "num_decoder_layers": 0}
+        x = torch.randint(256, (1, tokens), device=device)
+    else:
+        sizes = {"embed_dim": E, "num_heads": HEADS}
+        if name == "DilatedTransformerEncoderLayer":
+            sizes = {"d_model": E, "nhead": HEADS, "dim_feedforward": 4 * E}
+        x = torch.randn(1, tokens, E, device=device, dtype=getattr(torch, dtype))
+    modules = [MODULES[name](**sizes, **SPEC, **setting).to(device, getattr(torch, dtype)) for setting in settings]
+    for module in modules[1:]:
+        module.load_state_dict(modules[0].state_dict(), assign=True)
+    return [_module_step(name, module, x) for module in modules]
+
+
+def _attention_step(attention: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[..., object]:
+    def step(lengths: Tensor | None = None) -> object:
+        out = attention(*inputs, is_causal=True, cu_seqlens=lengths)
+        return torch.autograd.grad(out, inputs, out.detach())
+
+    return step
+
+
+def _module_step(name: str, module: Any, x: Tensor) -> Callable[..., object]:
+    parameters = list(module.parameters())
+
+    def step(lengths: Tensor | None = None) -> object:
+        packed = {} if lengths is None else {"cu_seqlens": lengths}
+        if name == "LongNetLM":
+            out = module.hidden(x, **packed)
+        elif name == "DilatedTransformerEncoderLayer":
+            out = module(x, is_causal=True)
+        else:
+            out = module(x, x, x, is_causal=True, **packed)[0]
+        return torch.autograd.grad(out, parameters, out.detach(), allow_unused=True)
+
+    return step
+
+
+def _pool_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
+    for tokens in lengths:
+        for name in MODULES:
+            for dtype in ("bfloat16", "float32"):
+                if dtype == "bfloat16" and device == "cpu" and name not in ATTENTION:
+                    continue  # many CPUs emulate bfloat16 products, and the projections would take all the time
+                arguments = (name, device, tokens, dtype)
+                off, on = _training_steps(*arguments, [{"enable_memory_pool": used} for used in (False, True)])
+                reset_global_memory_pool()
+                found = compare(off, on, device)
+                peaks = (_peak_bytes(*arguments, used) for used in (False, True))
+                yield Step(f"N={tokens:,} {name} {dtype} forward+backward", **asdict(found), **_named(*peaks))
+        found = compare(_staging(device, tokens, False), _staging(device, tokens, True), device)
+        yield Step(f"N={tokens:,} keys and values through host buffers, 4 times", **asdict(found))
+        if device == "cpu":  # one GPU has no place for a second rank
+            yield from _steps_on_ranks(tokens)
+
+
+def _steps_on_ranks(tokens: int) -> list[Step]:
+    """Classes across ranks, each in processes of this machine that exchange rows through gloo."""
+    with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(RANKS) as workers:
+        meeting = (Path(folder) / "ranks").as_uri()
+        ranks = [workers.apply_async(steps_of_rank, (tokens, rank, meeting)) for rank in range(RANKS)]
+        first, *_ = [rank.get() for rank in ranks]
+        return first
+
+
+def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Step]:
+    """What one rank takes with the pool off and on; the longest segment is shared by all."""
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    pattern = {"segment_lengths": (*SPEC["segment_lengths"][:2], tokens), "dilation_rates": SPEC["dilation_rates"]}
+    steps = []
+    for name, kind in RINGS.items():
+        for dtype in ("bfloat16", "float32"):
+            inputs = [x.requires_grad_() for x in _inputs("cpu", tokens // RANKS, dtype)]
+            off, on = (_attention_step(kind(**pattern, enable_memory_pool=used), inputs) for used in (False, True))
+            # As many rounds on every rank, however long they take: a rank waits for the others in each.
+            found = compare(off, on, "cpu", seconds=1e-9, least=ROUNDS)
+            steps.append(Step(f"N={tokens:,} {name} {dtype} forward+backward, {RANKS} gloo ranks", **asdict(found)))
+    dist.destroy_process_group()
+    return steps
+
+
+def _staging(device: str, tokens: int, pooled: bool) -> Callable[[], object]:
+    """What offloading and communication do: copy tensors into buffers of the host and out again, over and over."""
+    resources = Resources(pool=WorkspacePool() if pooled else None)
+    x = torch.randn(tokens, HEADS * HEAD_DIM, device=device)
+
+    def run() -> None:
+        for _ in range(4):
+            with resources.workspaces() as take:
+                buffers = [take(x.shape, dtype=x.dtype, device="cpu", pin_memory=device == "cuda") for _ in range(2)]
+                for buffer in buffers:
+                    buffer.copy_(x, non_blocking=True)
+                    x.copy_(buffer, non_blocking=True)
+
+    return run
+
+
+def _named(off: int, on: int) -> dict[str, Any]:
+    return {"peak_off": off, "peak_on": on}
+
+
+def _peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+    if device == "cpu":
+        return peak_in_new_process(name, device, tokens, dtype, pooled)
+    reset_global_memory_pool()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    return step_peak_bytes(name, device, tokens, dtype, pooled) - before
+
+
+def peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+    """The least of three: what else a process happens to touch only adds."""
+    # Large tensors that are freed go back to the system at once, instead of staying with the C library as it sees fit.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
+    context = multiprocessing.get_context("spawn")
+    peaks = []
+    for _ in range(3):
+        with context.Pool(1) as workers:
+            peaks.append(workers.apply(step_peak_bytes, (name, device, tokens, dtype, pooled)))
+    return min(peaks)
+
+
+def step_peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
+    """What memory grows by at most over two training steps, inputs included."""
+    before = peak_resident()
+    (step,) = _training_steps(name, device, tokens, dtype, [{"enable_memory_pool": pooled}])
+    for _ in range(2):
+        step()
+    return torch.cuda.max_memory_allocated() if device == "cuda" else peak_resident() - before
+
+
+def _inputs(device: str, tokens: int, dtype: str) -> list[Tensor]:
+    shape = (1, tokens, HEADS, HEAD_DIM)
+    return [torch.randn(shape, device=device).to(getattr(torch, dtype)) for _ in range(3)]
+
+
+def _packed(tokens: int) -> Tensor:
+    """Cumulative lengths of documents of about 128 tokens, no two alike."""
+    documents = tokens // TOKENS_A_DOCUMENT
+    ends = torch.arange(1, documents + 1) * TOKENS_A_DOCUMENT
+    ends[:-1] += (torch.arange(documents - 1) * 37) % 101 - 50
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends])

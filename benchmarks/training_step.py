@@ -1,0 +1,152 @@
+"""One real training step, measured: here, or in a process of its own, which may run out of memory alone.
+
+Started with `-m`, this module reads a case from standard input and prints what it measured as its last line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention_pytorch.measuring import peak_resident
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
+
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """A step of a model on one sequence of random tokens.
+
+    `cap_bytes` is all that PyTorch's allocator may take of a GPU. Before it is timed, a step on `warm_tokens` compiles
+    what there is to compile and gives the optimizer its state. `dense` puts PyTorch's own causal attention in place of
+    the dilated one.
+    """
+
+    config: ModelConfig
+    tokens: int
+    options: MemoryOptions
+    device: str = "cuda"
+    cap_bytes: int | None = None
+    warm_tokens: int = 65_536
+    steps: int = 1
+    dense: bool = False
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> StepCase:
+        models = {"config": ModelConfig(**values["config"]), "options": MemoryOptions(**values["options"])}
+        return cls(**(values | models))
+
+
+class _Dense(DilatedAttention):
+    """PyTorch's attention over the whole sequence."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **lengths: Any) -> Tensor:
+        assert all(stated is None for stated in lengths.values())
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
+
+
+def measure_step(case: StepCase) -> dict[str, Any]:
+    """Seconds of the fastest step, its tokens a second, peak and loss; bytes are None without a GPU."""
+    cuda = case.device == "cuda"
+    if cuda and case.cap_bytes is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap_bytes / total))
+    torch.manual_seed(0)
+    with torch.device(case.device):
+        model = LongNetLM(case.config)
+    if case.dense:
+        for part in model.modules():
+            if isinstance(part, MultiheadDilatedAttention):
+                part.attention = _Dense(part.segment_lengths, part.dilation_rates)
+    prepare(model, case.options)
+    optimizer = make_optimizer(model.parameters(), case.options, lr=1e-4)
+    scaler = make_scaler(case.options, case.device)
+    wait = torch.cuda.synchronize if cuda else lambda: None
+
+    def step(tokens: int) -> float:
+        """Seconds of forward, backward and update."""
+        batch = torch.randint(case.config.vocab_size, (1, tokens + 1), device=case.device)
+        optimizer.zero_grad(set_to_none=True)
+        wait()
+        began = time.perf_counter()
+        value = loss(model, batch[:, :-1], batch[:, 1:], case.options)
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        wait()
+        seconds = time.perf_counter() - began
+        losses.append(float(value.detach()))
+        return seconds
+
+    losses: list[float] = []
+    step(min(case.tokens, case.warm_tokens))
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    held = None
+    if cuda:
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = min(step(case.tokens) for _ in range(case.steps))
+    if not all(map(math.isfinite, losses)):
+        raise FloatingPointError(f"the loss of {case.tokens:,} tokens is not finite: {losses}")
+    return {
+        "seconds": seconds,
+        "tokens_per_second": case.tokens / seconds,
+        "loss": losses[-1],
+        "held_bytes": held,
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
+        "host_bytes": peak_resident(),
+    }
+
+
+def attempt_step(case: StepCase) -> dict[str, Any]:
+    """What `measure_step` gives, or `failed` with the reason."""
+    try:
+        return measure_step(case)
+    except torch.OutOfMemoryError:
+        return {"failed": OUT_OF_MEMORY}
+    except Exception as error:  # a package that is missing or broken must not cost the rest of the run
+        first = (str(error).strip() or "no message").splitlines()[0]
+        return {"failed": f"{type(error).__name__}: {first}"}
+
+
+def step_in_a_process(case: StepCase, timeout: float = 240.0) -> dict[str, Any]:
+    """`attempt_step` in a process of its own, whose allocator can let segments grow."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asdict(case)), env=environment, capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no end within {timeout:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    said = (done.stderr.strip() or "no message").splitlines()[-1]
+    return {"failed": f"the process ended with {done.returncode}: {said}"}
+
+
+if __name__ == "__main__":
+    print(json.dumps(attempt_step(StepCase.of(json.load(sys.stdin)))), flush=True)

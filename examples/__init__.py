@@ -1,0 +1,1 @@
+"""Examples that use the library as its users do."""

@@ -1,0 +1,467 @@
+"""`./run recall`: facts planted far back are asked for at the end, which needs attention that reaches so far.
+
+A small LongNet and the same model with a sliding window of no less cost take the same lessons, from short sequences to
+long ones. A dilated branch shows a row only the keys of its head's grid, one in `REPEATS`, so a question stands on
+`REPEATS` rows in turn: one of them is on the grid of each fact, and the others hear of it in the dense segment at the
+end. What a lesson teaches first is to find a fact on every grid, with the facts planted `REPEATS` times; then once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention_pytorch.cli import whole_number
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.pattern import visible_pairs
+from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.measuring import machine
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
+from dilated_attention_pytorch.pages.charts import curves_svg
+from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
+
+REPEATS = 4  # the largest dilation rate, and the number of heads
+LAYERS = 2  # one finds the fact, the next passes it on to the row that answers
+SHORTEST = 64
+LONGNET, WINDOW = "LongNet", "sliding window"
+_RATES = (1, 2, REPEATS)
+_LEARNED, _RECENT = 0.98, 100  # a lesson ends when so many of the recent answers are right
+_MOST_STEPS = 1500
+_WARMUP = 30
+_PLENTY = 256  # answers in a step
+# Small enough for two cores to learn within minutes; where steps are cheap, more is seen in each.
+_ON_A_CPU: dict[str, Any] = {"d_model": 64, "learning_rate": 5e-3, "tokens_per_step": 4096}
+_ON_A_GPU: dict[str, Any] = {"d_model": 128, "learning_rate": 3e-3, "tokens_per_step": 524_288}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Filler, with `facts` tokens at random places of its first half, each a key with a value; then `questions`.
+
+    A question is a key, on `REPEATS` rows. The answer is the fact with that key, said on the last of them: one of
+    `values` tokens, so that who sees no fact is right once in `values` times.
+    """
+
+    fillers: int = 32
+    keys: int = 8
+    values: int = 16
+    facts: int = 6
+    questions: int = 4
+
+    @property
+    def vocab_size(self) -> int:
+        return self.fillers + self.keys * self.values + self.keys
+
+    @property
+    def asked_rows(self) -> int:
+        """How many rows at the end are questions."""
+        return self.questions * REPEATS
+
+    def batch(self, tokens: int, sequences: int, seed: int, copies: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """`(sequences, tokens)`; the facts asked for, and the first of their `copies`, `(sequences, questions)`."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def distinct(choices: int, count: int) -> Tensor:
+            # Random numbers are in random order, and each place has one.
+            return torch.rand(sequences, choices, generator=generator).topk(count).indices
+
+        text = torch.randint(self.fillers, (sequences, tokens), generator=generator)
+        places = distinct(tokens // 2 // copies, self.facts) * copies
+        keys = distinct(self.keys, self.facts)
+        values = torch.randint(self.values, (sequences, self.facts), generator=generator)
+        facts = self.fillers + keys * self.values + values
+        for copy in range(copies):
+            text.scatter_(1, places + copy, facts)
+        asked = distinct(self.facts, self.questions)
+        questions = self.fillers + self.keys * self.values + keys.gather(1, asked)
+        text[:, -self.asked_rows :] = questions.repeat_interleave(REPEATS, dim=1)
+        return text, facts.gather(1, asked), places.gather(1, asked)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Sequences of `tokens`, with every fact planted `copies` times in a row."""
+
+    tokens: int
+    copies: int = 1
+
+
+def lessons(targets: Sequence[int]) -> list[Lesson]:
+    """Lengths that grow by 4 up to the targets, and before them the shortest with many copies.
+
+    >>> [lesson.tokens for lesson in lessons([32768, 131072])]
+    [64, 64, 256, 1024, 4096, 16384, 32768, 131072]
+    """
+    below = []
+    length = SHORTEST
+    while length < min(targets):
+        below.append(length)
+        length *= 4
+    return [Lesson(SHORTEST, REPEATS), *map(Lesson, [*below, *sorted(targets)])]
+
+
+def longnet_spec(tokens: int) -> DilatedSpec:
+    """Three branches: dense neighbourhoods, eight times as far at rate 2, everything at rate `REPEATS`."""
+    near = max(SHORTEST // REPEATS, tokens // 64)
+    lengths = [near, min(8 * near, tokens), tokens]
+    return DilatedSpec.of(lengths, _RATES)
+
+
+def longnet_attention(tokens: int) -> DilatedAttention:
+    spec = longnet_spec(tokens)
+    return DilatedAttention(spec.segment_lengths, spec.dilation_rates)
+
+
+def window_attention(tokens: int) -> BlockSparseDilatedAttention:
+    """Every row sees those before it in a window, in tiles; as narrow as costs no less than LongNet.
+
+    Yet so wide that it sees all of the shortest sequences: there it learns the task, and where it fails it falls short.
+    """
+    block, before = _window(tokens)
+    config = SparsePatternConfig("local_window", 1.0, block, local_window_size=max(1, 2 * before * block))
+    return BlockSparseDilatedAttention([tokens], [1], sparse_config=config)
+
+
+def _window(tokens: int) -> tuple[int, int]:
+    """The size of a tile, and how many tiles before its own a row sees."""
+    block, wanted = max(16, tokens // 1024), _longnet_pairs(tokens)
+    choices = range(SHORTEST // block, tokens // block + 1)
+    before = next(m for m in choices if _window_pairs(tokens, block, m) >= wanted)
+    return block, before
+
+
+def _window_pairs(tokens: int, block: int, before: int) -> int:
+    """(query, key) pairs of one head."""
+    tiles = tokens // block
+    return tiles * block * (block + 1) // 2 + sum(min(tile, before) for tile in range(tiles)) * block * block
+
+
+def _longnet_pairs(tokens: int) -> int:
+    """(query, key) pairs of a head, rounded up; heads differ by a few, for their grids start at other rows."""
+    spec = longnet_spec(tokens)
+    pairs = [
+        visible_pairs(branch, offset, tokens, is_causal=True)
+        for branch, row in zip(spec.branches, spec.offsets(REPEATS))
+        for offset in row
+    ]
+    return math.ceil(sum(pairs) / REPEATS)
+
+
+def keys_per_row(name: str, tokens: int) -> float:
+    """On average, of one head."""
+    pairs = _longnet_pairs(tokens) if name == LONGNET else _window_pairs(tokens, *_window(tokens))
+    return pairs / tokens
+
+
+def reach(name: str, tokens: int) -> int:
+    """How far back what a row says can depend on a token, over all layers."""
+    block, before = _window(tokens)
+    return tokens if name == LONGNET else min(tokens, LAYERS * (before + 1) * block)
+
+
+ATTENTIONS: dict[str, Callable[[int], DilatedAttention]] = {LONGNET: longnet_attention, WINDOW: window_attention}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a model can after the lesson of a length."""
+
+    model: str
+    tokens: int
+    accuracy: float
+    answers: int
+    steps: int  # in all, from the first lesson on
+    seconds: float
+    keys_per_row: float
+    reach: int
+
+
+class Pupil:
+    """A model with one kind of attention that takes lessons; the same seed gives the same weights and sequences."""
+
+    def __init__(self, name: str, task: Task, device: str, d_model: int, learning_rate: float, seed: int) -> None:
+        self.name, self.task, self.device, self.seed = name, task, device, seed
+        self.steps = 0
+        self._learning_rate = learning_rate
+        spec = longnet_spec(SHORTEST)
+        config = ModelConfig(
+            vocab_size=task.vocab_size,
+            d_model=d_model,
+            num_heads=REPEATS,
+            num_layers=LAYERS,
+            num_decoder_layers=0,
+            segment_lengths=spec.segment_lengths,
+            dilation_rates=spec.dilation_rates,
+            positions="none",  # facts are found by what they say, wherever they are
+        )
+        torch.manual_seed(seed)
+        self.model = LongNetLM(config).to(device)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device == "cuda"
+        )
+
+    def attend(self, tokens: int) -> None:
+        """Take the attention of that length; the weights carry over."""
+        for layer in self.model.layers:
+            assert isinstance(layer, DilatedTransformerEncoderLayer)
+            layer.self_attn.attention = ATTENTIONS[self.name](tokens)
+
+    def step(self, lesson: Lesson, sequences: int) -> tuple[float, float]:
+        """One step of a lesson; the loss, and the share of right answers."""
+        self.steps += 1
+        text, answers, _ = self.task.batch(lesson.tokens, sequences, self._seed(self.steps), lesson.copies)
+        # Long sequences come few at a time, and what few answers say is noisy.
+        noise = min(1.0, answers.numel() / _PLENTY) ** 0.5
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate * noise * min(1.0, self.steps / _WARMUP)
+        logits = self._logits(text)
+        # Rows that come before the last one of a question learn too: they find what it then hears of.
+        wanted = answers.to(self.device).repeat_interleave(REPEATS, dim=1)
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        return loss.item(), self._right(logits, answers).float().mean().item()
+
+    @torch.no_grad()
+    def examine(self, tokens: int, sequences: int, least: int) -> tuple[float, int]:
+        """The share of right answers to at least so many questions on sequences of no lesson, and how many."""
+        right: list[Tensor] = []
+        while sum(part.numel() for part in right) < least:
+            text, answers, _ = self.task.batch(tokens, sequences, self._seed(-1 - len(right)))
+            right.append(self._right(self._logits(text), answers).flatten())
+        found = torch.cat(right)
+        return found.float().mean().item(), found.numel()
+
+    def _seed(self, step: int) -> int:
+        return self.seed * 1_000_003 + (1 << 32) + step
+
+    def _logits(self, text: Tensor) -> Tensor:
+        """Of the asked rows, `(sequences, asked_rows, vocabulary)`; no other row needs any."""
+        rows = self.task.asked_rows
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            logits = self.model(text.to(self.device), finish=lambda hidden, weight: F.linear(hidden[:, -rows:], weight))
+        return logits.float()
+
+    def _right(self, logits: Tensor, answers: Tensor) -> Tensor:
+        said = logits[:, REPEATS - 1 :: REPEATS].argmax(-1)  # (sequences, questions)
+        return said == answers.to(self.device)
+
+
+def teach(
+    pupil: Pupil, targets: Sequence[int], seconds: float, tokens_per_step: int, record: Callable[[dict[str, Any]], None]
+) -> list[Result]:
+    """All lessons in turn, each until it is learned or has taken half of the time that is left, the last one all."""
+    results = []
+    began = time.perf_counter()
+    course = lessons(targets)
+    for number, lesson in enumerate(course, 1):
+        pupil.attend(lesson.tokens)
+        sequences = max(1, min(256, tokens_per_step // lesson.tokens))
+        recent: deque[float] = deque(maxlen=max(10, _RECENT // (sequences * pupil.task.questions)))
+        end = seconds if number == len(course) else (time.perf_counter() - began + seconds) / 2
+        for _ in range(_MOST_STEPS):
+            loss, accuracy = pupil.step(lesson, sequences)
+            recent.append(accuracy)
+            elapsed = time.perf_counter() - began
+            learned = len(recent) == recent.maxlen and sum(recent) / len(recent) >= _LEARNED
+            record(
+                {
+                    "model": pupil.name,
+                    **asdict(lesson),
+                    "step": pupil.steps,
+                    "seconds": elapsed,
+                    "loss": loss,
+                    "accuracy": accuracy,
+                }
+            )
+            if learned or elapsed > end:
+                break
+        if lesson.tokens in targets and lesson.copies == 1:
+            accuracy, answers = pupil.examine(lesson.tokens, sequences, least=256)
+            results.append(
+                Result(
+                    pupil.name,
+                    lesson.tokens,
+                    accuracy,
+                    answers,
+                    pupil.steps,
+                    time.perf_counter() - began,
+                    keys_per_row(pupil.name, lesson.tokens),
+                    reach(pupil.name, lesson.tokens),
+                )
+            )
+    return results
+
+
+def run_recall(
+    device: str,
+    targets: Sequence[int],
+    *,
+    minutes: float = 4.0,
+    seed: int = 0,
+    out: Path | None = None,
+    d_model: int | None = None,
+    learning_rate: float | None = None,
+    tokens_per_step: int | None = None,
+    task: Task | None = None,
+) -> list[Result]:
+    """Teach both models within `minutes` in all, print a table, and write `recall.jsonl` and `recall.html` to `out`."""
+    task = Task() if task is None else task
+    for tokens in targets:
+        if tokens < 2 * SHORTEST or tokens & (tokens - 1):
+            raise ValueError(f"a length must be a power of two from {2 * SHORTEST} on, got {tokens}")
+    if minutes <= 0:
+        raise ValueError(f"minutes must be above 0, got {minutes}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
+    usual = _ON_A_GPU if device == "cuda" else _ON_A_CPU
+    given = {"d_model": d_model, "learning_rate": learning_rate, "tokens_per_step": tokens_per_step}
+    settings = usual | {name: value for name, value in given.items() if value is not None}
+    records: list[dict[str, Any]] = []
+    results: list[Result] = []
+    for name in ATTENTIONS:
+        pupil = Pupil(name, task, device, settings["d_model"], settings["learning_rate"], seed)
+        share = 60 * minutes / len(ATTENTIONS)
+        results += teach(pupil, targets, share, settings["tokens_per_step"], _Narrator(records))
+    rows = [_cells(result) for result in results]
+    for row in [_HEAD, *rows]:
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, _widths([_HEAD, *rows]))))
+    if out is not None:
+        head = {"machine": machine(device), "task": asdict(task), "settings": settings | {"seed": seed}}
+        _write(out, head, records, results, task, rows)
+        print(out / "recall.html")
+    return results
+
+
+_HEAD = ["model", "tokens", "accuracy", "answers", "keys a row", "reach", "steps", "seconds"]
+
+
+def _cells(result: Result) -> list[str]:
+    return [
+        result.model,
+        f"{result.tokens:,}",
+        f"{result.accuracy:.1%}",
+        f"{result.answers:,}",
+        f"{result.keys_per_row:,.0f}",
+        f"{result.reach:,}",
+        f"{result.steps:,}",
+        f"{result.seconds:.0f}",
+    ]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows)]
+
+
+class _Narrator:
+    """Keeps every record, and prints the mean of a lesson's steps now and then."""
+
+    def __init__(self, records: list[dict[str, Any]], every: float = 5.0) -> None:
+        self._records, self._every, self._said = records, every, 0.0
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        self._records.append(record)
+        if record["seconds"] - self._said >= self._every:
+            self._said = record["seconds"]
+            print(
+                f"{record['model']}: {record['tokens']:,} tokens, step {record['step']}, {record['seconds']:.0f} s, "
+                f"loss {record['loss']:.3f}, accuracy {record['accuracy']:.1%}",
+                flush=True,
+            )
+
+
+def _write(
+    out: Path,
+    head: dict[str, Any],
+    records: Sequence[dict[str, Any]],
+    results: Sequence[Result],
+    task: Task,
+    rows: Sequence[Sequence[str]],
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [head, *records, *({"result": asdict(result)} for result in results)]
+    (out / "recall.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = {name: _smooth([record for record in records if record["model"] == name]) for name in ATTENTIONS}
+    limits = {"by chance": 1 / task.values, "learned": 0.95}
+    drawn = [("Right answers over steps, in lessons from short to long", curves_svg(curves, "step", "right", limits))]
+    for tokens in sorted({result.tokens for result in results}):
+        part = {
+            name: _smooth([record for record in records if (record["model"], record["tokens"]) == (name, tokens)])
+            for name in ATTENTIONS
+        }
+        drawn.append((f"The lesson of {tokens:,} tokens", curves_svg(part, "step", "right", limits)))
+    words = (
+        f"{task.facts} facts, each a token, lie anywhere in the first half of the sequence; {task.questions} of them "
+        f"are asked for in its last {task.asked_rows} rows. Both models have {LAYERS} layers and took the same "
+        "lessons; `keys a row` is what an average row and head computes, `reach` how far back a row can see over all "
+        "layers."
+    )
+    about = table(["", ""], [[name, str(value)] for part in head.values() for name, value in part.items()])
+    body = [f"<p>{marked(words)}</p>", table(_HEAD, rows), figures(drawn), "<h2>Task, settings, machine</h2>", about]
+    write_html(out / "recall.html", "Dilated attention: recall", "Recall", body)
+
+
+def _smooth(records: Sequence[dict[str, Any]], over: int = 10) -> list[tuple[float, float]]:
+    """Every tenth step with the mean accuracy of the steps since."""
+    groups = [records[i : i + over] for i in range(0, len(records), over)]
+    return [(group[-1]["step"], sum(one["accuracy"] for one in group) / len(group)) for group in groups]
+
+
+def parser() -> argparse.ArgumentParser:
+    recall = argparse.ArgumentParser(
+        prog="recall",
+        description="Plant facts far back in long sequences and ask for them at the end. A small LongNet and the same "
+        "model with a sliding window that costs no less take the same lessons. Both are tested at the given lengths.",
+    )
+    recall.add_argument(
+        "--tokens", nargs="+", type=whole_number, metavar="N", help="powers of two (32768 131072; on a CPU 1024)"
+    )
+    recall.add_argument("--minutes", type=float, default=4.0, help="time limit for both models together (4)")
+    recall.add_argument("--seed", type=int, default=0, help="seed of the weights and sequences (0)")
+    recall.add_argument("--d-model", type=int, help="width of the models (128; on a CPU 64)")
+    recall.add_argument("--learning-rate", type=float, help="peak learning rate (3e-3; on a CPU 5e-3)")
+    recall.add_argument(
+        "--tokens-per-step",
+        "--tokens-a-step",
+        type=whole_number,
+        metavar="N",
+        help="most tokens in a batch (524288; on a CPU 4096)",
+    )
+    recall.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    recall.add_argument("--out", type=Path, metavar="FOLDER", help="write recall.jsonl and recall.html with the curves")
+    return recall
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment; the exit status is 0, or 1 after an error, which is printed."""
+    arguments = vars(parser().parse_args(argv))
+    device = arguments.pop("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = arguments.pop("tokens") or ([32_768, 131_072] if device == "cuda" else [1024])
+    try:
+        run_recall(device, tokens, **arguments)
+    except (OSError, ValueError) as error:
+        print(f"recall: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from benchmarks import contenders, runner, shared
+from benchmarks.command import main
+from benchmarks.contenders import choose_contenders
+from benchmarks.harness import Case, compare, measure
+from benchmarks.results import read_rows
+from benchmarks.suites import SUITES, choose_cases
+from dilated_attention_pytorch import cli
+from dilated_attention_pytorch.core import layout_for
+
+SMALL = Case(
+    tokens=64, heads=2, head_dim=16, segment_lengths=(16, 32), dilation_rates=(1, 2), dtype="float32", device="cpu"
+)
+
+TURNS = dict(runner._TURNS)
+
+
+@pytest.fixture
+def small_suites(monkeypatch):
+    """Every suite has one small case, forward and backward."""
+    for suite in SUITES:
+        monkeypatch.setitem(SUITES, suite, lambda device: iter([SMALL, replace(SMALL, backward=True)]))
+
+
+@pytest.fixture(autouse=True)
+def one_turn(monkeypatch):
+    """Contenders are measured once: what they take is of no interest."""
+    monkeypatch.setattr(runner, "_TURNS", {"cuda": 1, "cpu": 1})
+
+
+def read(results):
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def test_a_suite_prints_a_row_a_case_and_writes_a_line_a_contender(tmp_path, capsys, small_suites) -> None:
+    results = tmp_path / "results.jsonl"
+    assert main(["short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
+    printed = capsys.readouterr().out
+    assert replace(SMALL, backward=True).title in printed
+    assert "torchscale: give --torchscale PATH" in printed
+    head, *lines = read(results)
+    assert head["machine"]["torch"] == torch.__version__
+    assert [line["contender"] for line in lines] == list(choose_contenders())
+    measured = [line for line in lines if "milliseconds" in line]
+    assert [line["contender"] for line in measured] == ["ours", "dense, same FLOPs", "dense, same tokens"]
+    assert all(line["milliseconds"] > 0 and line["backward"] for line in measured)
+
+
+def test_on_a_cpu_the_middle_of_three_turns_stands_for_a_contender(tmp_path, monkeypatch, small_suites) -> None:
+    monkeypatch.setattr(runner, "_TURNS", TURNS)
+    taken = iter([3.0, 7.0, 1.0, 9.0, 2.0, 8.0])  # by turns
+    monkeypatch.setattr(runner, "_attempt", lambda setup, case: {"milliseconds": next(taken), "tflops": 1.0})
+    table = dict.fromkeys(["ours", "dense, same FLOPs"])
+    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
+    results = tmp_path / "results.jsonl"
+    assert main(["short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
+    assert [line["milliseconds"] for line in read(results)[1:]] == [2.0, 8.0]
+    assert runner._middle([{"milliseconds": 1.0}, {"failed": "once"}, {"milliseconds": 2.0}]) == {"failed": "once"}
+
+
+def test_all_runs_every_suite_and_renders_page_and_report(tmp_path, capsys, small_suites) -> None:
+    results, page, html = tmp_path / "results.jsonl", tmp_path / "page.md", tmp_path / "report.html"
+    flags = ["--only", "ours", "--device", "cpu", "--page", str(page), "--html", str(html)]
+    assert main(["all", "--out", str(results), *flags]) == 0
+    assert {line["suite"] for line in read(results)[1:]} == set(SUITES)
+    for text in (page.read_text(), html.read_text()):
+        assert all(f"{suite}, on a CPU" in text for suite in SUITES)
+
+
+def test_a_contender_that_fails_costs_no_other_result(tmp_path, capsys, monkeypatch, small_suites) -> None:
+    def without_memory(case):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore about it")
+
+    def wrong_in_its_call(case):
+        return contenders.Ready(lambda: 1 / 0, 1)
+
+    ours = contenders.ours("auto")
+    table = {"ours": ours, "large": without_memory, "wrong": wrong_in_its_call, "last": ours}
+    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
+    results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
+    assert main(["short", "--device", "cpu", "--out", str(results)]) == 0
+    assert main(["page", "--out", str(results), "--page", str(page)]) == 0
+    for text in (capsys.readouterr().out, page.read_text()):
+        assert f"large failed at {SMALL.title}: OutOfMemoryError: CUDA out of memory.\n" in text
+        assert f"wrong failed at {SMALL.title}: ZeroDivisionError: division by zero\n" in text
+    _, first, large, wrong, last, *_ = read(results)
+    assert first["milliseconds"] > 0
+    assert last["milliseconds"] > 0
+    assert large["failed"].startswith("OutOfMemoryError")
+    assert wrong["failed"].startswith("ZeroDivisionError")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["short", "--only", "theirs"], "no contender 'theirs': choose from 'ours', 'dense, same FLOPs'"),
+        (["short", "--only", "torchscale"], "needs --torchscale PATH"),
+        (["short", "--torchscale", "/nowhere"], "/nowhere has no torchscale/component/dilated_attention.py: git clone"),
+        (["short", "--cases", "D=63"], "no case has all the words ['D=63']"),
+        (["short", "--tokens", "3"], "one of the lengths [3]: choose from\n  N=512"),
+        (["all"], "all needs --out FILE"),
+        (["cache", "--only", "ours"], "--only belongs to attention, short, scaling, blocksparse, all, gigapath"),
+        (["decode", "--cases", "D=64"], "--cases belongs to attention"),
+        (["pool", "--torchscale", "/nowhere"], "--torchscale belongs to attention"),
+        (["capacity", "--tokens", "64"], "not to capacity: leave it out"),
+        (["short", "--cap", "80"], "--cap belongs to capacity, not to short: leave it out"),
+        (["short", "--page", "page.md"], "--page belongs to all, page, not to short: leave it out"),
+        (["memory", "--out", "results.jsonl"], "not to memory: leave it out"),
+        (["tune", "--device", "cpu"], "not to tune: leave it out"),
+        (["report"], "report needs --out FILE"),
+        (["page", "--out", "/nowhere.jsonl"], "no results at /nowhere.jsonl: measure first"),
+    ],
+)
+def test_a_flag_that_cannot_be_honoured_is_refused(flags, message, capsys) -> None:
+    assert main([*flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "recall"])
+def test_the_installed_command_runs_what_its_checkout_has_and_else_says_where_it_is(
+    command, tmp_path, monkeypatch, capsys
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert f"usage: {command} " in capsys.readouterr().out
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "lib" / "dilated_attention_pytorch" / "cli.py"))
+    assert cli.main([command, "short"]) == 1
+    assert f"./run {command} --help there lists" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("run", [main, lambda flags: cli.main(["bench", *flags])])
+def test_tuning_is_a_command_with_and_without_a_checkout(run, capsys) -> None:
+    assert run(["tune"]) == 1
+    assert "tune measures kernels on a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys) -> None:
+    assert main(["short", "--device", "cuda"]) == 1
+    assert "leave it out, or say --device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_dense_floor_has_our_flops(is_causal, backward) -> None:
+    case = replace(SMALL, is_causal=is_causal, backward=backward)
+    assert choose_contenders()["dense, same FLOPs"](case).flops == case.flops
+
+
+def test_dense_attention_of_too_many_elements_for_a_kernel_is_split(monkeypatch) -> None:
+    monkeypatch.setattr(contenders, "ELEMENTS_A_CALL", 2 * 16 * SMALL.heads * SMALL.head_dim)  # two of six sequences
+    shapes = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        contenders.F,
+        "scaled_dot_product_attention",
+        lambda q, *rest, **more: shapes.append(q.shape) or attend(q, *rest, **more),
+    )
+    ready = choose_contenders()["dense, same FLOPs"](SMALL)
+    ready.call()
+    assert shapes == [(2, SMALL.heads, 16, SMALL.head_dim)] * 3
+    assert ready.flops == SMALL.flops
+
+
+def test_a_timing_has_its_spread() -> None:
+    timing = measure(lambda: torch.ones(100).sum(), "cpu", seconds=0.01)
+    assert 0 < timing.p20 <= timing.median <= timing.p80
+
+
+def test_every_suite_has_distinct_cases_on_every_device() -> None:
+    for suite in SUITES.values():
+        for device in ("cpu", "cuda"):
+            cases = list(suite(device))
+            assert cases
+            assert {case.device for case in cases} == {device}
+            assert len({case.title for case in cases}) == len(cases)
+
+
+def test_words_choose_cases_as_a_whole_and_lengths_across_suites() -> None:
+    chosen = choose_cases(["attention", "short"], "cuda", words=["D=64", "grouped"], tokens=[1 << 20])
+    assert [case.backward for case in chosen.pop("attention")] == [False, True]
+    assert not chosen
+    [case] = choose_cases(["short"], "cuda", words=["N=1,024", "forward"])["short"]
+    assert case == choose_cases(["short"], "cuda", words=["N=1024", "forward"])["short"][0]
+
+
+def test_the_longest_case_fits_a_gpu_of_80_gib() -> None:
+    longest = max(SUITES["scaling"]("cuda"), key=lambda case: case.tokens)
+    assert longest.tokens == 1 << 24
+    assert 1.1 * longest.floor_bytes < 80 * 2**30
+
+
+SPARSE = replace(SMALL, segment_lengths=(64,), dilation_rates=(1,), pattern="random", sparsity_ratio=0.3, block_size=8)
+
+
+def test_a_sparse_case_is_measured_against_every_tile_through_the_same_kernels(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(SUITES, "blocksparse", lambda device: iter([SPARSE, replace(SPARSE, backward=True)]))
+    results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
+    assert main(["blocksparse", "--device", "cpu", "--out", str(results)]) == 0
+    assert main(["page", "--out", str(results), "--page", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "FlexAttention: measured on a GPU" in printed
+    lines = {line["contender"]: line for line in read(results)[1:] if not line["backward"]}
+    assert all(lines[name]["milliseconds"] > 0 for name in ("ours", "ours, every tile"))
+    assert "every tile/ours" in page.read_text()
+    assert SPARSE.title in page.read_text()
+
+
+def test_a_sparse_case_counts_the_flops_of_its_tiles() -> None:
+    named = choose_contenders()
+    assert named["ours"](SPARSE).flops == SPARSE.flops == 4 * 64 * (2 * 8) * SPARSE.heads * SPARSE.head_dim  # 2 of 8
+    assert named["ours, every tile"](SPARSE).flops == 4 * SPARSE.flops == replace(SPARSE, pattern=None).flops
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("tokens", [64, 61])
+def test_flex_attention_gets_the_very_tiles(is_causal, tokens) -> None:
+    case = replace(SPARSE, tokens=tokens, is_causal=is_causal)
+    mask = contenders.tile_mask(case)
+    layout = layout_for(case.spec, tokens, case.spec.offsets(1), case.sparse_config, is_causal, torch.device("cpu"))
+    kept = layout.branches[0].mask(0, 0, 0, 8)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), kept)
+    cut = {(t, t) for t in range(8)} if is_causal else set()
+    cut |= {(t, 7) for t in range(8) if kept[t, 7]} if tokens == 61 else set()
+    whole = {
+        (t, int(j)) for t in range(8) for j in mask.full_kv_indices[0, 0, t, : int(mask.full_kv_num_blocks[0, 0, t])]
+    }
+    assert whole == {(int(t), int(j)) for t, j in kept.nonzero()} - cut
+
+
+def test_results_of_a_release_without_block_patterns_are_still_read(tmp_path) -> None:
+    line = {"suite": "short", "contender": "ours", "milliseconds": 1.0, "tflops": 1.0, "peak_bytes": None}
+    known = {k: v for k, v in asdict(SMALL).items() if k not in ("pattern", "sparsity_ratio", "block_size")}
+    results = tmp_path / "results.jsonl"
+    results.write_text(json.dumps({"machine": {}}) + "\n" + json.dumps(line | known) + "\n")
+    assert [row.case for row in read_rows(results)] == [SMALL]
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The suites of what calls share, at sizes and times that a test can afford."""
+    monkeypatch.setattr(shared, "HEADS", 2)
+    monkeypatch.setattr(shared, "HEAD_DIM", 16)
+    monkeypatch.setattr(shared, "compare", lambda off, on, device: compare(off, on, device, seconds=0.01, least=2))
+    monkeypatch.setattr(shared, "_in_threads", lambda run: (run(), 1.0)[1])
+    monkeypatch.setattr(shared, "peak_in_new_process", lambda *arguments: 100 + arguments[-1])
+    monkeypatch.setattr(shared, "_steps_on_ranks", lambda tokens: [])
+
+
+def test_the_cache_suite_measures_every_kind_and_the_whole_step(tmp_path, capsys, tiny) -> None:
+    results = tmp_path / "results.jsonl"
+    assert main(["cache", "--device", "cpu", "--tokens", "512", "--out", str(results)]) == 0
+    _, *lines = read(results)
+    kinds = {line["kind"]: line["cached"] for line in lines if "kind" in line}
+    assert kinds["lengths, 32 documents"] is True
+    assert kinds["offset table"] is False
+    steps = [line for line in lines if "case" in line]
+    assert {"N=512 whole DilatedAttention forward", "N=512 packed DilatedAttention forward"} <= {
+        line["case"] for line in steps
+    }
+    assert all(line["off"] > 0 and line["on"] > 0 and line["ratio"] > 0 for line in steps)
+    assert "time with it on at most 1.02 of off" in capsys.readouterr().out
+
+
+def test_the_pool_suite_measures_every_module(tmp_path, capsys, tiny) -> None:
+    results = tmp_path / "results.jsonl"
+    assert main(["pool", "--device", "cpu", "--tokens", "256", "--out", str(results)]) == 0
+    _, *lines = read(results)
+    cases = {line["case"] for line in lines}
+    for name in shared.MODULES:
+        assert f"N=256 {name} float32 forward+backward" in cases
+    assert "N=256 DilatedAttention bfloat16 forward+backward" in cases
+    assert all(line["memory_ratio"] == 1.01 for line in lines if line["peak_on"] is not None)
+    assert "peak memory with it on at most 1.05 of off; worst 1.010" in capsys.readouterr().out
+
+
+def test_the_pool_suite_measures_the_classes_across_ranks_on_two_of_them() -> None:
+    cases = {step.case: step for step in shared._steps_on_ranks(64)}
+    for name in shared.RINGS:
+        step = cases[f"N=64 {name} bfloat16 forward+backward, 2 gloo ranks"]
+        assert min(step.off, step.on) > 0
+
+
+def test_a_peak_is_what_a_step_needs_at_least() -> None:
+    floor = 3 * 2048 * 4 * 64 * 4
+    assert shared.peak_in_new_process("DilatedAttention", "cpu", 2048, "float32", True) > floor
+
+
+def test_several_threads_share_the_time() -> None:
+    assert shared._in_threads(lambda: sum(range(1000)), seconds=0.01) > 0

@@ -1,0 +1,171 @@
+"""The suites `capacity` and `techniques`, at sizes that a CPU takes in a moment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import capacity, techniques, training_step
+from benchmarks.command import main
+from benchmarks.report import write_page
+from benchmarks.training_step import OUT_OF_MEMORY, StepCase, attempt_step, step_in_a_process
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.train.memory import MemoryOptions
+
+TINY = ModelConfig(
+    vocab_size=32, d_model=16, num_heads=2, num_layers=1, segment_lengths=(16, 32), dilation_rates=(1, 2)
+)
+PLAIN = MemoryOptions()
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> None:
+    monkeypatch.setattr(capacity, "MODEL_SIZES", ("125m",))
+    monkeypatch.setattr(capacity, "text_model", lambda size, **changes: TINY)
+    monkeypatch.setattr(capacity, "REQUIRED", {"125m": 64})
+    monkeypatch.setattr(capacity, "DENSE", ("125m", 64))
+    monkeypatch.setattr(capacity, "working_eight_bit", lambda device: "adamw8bit-torchao")
+    monkeypatch.setattr(capacity, "choices", lambda **_: [PLAIN, MemoryOptions(checkpointing="full")])
+    monkeypatch.setattr(capacity, "step_in_a_process", attempt_step)
+
+
+def test_a_step_in_a_process_of_its_own_is_measured() -> None:
+    found = step_in_a_process(StepCase(config=TINY, tokens=64, options=PLAIN, device="cpu"))
+    assert found["tokens_per_second"] == pytest.approx(64 / found["seconds"])
+    assert 0 < found["loss"] < 10
+    assert found["peak_bytes"] is None
+
+
+def test_dense_attention_takes_the_place_of_the_dilated_one() -> None:
+    dilated, dense = (
+        attempt_step(StepCase(config=TINY, tokens=64, options=PLAIN, device="cpu", dense=flag))
+        for flag in (False, True)
+    )
+    assert dilated["loss"] != dense["loss"]
+    assert dilated["loss"] == pytest.approx(dense["loss"], rel=0.2)
+
+
+def test_a_step_that_fails_says_why(monkeypatch) -> None:
+    case = StepCase(config=TINY, tokens=64, options=MemoryOptions(float8=True), device="cpu")
+    assert attempt_step(case)["failed"].startswith("ValueError: float8 products need a GPU")
+    nan = lambda *args: training_step.torch.tensor(float("nan"), requires_grad=True)  # noqa: E731
+    monkeypatch.setattr(training_step, "loss", nan)
+    failed = attempt_step(StepCase(config=TINY, tokens=64, options=PLAIN, device="cpu"))["failed"]
+    assert failed.startswith("FloatingPointError: the loss of 64 tokens is not finite")
+
+
+def test_capacity_measures_the_required_and_the_longest_length(tiny, tmp_path, capsys) -> None:
+    results = tmp_path / "results.jsonl"
+    flags = ["capacity", "--device", "cpu", "--sizes", "125m", "--out", str(results)]
+    assert main([*flags, "--cap", "0.6"]) == 0
+    printed = capsys.readouterr().out
+    assert "| model | what | tokens |" in printed
+    assert "tokens/s of this attention over those of dense attention" in printed
+    _, *lines = map(json.loads, results.read_text().splitlines())
+    assert [line["kind"] for line in lines] == ["required", "dilated", "dense", "longest"]
+    assert lines[0]["tokens"] == 64
+    assert lines[3]["tokens"] > 64
+    assert all(line["loss"] > 0 for line in lines)
+
+
+def test_a_longest_length_that_runs_out_of_memory_is_tried_shorter(tiny, tmp_path, monkeypatch) -> None:
+    tried: list[int] = []
+
+    def fail_twice(case: StepCase) -> dict[str, object]:
+        tried.append(case.tokens)
+        return {"failed": OUT_OF_MEMORY} if len(tried) < 3 else attempt_step(case)
+
+    monkeypatch.setattr(capacity, "step_in_a_process", fail_twice)
+    assert main(["capacity", "--device", "cpu", "--sizes", "125m", "--uncapped", "--cap", "0.6"]) == 0
+    assert len(tried) == 3
+    assert tried == sorted(tried, reverse=True)
+
+
+def test_each_technique_stands_beside_what_it_is_held_against(tmp_path, capsys) -> None:
+    results = tmp_path / "results.jsonl"
+    flags = ["--only", "full checkpointing, offloaded", "float8 products", "--out", str(results)]
+    assert main(["techniques", "--device", "cpu", "--tokens", "64", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "| full checkpointing, offloaded | full checkpointing |" in printed
+    assert "float8 products need a GPU" in printed
+    _, *lines = map(json.loads, results.read_text().splitlines())
+    order = ["float32", "bf16 autocast", "full checkpointing", "full checkpointing, offloaded", "float8 products"]
+    assert [line["technique"] for line in lines] == order
+    assert lines[3]["options"]["offload"]
+    assert lines[3]["options"]["precision"] == "bf16"
+
+
+def test_the_page_has_both_tables(tmp_path) -> None:
+    measured = {"seconds": 2.0, "tokens_per_second": 32.0, "loss": 4.0, "reserved_bytes": 3 << 30, "host_bytes": 1}
+    step = {"suite": "capacity", "size": "125m", "tokens": 64, "cap_bytes": 80 << 30, "options": {}, **measured}
+    sizes = {"peak_bytes": 2 << 30, "held_bytes": 1 << 30, "predicted_bytes": 2 << 30}
+    base = {"suite": "techniques", "technique": "float32", "against": "", "claimed": "", "size": "350m", "tokens": 64}
+    half = {
+        "technique": "bf16 autocast",
+        "against": "float32",
+        "claimed": "half",
+        "peak_bytes": 3 << 29,
+        "seconds": 1.0,
+    }
+    attention = {
+        "suite": "short", "contender": "ours", "tokens": 512, "heads": 1, "head_dim": 64, "segment_lengths": [512],
+        "dilation_rates": [1], "milliseconds": 1.0, "tflops": 1.0, "peak_bytes": 1,
+    }  # fmt: skip
+    lines = [
+        {"machine": {"gpu": "A GPU"}},
+        attention,
+        step | sizes | {"kind": "required"},  # of an earlier release, which measured one pattern
+        step | sizes | {"kind": "required", "longest_segment": 64},
+        step | {"kind": "longest", "failed": OUT_OF_MEMORY, "predicted_bytes": 1 << 30},
+        base | {"options": {}} | sizes | measured,
+        base | {"options": {}} | sizes | measured | half,
+    ]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "| 125m | required, segments to 32,768, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 |" in page
+    assert "| 125m | required, segments to 64, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 |" in page
+    assert "| 125m | longest, segments to 32,768, 80 GiB | 64 |  | out of memory |" in page
+    assert "met: the memory model within 10% of the measured peak; farthest 1.000" in page
+    assert "| bf16 autocast | float32 | 1.50 | x 0.75 | x 0.50 | x 1.00 | 1000.0 | x 0.50 | 1.333 | half |" in page
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("capacity --sizes 7b", "--sizes are of 125m"),
+        ("short --sizes 125m", "--sizes belongs to capacity, not to short"),
+        ("techniques --only magic", "--only names techniques of float32"),
+    ],
+)
+def test_what_cannot_be_measured_says_why(flags, message, capsys) -> None:
+    assert main([*flags.split(), "--device", "cpu"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_technique_is_held_against_one_before_it() -> None:
+    every = techniques.techniques(1024, "adamw8bit-torchao")
+    names = [one.name for one in every]
+    assert all(names.index(one.against) < names.index(one.name) for one in every[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"checkpointing": "selective", "loss_chunk": 2048},
+        {"checkpointing": "full", "mlp_tile": 4096, "loss_chunk": 2048, "parameters": "bf16"},
+        {"checkpointing": "full", "mlp_tile": 4096, "loss_chunk": 2048, "parameters": "bf16", "offload": True},
+    ],
+    ids=str,
+)
+def test_the_memory_model_is_within_a_tenth_of_a_real_step(changes) -> None:
+    from dilated_attention_pytorch.train.footprint import footprint
+
+    config = ModelConfig(vocab_size=8192, num_layers=6)
+    options = MemoryOptions(precision="bf16", **changes)
+    found = step_in_a_process(StepCase(config=config, tokens=65_536, options=options))
+    assert footprint(config, 65_536, options).peak / found["peak_bytes"] == pytest.approx(1.0, abs=0.1)
