@@ -6,7 +6,9 @@ group's timeout, whose error has another text.
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
@@ -15,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dilated_attention_pytorch.core.pattern_cache import reset_global_pattern_cache
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.parallel import agreement, sharded_dilated_attention
-from dilated_attention_pytorch.parallel.comm import ranks_of
+from dilated_attention_pytorch.parallel.group import ranks_of
 
 GLOBAL, LOCAL = ([8, 64], [1, 2]), ([8], [1])
 ERRORS = (MemoryError, RuntimeError, TypeError, ValueError)
@@ -71,7 +74,7 @@ WRONG = {
 
 def check_different_calls() -> None:
     with mock.patch.object(agreement, "_LOOK_EVERY", 0.05):
-        for check in (_quiet, _known, _new, _nothing_travels, _wrong, _fails, _other_pass, _other_order):
+        for check in (_quiet, _known, _new, _nothing_travels, _wrong, _fails, _other_pass, _other_order, _freed):
             check(dist.get_rank() == dist.get_world_size() - 1)
             dist.barrier()
 
@@ -164,3 +167,17 @@ def _other_order(odd: bool) -> None:
             out.sum().backward()
 
     all_fail(group, "scale=0.5", act)
+
+
+def _freed(odd: bool) -> None:
+    """A group that is destroyed is freed, and nothing is remembered of it."""
+    group = agreed()
+    known = weakref.ref(group), weakref.ref(ranks_of(group).agreement)
+    dist.destroy_process_group(group)
+    reset_global_pattern_cache()
+    del group
+    until = time.monotonic() + 30  # the thread that watches it may be looking
+    while any(one() is not None for one in known) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.05)
+    assert [one() for one in known] == [None, None]

@@ -12,8 +12,8 @@ from torch import Tensor
 from dilated_attention_pytorch.core import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.comm import Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import Traffic, Wire, branch_traffic
+from dilated_attention_pytorch.parallel.group import Ranks, ranks_of
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
     even_lengths,

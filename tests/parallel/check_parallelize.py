@@ -240,20 +240,29 @@ def check_bad_meshes() -> None:
 def check_layers_ask_nothing(mesh: DeviceMesh) -> None:
     """A forward pass asks for the shards' lengths once, whatever its layers; an encoder-decoder asks for each side's.
 
-    The first rank has 12 tokens of 48 and of 47, and is asked all the same.
+    The first rank has 12 tokens of 48 and of 47, and is asked all the same. Recomputed layers ask nothing, and only the
+    rows of a forward pass travel once more.
     """
-    agreement = ranks_of(mesh=mesh).agreement
-    decoder = parallelize(built(LongNetLM, **{**SIZES, "num_layers": 3}), mesh, shard_parameters=False)
-    both = parallelize(built(LongNet, **{**SIZES, "num_layers": 3}), mesh, shard_parameters=False)
+    ranks = ranks_of(mesh=mesh)
+    decoder = parallelize(built(LongNetLM, **{**SIZES, "num_layers": 12}), mesh, shard_parameters=False)
+    both = parallelize(built(LongNet, **{**SIZES, "num_layers": 2}), mesh, shard_parameters=False)
     one, two = torch.ones(1, 48, dtype=torch.long), torch.ones(1, 48, 32, dtype=torch.float64)
     for model, inputs, rounds in ((decoder, (one,), 1), (both, (two, two), 3)):
-        asked = []
-        for tokens in (48, 48, 47, 48):
-            mine = [part(x[:, :tokens], mesh) for x in inputs]
-            with mock.patch.object(agreement, "exchange", side_effect=agreement.exchange) as exchange:
-                model(*mine)
-            asked.append(exchange.call_count)
-        assert asked[1] == asked[3] == rounds < asked[0], asked
+        posts = []
+        for recompute in (False, True):
+            model.gradient_checkpointing_enable(recompute)
+            asked = []
+            for tokens in (48, 47, 48):
+                mine = [part(x[:, :tokens], mesh) for x in inputs]
+                asking = mock.patch.object(ranks.agreement, "exchange", side_effect=ranks.agreement.exchange)
+                posting = mock.patch.object(ranks, "post", side_effect=ranks.post)
+                with asking as exchange, posting as post:
+                    model(*mine).square().sum().backward()
+                asked.append(exchange.call_count)
+            assert asked[2] == rounds, (recompute, asked)
+            assert recompute or asked[0] > rounds, asked
+            posts.append(sum(call.args[2][0] == "forward" for call in post.mock_calls))
+        assert posts[1] == 2 * posts[0] > 0, posts
 
 
 def check_parallelize() -> None:

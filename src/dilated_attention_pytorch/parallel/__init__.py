@@ -5,8 +5,8 @@ from dilated_attention_pytorch.parallel.block_sparse import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
 )
-from dilated_attention_pytorch.parallel.comm import Place, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import Scheme, Traffic, Wire, branch_traffic, choose_scheme
+from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.modules import (
     AcrossRanks,
@@ -30,6 +30,8 @@ from dilated_attention_pytorch.parallel.sharding import (
     zigzag_places,
 )
 
+Ranks = RankGroup  # its earlier name
+
 __all__ = [
     "AcrossRanks",
     "BlockSparseRingDilatedAttention",
@@ -39,6 +41,7 @@ __all__ = [
     "Job",
     "Place",
     "Plan",
+    "RankGroup",
     "Ranks",
     "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",

@@ -1,9 +1,9 @@
-"""That all ranks of a group make the same calls, and that all of them fail at once where they do not.
+"""Agreement between ranks: all ranks of a group make the same calls, or all of them raise at once.
 
-Every rank writes down what it does, call by call. What no rank has done before is compared through the group's store
-before anyone goes on. What was agreed before costs no message: the rank only writes it down, and a thread compares the
-records of neighbours twice a second, also while the rank waits for rows. Records that differ, or a rank that fails
-within a call, close the group: the reason goes to the store, whoever waits stops waiting, and every later call raises.
+Each rank records the calls that it makes. Ranks compare a call that is new to them through the group's store before
+they go on. A call that was agreed before costs no message: the rank only records it, and a thread compares the records
+of neighbouring ranks twice a second, also while the rank waits for rows. If records differ, or a rank fails within a
+call, the group is closed: the reason goes to the store, waiting ranks stop waiting, and every later call raises.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,18 +28,18 @@ if TYPE_CHECKING:  # some builds of PyTorch have none
     from torch.distributed import ProcessGroup
 
 Description = dict[str, str]
-"""What a rank does, by name of setting."""
+"""A call in words, by name of setting."""
 
-_MOST_CALLS_KNOWN = 1024
+MOST_KNOWN = 1024  # calls that are remembered as agreed
 _LOOK_EVERY = 0.5  # seconds
-_COMPARABLE = 4096  # how many calls apart two ranks may be
+_COMPARABLE = 4096  # how many calls two ranks may be apart
 _SHOWN = 256  # how many calls back a difference is explained
 _MOST_SHOWN = 400  # characters of a setting
-_AGREEING = 0  # stands in a record for a call that is being agreed, whatever it is
+_AGREEING = 0  # the entry of a call that is being agreed, whatever it is
 
 
 class State(NamedTuple):
-    """What a rank shows of its record: how many entries, their digest, the last of them, and what it waits to agree."""
+    """What a rank shows of its record: the number of entries, their digest, the last ones, and what it waits for."""
 
     entries: int
     digest: int
@@ -47,21 +48,21 @@ class State(NamedTuple):
 
 
 class Agreement:
-    """One rank's record of the calls on a group, and the other ranks' as far as they are known."""
+    """One rank's record of the calls on a group, and what it knows of the other ranks' records."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)  # so that a destroyed group is freed
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._known: dict[int, Description] = {}
         self._count = self._digest = self._exchanges = self._blocked = 0
-        self._entries: deque[tuple[int, int]] = deque(maxlen=_COMPARABLE)  # (digest of all up to the entry, entry)
+        self._entries: deque[tuple[int, int]] = deque(maxlen=_COMPARABLE)  # (digest of all entries so far, entry)
         self._waiting: Description | None = None
         self._closed: tuple[str, str] | None = None
         self._shown: State | None = None
         self._aborted = False
         self._lock = threading.RLock()
         device = torch.device("cpu") if torch.device("cpu") in group._device_types else group._device_types[0]
-        # A group may be made anew on an old store. NCCL wants every rank to take part in the first message anyway.
+        # A new group may be made on an old store. NCCL wants every rank to take part in the first message anyway.
         nonce = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=device)
         dist.broadcast(nonce, dist.get_global_rank(group, 0), group=group)
         store: Any = dist.distributed_c10d._get_process_group_store(group)
@@ -70,7 +71,7 @@ class Agreement:
         _watch(self)
 
     def write(self, entry: int, waiting: Description | None = None) -> None:
-        """Write down a call that was agreed, by its digest."""
+        """Record a call, by its digest."""
         self.check()
         with self._lock:
             self._waiting = waiting
@@ -78,36 +79,38 @@ class Agreement:
             self._digest = _digest(f"{self._digest} {entry}")
             self._entries.append((self._digest, entry))
 
-    def agree(self, described: Description, numbers: list[int], error: Exception | None) -> list[list[int]]:
-        """Every rank's numbers, once all are known to be about to make this call; else an error on every rank.
+    def agree(
+        self, described: Description, numbers: Sequence[int], error: Exception | None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Every rank's numbers, once all ranks are known to make this call; otherwise an error on every rank.
 
-        `error` is what this rank found wrong with its own call. It is raised here, after the others know.
+        `error` is what this rank found wrong with its own call. It is raised here, after the others know of it.
         """
         try:
             self.write(_AGREEING, described if error is None else {"error": _told(error)})
-            digests = self.exchange([-1 if error is not None else digest_of(described), *numbers])
-            if any(digest == -1 for digest, *_ in digests):
+            said = self.exchange([-1 if error is not None else digest_of(described), *numbers])
+            if any(digest == -1 for digest, *_ in said):
                 errors = self.exchange("" if error is None else _told(error))
                 raise ValueError(_cannot({rank: text for rank, text in enumerate(errors) if text}))
-            if len({digest for digest, *_ in digests}) > 1:
+            if len({digest for digest, *_ in said}) > 1:
                 raise ValueError(_difference(dict(enumerate(self.exchange(described)))))
         except (RuntimeError, ValueError):
             if error is not None:
                 raise error from None
             raise
-        return [theirs for _, *theirs in digests]
+        return tuple(tuple(theirs) for _, *theirs in said)
 
     def know(self, described: Description) -> None:
-        """Compare this call no more. All ranks must have agreed on it."""
-        if len(self._known) >= _MOST_CALLS_KNOWN:
+        """Do not compare this call again: all ranks have agreed on it."""
+        if len(self._known) >= MOST_KNOWN:
             self._known.clear()  # on every rank at the same call
         self._known[digest_of(described)] = described
 
     def knows(self, entry: int) -> bool:
         return entry in self._known
 
-    def exchange(self, mine: object) -> list:  # type: ignore[type-arg]
-        """Every rank's value. Through the store, so that no device is waited for and any rank may give up."""
+    def exchange(self, mine: object) -> list[Any]:
+        """Every rank's value. It goes through the store, so that no device is waited for and any rank may give up."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         with self.told(alike=(Exception,)):
             self._store.set(f"{number}/{self.rank}", json.dumps(mine))
@@ -117,7 +120,7 @@ class Agreement:
                 table = "[" + ",".join(value.decode() for value in self._read(keys)) + "]"
                 self._store.set(f"{number}/all", table)
                 if number:
-                    self._store.delete_key(f"{number - 1}/all")  # all have read it, for they have come here
+                    self._store.delete_key(f"{number - 1}/all")  # every rank is past it
             else:
                 self._await([f"{number}/all"])
                 table = self._store.get(f"{number}/all").decode()
@@ -147,7 +150,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Around what waits for other ranks' messages: ends with the reason when the group is closed."""
+        """Around what waits for other ranks' messages: if the group is closed, the wait ends with the reason."""
         self._blocked += 1
         try:
             self.check()
@@ -162,7 +165,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def told(self, alike: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """Errors in here close the group, because others wait for this rank; not those that come `alike` everywhere."""
+        """Close the group on errors, because other ranks wait for this one; not on those `alike` on every rank."""
         try:
             yield
         except alike:
@@ -172,8 +175,8 @@ class Agreement:
             raise
 
     def close(self, kind: str, text: str) -> None:
-        """Let every rank of the group raise this; the first reason stands."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone was another rank's, which has failed itself
+        """Make every rank of the group raise this; the first reason stands."""
+        with contextlib.suppress(RuntimeError):  # the rank that ran the store has failed and is gone
             stored = self._store.compare_set("closed", "", json.dumps([kind, text]))
             self._closed = tuple(json.loads(stored))
 
@@ -188,9 +191,9 @@ class Agreement:
         return ValueError(text) if kind == "ValueError" else RuntimeError(text)
 
     def look(self) -> bool:
-        """Show this rank's record and compare it with its neighbours'; whether there is need to look again.
+        """Show this rank's record and compare it with its neighbours'; whether to look again.
 
-        Where the group is closed, end the wait that this rank may be in.
+        If the group is closed, end the wait that this rank may be in.
         """
         with self._lock:
             last = [entry for _, entry in list(self._entries)[-_SHOWN:]]
@@ -205,7 +208,7 @@ class Agreement:
                 self._compare(rank)
         if self._closed is None:
             return True
-        blocked = self._blocked > 0  # after it is closed, no wait begins
+        blocked = self._blocked > 0  # no wait begins after the group is closed
         self._break()
         return blocked
 
@@ -218,21 +221,20 @@ class Agreement:
             behind = self._count - theirs.entries
             comparable = theirs.entries > 0 and 0 <= behind < len(self._entries)
             if not comparable or self._entries[-1 - behind][0] == theirs.digest:
-                return  # of two ranks, the one that has come further compares
+                return  # of two ranks, the one that is ahead compares
             reason = self._explained(rank, theirs)
         self.close("ValueError", reason)
 
     def _explained(self, rank: int, theirs: State) -> str:
         mine = dict(zip(range(self._count, 0, -1), (entry for _, entry in reversed(self._entries))))
-        first = theirs.entries - len(theirs.last) + 1
-        for number, entry in enumerate(theirs.last, first):
+        for number, entry in enumerate(theirs.last, theirs.entries - len(theirs.last) + 1):
             if mine.get(number, entry) != entry:
-                descriptions = {
+                calls = {
                     self.rank: self._call(mine[number], self._waiting if number == self._count else None),
                     rank: self._call(entry, theirs.waiting if number == theirs.entries else None),
                 }
-                errors = {rank: described["error"] for rank, described in descriptions.items() if "error" in described}
-                return _cannot(errors) if errors else _difference(descriptions)
+                errors = {rank: call["error"] for rank, call in calls.items() if "error" in call}
+                return _cannot(errors) if errors else _difference(calls)
         return f"all ranks of a group must make the same calls: ranks {self.rank} and {rank} have not"
 
     def _call(self, entry: int, waiting: Description | None) -> Description:
@@ -240,19 +242,27 @@ class Agreement:
 
     def _break(self) -> None:
         """End the waits on the group."""
-        types = {device.type for device in self.group._device_types}
+        group = self._group()
+        if group is None:
+            return
+        types = {device.type for device in group._device_types}
         if types - {"cpu"} and not self._aborted:
             self._aborted = True
-            self.group.abort()
+            group.abort()
         if "cpu" in types and self._blocked:
-            # Gloo has no abort, but closes all connections of a group on which a receive times out. Those to some
-            # ranks may be closed already.
-            for peer in dist.get_process_group_ranks(self.group):
+            # Gloo has no abort, but closes all connections of a group on which a receive times out. Connections to
+            # some ranks may be closed already.
+            for peer in dist.get_process_group_ranks(group):
                 if peer != dist.get_rank():
                     with contextlib.suppress(RuntimeError):
-                        work = dist.irecv(torch.empty(1), peer, group=self.group, tag=2**31 - 1)
+                        work = dist.irecv(torch.empty(1), peer, group=group, tag=2**31 - 1)
                         assert work is not None
                         work.wait(timedelta(milliseconds=1))
+
+    def is_alive(self) -> bool:
+        """Whether the process group still exists."""
+        group = self._group()
+        return group is not None and group in dist.distributed_c10d._world.pg_map
 
 
 def digest_of(described: Description) -> int:
@@ -260,7 +270,7 @@ def digest_of(described: Description) -> int:
 
 
 def in_words(value: object) -> str:
-    """A value of a call, cut where it is long; different ones differ still."""
+    """A value of a call, cut where it is long; different values still give different words."""
     text = str(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ... ({_digest(text):x} of all)"
 
@@ -279,14 +289,12 @@ def _cannot(errors: dict[int, str]) -> str:
     return f"another rank cannot make this call, so none can: {found}"
 
 
-def _difference(descriptions: dict[int, Description]) -> str:
-    names = sorted({name for described in descriptions.values() for name in described})
+def _difference(calls: dict[int, Description]) -> str:
     shown = []
-    for name in names:
-        values = {rank: described.get(name) for rank, described in descriptions.items()}
-        if len({*values.values()}) > 1:
-            told = (f"no {name}" if value is None else f"{name}={value}" for value in values.values())
-            shown.append(", ".join(f"rank {rank} has {one}" for rank, one in zip(values, told)))
+    for name in sorted({name for call in calls.values() for name in call}):
+        if len({call.get(name) for call in calls.values()}) > 1:
+            each = (f"{name}={call[name]}" if name in call else f"no {name}" for call in calls.values())
+            shown.append(", ".join(f"rank {rank} has {one}" for rank, one in zip(calls, each)))
     return f"all ranks of a group must make the same call: {'; '.join(shown)}"
 
 
@@ -296,10 +304,10 @@ _thread: threading.Thread | None = None
 
 
 def _watch(agreement: Agreement) -> None:
-    """Look at a group's records from a thread, for as long as there is the group."""
+    """Look at a group's records from a thread, for as long as the group exists."""
     global _thread
     _watched.append(agreement)
-    if _thread is None or not _thread.is_alive():  # threads do not outlive a fork
+    if _thread is None or not _thread.is_alive():  # threads do not survive a fork
         _thread = threading.Thread(target=_look_at_all, name="dilated-attention-ranks", daemon=True)
         _thread.start()
 
@@ -308,9 +316,8 @@ def _look_at_all() -> None:
     while not _stop.wait(_LOOK_EVERY):
         for agreement in list(_watched):
             try:
-                dist.get_process_group_ranks(agreement.group)
-                needed = agreement.look()
-            except Exception:  # the group or its store is gone
+                needed = agreement.is_alive() and agreement.look()
+            except Exception:  # the store is gone
                 needed = False
             if not needed:
                 _watched.remove(agreement)
@@ -318,7 +325,7 @@ def _look_at_all() -> None:
 
 @atexit.register
 def _end() -> None:
-    """A thread that comes back from C++ to an interpreter that has ended aborts the process."""
+    """A thread that returns from C++ to an interpreter that has ended aborts the process."""
     _stop.set()
     if _thread is not None:
         _thread.join()

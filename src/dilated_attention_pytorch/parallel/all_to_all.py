@@ -26,7 +26,7 @@ from dilated_attention_pytorch.parallel.blocks import (
     block_backward,
     block_forward,
 )
-from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
+from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 _ROWS, _SUMS, _RESULT, _LSE = range(4)  # steps of an exchange, for tags
@@ -56,7 +56,7 @@ class _Moving:
 
 
 class AllToAll(Exchange):
-    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: Ranks) -> None:
+    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: RankGroup) -> None:
         super().__init__(rows, segments, ranks)
         wire, me = rows.wire, ranks.rank
         self.swaps = [

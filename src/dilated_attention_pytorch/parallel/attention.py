@@ -39,7 +39,6 @@ from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
-from dilated_attention_pytorch.parallel.comm import Agreed, Ranks, ranks_of
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Scheme,
@@ -49,6 +48,7 @@ from dilated_attention_pytorch.parallel.costs import (
     wires_of,
 )
 from dilated_attention_pytorch.parallel.gather import Gather
+from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
 from dilated_attention_pytorch.parallel.ring import Ring
 from dilated_attention_pytorch.parallel.sharding import Document, Shards, TokenLayout, local_calls
@@ -71,7 +71,7 @@ def sharded_dilated_attention(
     group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     axis: str = "sequence",
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     scheme: Scheme = "auto",
     memory_budget: int = MEMORY_BUDGET,
     shard_lengths: Sequence[int] | None = None,
@@ -116,10 +116,10 @@ def sharded_dilated_attention(
     Returns:
         The rank's rows: `(B, L, H, D)`, and the lse `(B, L, H)` if asked.
 
-    Every rank must make the same call, and run its backward if any does. Ranks that do not, or one that fails, are an
-    error on all of them.
+    Every rank must make the same call, and run its backward pass if any rank does. If calls differ, or a rank fails,
+    all ranks raise an error.
     """
-    ranks = ranks_of(group, mesh, axis) if ranks is None else check_instance("ranks", ranks, Ranks)
+    ranks = ranks_of(group, mesh, axis) if ranks is None else check_instance("ranks", ranks, RankGroup)
     settings: dict[str, Any] = {
         "head_layout": head_layout,
         "is_causal": is_causal,
@@ -190,7 +190,7 @@ def sharded_dilated_attention(
 
 
 def _check_settings(
-    ranks: Ranks,
+    ranks: RankGroup,
     query: Tensor,
     scheme: str,
     budget: int,
@@ -263,7 +263,7 @@ class Schedule(NamedTuple):
     allow_tf32: bool | None
 
 
-def schedule_for(ranks: Ranks, kind: tuple[Any, ...], cache: Remembers | None) -> Schedule:
+def schedule_for(ranks: RankGroup, kind: tuple[Any, ...], cache: Remembers | None) -> Schedule:
     """The schedule of calls of a kind on these ranks, found again in the cache if there is one."""
     if cache is None:
         return _schedule(ranks, *kind)
@@ -271,7 +271,7 @@ def schedule_for(ranks: Ranks, kind: tuple[Any, ...], cache: Remembers | None) -
 
 
 def _schedule(
-    ranks: Ranks,
+    ranks: RankGroup,
     call: Call,
     shards: Shards,
     documents: tuple[Document, ...],
@@ -334,7 +334,7 @@ class _Sharded(torch.autograd.Function):
         schedule: Schedule,
         backend: str,
         resources: Resources,
-        ranks: Ranks,
+        ranks: RankGroup,
         agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
         with _waited_for(ranks, schedule):
@@ -357,7 +357,7 @@ class _Sharded(torch.autograd.Function):
         return (*grads, None, None, None, None, None, None)
 
 
-def _waited_for(ranks: Ranks, schedule: Schedule) -> AbstractContextManager[None]:
+def _waited_for(ranks: RankGroup, schedule: Schedule) -> AbstractContextManager[None]:
     """Tells the others of an error where they wait for this rank's rows, and it has left some on the way."""
     return ranks.agreement.told() if schedule.exchanges else nullcontext()
 

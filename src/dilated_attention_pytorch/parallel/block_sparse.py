@@ -9,7 +9,7 @@ from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, checked
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
-from dilated_attention_pytorch.parallel.comm import Place
+from dilated_attention_pytorch.parallel.group import Place
 from dilated_attention_pytorch.parallel.modules import AcrossRanks
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from dilated_attention_pytorch.core.pattern import heads_by_offset
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.kernels import dense, vendor
-from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
 from dilated_attention_pytorch.parallel.costs import Wire
+from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 
@@ -239,7 +239,7 @@ class Exchange:
     that is the same on all ranks.
     """
 
-    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: Ranks) -> None:
+    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: RankGroup) -> None:
         self.rows = rows
         self.ranks = ranks
         self.segments = segments

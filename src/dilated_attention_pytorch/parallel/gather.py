@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.parallel.blocks import Block, Exchange, Piece, Rows, Tensors
-from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
 from dilated_attention_pytorch.parallel.costs import addressees, fetched_pieces, held_pieces, sources
+from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 Buffers = dict[int, Tensor]
@@ -51,7 +51,7 @@ class Share:
 
 
 class Gather(Exchange):
-    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: Ranks) -> None:
+    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: RankGroup) -> None:
         super().__init__(rows, segments, ranks)
         wire, causal, shards = rows.wire, rows.wire.is_causal, rows.wire.shards
         self.shares = []

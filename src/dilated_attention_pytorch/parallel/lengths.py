@@ -1,4 +1,4 @@
-"""Lengths and positions of a sequence of which a rank holds a shard: what whole models need beside attention."""
+"""What a whole model needs beside attention when each rank holds a shard of its tokens: lengths, positions, memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, Rotation
-from dilated_attention_pytorch.parallel.comm import Place, Ranks
+from dilated_attention_pytorch.parallel.group import Place, RankGroup
 from dilated_attention_pytorch.parallel.sharding import Shards
 
 
 def spans_of_own_mask(batch: int, tokens: int, lengths: dict[str, Tensor]) -> list[int]:
-    """Start and end of the valid tokens of each batch row of a shard, one after another."""
+    """Start and end of the valid tokens in each batch row of a shard, one row after another."""
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} both state the lengths: pass one of them")
     if tokens == 0:
@@ -26,55 +28,37 @@ def spans_of_own_mask(batch: int, tokens: int, lengths: dict[str, Tensor]) -> li
     return [int(edge) for edge in found.flatten().tolist()]
 
 
-def joined_spans(shards: Shards, theirs: list[Sequence[int]]) -> Tensor:
-    """The spans of whole rows, from those that every rank's own mask leaves of its shard, start after end."""
+def joined_spans(shards: Shards, theirs: Sequence[Sequence[int]]) -> Tensor:
+    """The spans of whole rows, from the spans that every rank's own mask leaves in its shard."""
     joined = []
     for b in range(len(theirs[0]) // 2):
-        pieces = []
+        valid = []
         for piece, edge in enumerate(shards.edges[:-1]):
             held = shards.held_at(piece)
             start, end = theirs[shards.rank_of(piece)][2 * b : 2 * b + 2]
             start, end = max(start, held.start), min(end, held.stop)
             if start < end:
-                pieces.append((edge + start - held.start, edge + end - held.start))
-        for (_, end), (start, _) in pairwise(pieces):
+                valid.append((edge + start - held.start, edge + end - held.start))
+        for (_, end), (start, _) in pairwise(valid):
             if start != end:
                 raise ValueError(
                     f"key_padding_mask row {b} has a hole at {end} of the whole sequence: valid tokens must form one "
                     "span; pack with cu_seqlens instead"
                 )
-        joined.append((pieces[0][0], pieces[-1][1]) if pieces else (0, 0))
+        joined.append((valid[0][0], valid[-1][1]) if valid else (0, 0))
     return torch.tensor(joined)
 
 
-class ModelLengths:
-    """The shards' lengths of the tokens that a model works on: agreed where it begins, for all its layers.
-
-    Equal lengths here may stand for others elsewhere, so that each forward pass asks again, once.
-    """
-
-    def __init__(self) -> None:
-        self.lengths: tuple[int, ...] | None = None
-        self.memory: tuple[Tensor, tuple[int, ...]] | None = None  # an encoder's output, and its shards' lengths
-
-    def forget(self, *_: object) -> None:
-        """A hook of what follows the forward pass."""
-        self.lengths = self.memory = None
-
-    def of(self, ranks: Ranks, tokens: int) -> tuple[int, ...] | None:
-        """Those of a sequence of which this rank has these many tokens, if they are known."""
-        return self.lengths if self.lengths is not None and self.lengths[ranks.rank] == tokens else None
-
-
 class SpansAcrossRanks(DocumentSpans):
-    """The spans of the whole sequence: `key_padding_mask` is of the rank's own tokens, other lengths of all.
+    """The spans of the whole sequence: `key_padding_mask` is of the rank's own tokens, other lengths of all tokens.
 
-    Its model asks for them before anything else, and so it agrees on the shards' lengths as well.
+    A model asks for its spans before anything else, so this agrees on the shard lengths for all of its layers. Equal
+    lengths on one rank can go with different lengths on others, so each forward pass asks the other ranks once.
     """
 
-    def __init__(self, sequence: Place, of_model: ModelLengths) -> None:
+    def __init__(self, sequence: Place) -> None:
         super().__init__()
-        self.sequence, self.of_model = sequence, of_model
+        self.sequence = sequence
 
     def forward(self, batch: int, tokens: int, *, cache: object = None, **lengths: Any) -> Tensor | None:
         given = {name: x for name, x in lengths.items() if x is not None}
@@ -90,8 +74,8 @@ class SpansAcrossRanks(DocumentSpans):
         except Exception as wrong:
             error = wrong
         agreed = ranks.agree(call, tokens, error, own=own)
+        ranks.lengths = agreed.lengths
         shards = Shards(agreed.lengths)
-        self.of_model.lengths = agreed.lengths
         if not given:
             return None
         if own:
@@ -102,14 +86,64 @@ class SpansAcrossRanks(DocumentSpans):
 class PositionsAcrossRanks(nn.Module):
     """The rotation of a rank's own tokens, by their positions in the whole sequence."""
 
-    def __init__(self, positions: RotaryPositions, sequence: Place, of_model: ModelLengths) -> None:
+    def __init__(self, positions: RotaryPositions, sequence: Place) -> None:
         super().__init__()
-        self.of_whole, self.sequence, self.of_model = positions, sequence, of_model
+        self.of_whole, self.sequence = positions, sequence
 
     def forward(
         self, batch: int, tokens: int, spans: Tensor | None = None, device: torch.device | str | None = None
     ) -> Rotation:
         ranks = self.sequence.ranks()
         call: dict[str, object] = {"batch": batch, "spans": None if spans is None else spans.tolist()}
-        shards = Shards(ranks.agree(call, tokens, None, self.of_model.of(ranks, tokens)).lengths)
+        shards = Shards(ranks.agree(call, tokens, lengths=ranks.lengths_of_model(tokens)).lengths)
         return self.of_whole(batch, tokens, spans, device, first=shards.bounds(ranks.rank)[0])
+
+
+class WholeMemory:
+    """A hook of `nn.MultiheadAttention(batch_first=True)` that gathers keys, values and their mask from all ranks.
+
+    A dense `attn_mask` has the rank's own rows and all keys. All layers of a decoder share one hook, because they have
+    one memory, whose shard lengths only the first layer asks for.
+    """
+
+    def __init__(self, sequence: Place) -> None:
+        self._sequence = sequence
+        self._known: tuple[Tensor, tuple[int, ...]] | None = None
+
+    def forget(self) -> None:
+        self._known = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        ranks = self._sequence.ranks()
+        query, key, value = args
+        mask = kwargs["key_padding_mask"]
+        call = {"batch": key.shape[0], "memory mask": mask is not None, "one memory": key is value}
+        lengths = self._known[1] if self._known is not None and self._known[0] is key else None
+        lengths = ranks.agree(call, key.shape[1], lengths=lengths).lengths
+        self._known = key, lengths
+        whole = _Gather.apply(key, ranks, lengths)
+        kwargs = {**kwargs, "key_padding_mask": None if mask is None else _Gather.apply(mask, ranks, lengths)}
+        return (query, whole, whole if value is key else _Gather.apply(value, ranks, lengths)), kwargs
+
+
+class _Gather(torch.autograd.Function):
+    """`(B, all tokens, ...)` from each rank's tokens; the gradient of a rank's tokens is the sum over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: RankGroup, lengths: tuple[int, ...]) -> Tensor:
+        ctx.ranks, ctx.shards = ranks, Shards(lengths)
+        even = x.new_zeros((x.shape[0], max(lengths), *x.shape[2:]))  # messages of one size
+        even[:, : x.shape[1]] = x
+        shards = [torch.empty_like(even) for _ in lengths]
+        with ranks.agreement.blocked():
+            dist.all_gather(shards, even, group=ranks.group)
+        return torch.cat([shard[:, :length] for shard, length in zip(shards, lengths)], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        with ctx.ranks.agreement.blocked():
+            dist.all_reduce(total, group=ctx.ranks.group)
+        first, last = ctx.shards.bounds(ctx.ranks.rank)
+        return total[:, first:last], None, None

@@ -14,10 +14,9 @@ from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions
 from dilated_attention_pytorch.nn.replacement import replace_parts
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
-from dilated_attention_pytorch.parallel.comm import Place, Ranks, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
-from dilated_attention_pytorch.parallel.cross_attention import WholeMemory
-from dilated_attention_pytorch.parallel.lengths import ModelLengths, PositionsAcrossRanks, SpansAcrossRanks
+from dilated_attention_pytorch.parallel.group import Place, RankGroup, check_mesh, ranks_of
+from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks, WholeMemory
 from dilated_attention_pytorch.parallel.modules import (
     AcrossRanks,
     RingAdvancedDistributedDilatedAttention,
@@ -70,13 +69,9 @@ def parallelize(
     if heads is not None and heads.ranks().size > 1:
         share_features(model, mesh["tensor"])
     places: dict[str, Any] = {"sequence": sequence, "heads": heads}
-    of_model = ModelLengths()
-    model = replace_parts(model, lambda part: _across_ranks(part, places, of_model, scheme, memory_budget))
+    model = replace_parts(model, lambda part: _across_ranks(part, places, scheme, memory_budget))
     if sequence is not None and sequence.ranks().size > 1:
-        model.register_forward_hook(of_model.forget, always_call=True)
-        for part in model.modules():
-            if isinstance(part, DilatedTransformerDecoderLayer):
-                part.cross_attn.register_forward_pre_hook(WholeMemory(sequence, of_model), with_kwargs=True)
+        _share_lengths(model, sequence)
     tokens = token_mesh(mesh)
     if shard_parameters and tokens is not None and any(True for _ in model.parameters()):
         from torch.distributed.fsdp import fully_shard
@@ -95,7 +90,7 @@ def token_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh[names]._flatten("_".join(names))
 
 
-def _everyone(mesh: DeviceMesh) -> Ranks:
+def _everyone(mesh: DeviceMesh) -> RankGroup:
     """All ranks of a mesh, whatever its axes."""
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not on the mesh {mesh}: leave out what it has no part in")
@@ -156,22 +151,32 @@ def _described(model: nn.Module) -> dict[str, object]:
     }
 
 
-def _across_ranks(
-    part: nn.Module, places: dict[str, Any], of_model: ModelLengths, scheme: Scheme, memory_budget: int
-) -> nn.Module:
-    """What stands in the place of a module where tokens and heads are shared."""
+def _across_ranks(part: nn.Module, places: dict[str, Any], scheme: Scheme, memory_budget: int) -> nn.Module:
+    """The module that replaces `part` where ranks share tokens and heads."""
     sequence = places["sequence"]
     if isinstance(part, AcrossRanks):  # a ring keeps its own scheme
-        part.sequence, part.heads, part.of_model = sequence, places["heads"], of_model
+        part.sequence, part.heads = sequence, places["heads"]
     elif isinstance(part, DilatedAttention) and any(places.values()):
-        made = AcrossRanks.of(part, **places, scheme=scheme, memory_budget=memory_budget)
-        made.of_model = of_model
-        return made
+        return AcrossRanks.of(part, **places, scheme=scheme, memory_budget=memory_budget)
     elif sequence is not None and isinstance(part, RotaryPositions):
-        return PositionsAcrossRanks(part, sequence, of_model)
+        return PositionsAcrossRanks(part, sequence)
     elif sequence is not None and isinstance(part, DocumentSpans):
-        return SpansAcrossRanks(sequence, of_model)
+        return SpansAcrossRanks(sequence)
     return part
+
+
+def _share_lengths(model: nn.Module, sequence: Place) -> None:
+    """Let the layers of a model use the shard lengths that it agrees on when its forward pass begins, until it ends."""
+    memory = WholeMemory(sequence)
+
+    def forget(*_: object) -> None:
+        sequence.ranks().lengths = None
+        memory.forget()
+
+    model.register_forward_hook(forget, always_call=True)
+    for part in model.modules():
+        if isinstance(part, DilatedTransformerDecoderLayer):
+            part.cross_attn.register_forward_pre_hook(memory, with_kwargs=True)
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

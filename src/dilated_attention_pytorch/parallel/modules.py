@@ -27,7 +27,6 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDil
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.comm import ALONE, Place, Ranks, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Scheme,
@@ -37,7 +36,7 @@ from dilated_attention_pytorch.parallel.costs import (
     message_bytes,
     wires_of,
 )
-from dilated_attention_pytorch.parallel.lengths import ModelLengths
+from dilated_attention_pytorch.parallel.group import ALONE, Place, RankGroup, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.options import AXIS_OF, OPTIONS, RunOptions
 from dilated_attention_pytorch.parallel.sharding import Shards, TokenLayout
 from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
@@ -82,7 +81,6 @@ class AcrossRanks(DilatedAttention):
         check_scheme(scheme, token_layout)
         self.sequence, self.heads = sequence, heads
         self.scheme, self.memory_budget, self.token_layout = scheme, memory_budget, token_layout
-        self.of_model = ModelLengths()  # of the model that it is a part of, where `parallelize` says
         for place in (sequence, heads):
             if place is not None:
                 place.ranks()  # what is wrong with it is said when the module is made
@@ -116,7 +114,7 @@ class AcrossRanks(DilatedAttention):
         if self._memory_pool is not None:
             self._memory_pool.release_idle()
 
-    def sequence_ranks(self) -> Ranks | None:
+    def sequence_ranks(self) -> RankGroup | None:
         """The ranks that share the tokens, or None where one has them all; its `traffic` counts bytes."""
         return _several(self.sequence)
 
@@ -165,7 +163,7 @@ class AcrossRanks(DilatedAttention):
             check_tensor("query", query)
             check_tensor("key", key)
             if sequence is not None:
-                share["shard_lengths"] = self.of_model.of(sequence, query.shape[1])
+                share["shard_lengths"] = sequence.lengths_of_model(query.shape[1])
             if heads is not None:
                 H = query.shape[2]
                 heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, None, (0,) * heads.size)
@@ -468,7 +466,7 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
         segment_lengths, dilation_rates: one entry a branch.
         sequence_parallel: the rank has a contiguous shard of the tokens: over `group`, or the mesh's axis `sequence`.
         model_parallel: the rank has its share of the heads, in order: over `group`, or the mesh's axis `tensor`. Ranks
-            that share heads must draw dropout alike, as tensor parallelism does.
+            that share heads must draw the same dropout, as tensor parallelism does.
         group, mesh: a group can be cut one way only; a mesh of both axes serves both.
         settings: `scheme` and `memory_budget` of `AcrossRanks`, and those of `ImprovedDilatedAttention`.
     """
@@ -527,7 +525,7 @@ ATTENTION_TYPES |= {
 }
 
 
-def _several(place: Place | None) -> Ranks | None:
+def _several(place: Place | None) -> RankGroup | None:
     ranks = None if place is None else place.ranks()
     return None if ranks is None or ranks.size == 1 else ranks
 
@@ -560,7 +558,7 @@ def _places(options: RunOptions, group: ProcessGroup | None, mesh: DeviceMesh | 
 _meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDictionary()
 
 
-def _mesh_of(world: Ranks, axes: dict[str, int]) -> DeviceMesh:
+def _mesh_of(world: RankGroup, axes: dict[str, int]) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     assert world.group is not None

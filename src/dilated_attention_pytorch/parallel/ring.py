@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dilated_attention_pytorch.parallel.blocks import Block, Exchange, Rows, Tensors
-from dilated_attention_pytorch.parallel.comm import Mail, Posted, Ranks
 from dilated_attention_pytorch.parallel.costs import neighbours
 from dilated_attention_pytorch.parallel.gather import add_gradients
+from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 
@@ -66,7 +66,7 @@ class _Hop:
 
 
 class Ring(Exchange):
-    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: Ranks) -> None:
+    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: RankGroup) -> None:
         super().__init__(rows, segments, ranks)
         wire = rows.wire
         self.circles = [

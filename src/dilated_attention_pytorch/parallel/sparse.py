@@ -20,8 +20,8 @@ from dilated_attention_pytorch.core.spec import Branch
 from dilated_attention_pytorch.kernels import tiles
 from dilated_attention_pytorch.kernels.dense import Keep
 from dilated_attention_pytorch.parallel.blocks import Piece, Rows, Tensors
-from dilated_attention_pytorch.parallel.comm import Ranks
 from dilated_attention_pytorch.parallel.gather import Buffers, Gather, Share, joined
+from dilated_attention_pytorch.parallel.group import RankGroup
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 
@@ -46,7 +46,7 @@ class _Grid:
 
 
 class SparseGather(Gather):
-    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: Ranks) -> None:
+    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: RankGroup) -> None:
         super().__init__(rows, segments, ranks)
         assert rows.call.sparse is not None
         self.config: SparsePatternConfig = rows.call.sparse

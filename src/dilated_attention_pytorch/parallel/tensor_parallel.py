@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
-from dilated_attention_pytorch.parallel.comm import Place
+from dilated_attention_pytorch.parallel.group import Place
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.parallel.comm import Place
+from dilated_attention_pytorch.parallel.group import Place
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths
 
