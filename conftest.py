@@ -31,11 +31,23 @@ collect_ignore_glob = [] if find_spec("triton") else ["src/*/kernels/triton/*"]
 if not find_spec("transformers"):
     collect_ignore_glob += ["src/*/models/hf/*", "docs/huggingface.md"]
 
-# Every run draws fresh examples; no deadline, because no test times anything.
-hypothesis.settings.register_profile(
-    "project", deadline=None, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
-)
-hypothesis.settings.load_profile("project")
+
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="draw ten times as many examples and fuzzed calls")
+
+
+def pytest_configure(config):
+    if config.option.thorough:
+        os.environ["THOROUGH_TESTS"] = "1"  # read by tests/thorough.py, in this process and in those that it starts
+    # Every run draws fresh examples; no deadline, because no test times anything.
+    hypothesis.settings.register_profile(
+        "project",
+        deadline=None,
+        print_blob=True,
+        max_examples=300 if config.option.thorough else 30,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    hypothesis.settings.load_profile("project")
 
 
 def pytest_collection_modifyitems(items):

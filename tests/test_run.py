@@ -49,6 +49,47 @@ def test_a_requirement_that_is_not_met_is_noticed(script, tmp_path, monkeypatch)
     assert not script.satisfied("train")
 
 
+@pytest.mark.parametrize(
+    ("failing", "status", "started"),
+    [
+        (None, 0, ["ruff", "ruff", "mypy", "pytest"]),
+        ("ruff", 1, ["ruff"]),
+        ("mypy", 1, ["ruff", "ruff", "mypy", "pytest"]),
+        ("pytest", 1, ["ruff", "ruff", "mypy", "pytest"]),
+    ],
+)
+def test_whatever_fails_fails_the_tests(script, failing, status, started, capfd) -> None:
+    tools = []
+
+    def start(tool: str, *arguments: str, **output) -> subprocess.Popen:
+        tools.append(tool)
+        code = f"print('{tool} speaks'); raise SystemExit({int(tool == failing)})"
+        return subprocess.Popen([sys.executable, "-c", code], **output)
+
+    assert script.check(start, ["-k", "x"]) == status
+    assert tools == started
+    said = capfd.readouterr().out
+    assert [said.count(f"{tool} speaks") for tool in ("ruff", "mypy", "pytest")] == [
+        started.count(tool) for tool in ("ruff", "mypy", "pytest")
+    ]
+
+
+def test_pytest_runs_on_several_cores_unless_files_are_named_or_there_is_a_gpu(script, monkeypatch) -> None:
+    monkeypatch.setattr(script, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert script.workers(["tests/core", "-k", "merge"]) == ["-n", "2", "--dist", "worksteal"]
+    assert script.workers(["tests/test_run.py::test_help_lists_every_command"]) == []
+    assert script.workers(["README.md"]) == []
+    assert script.workers(["--pdb"]) == []
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert script.workers([])[1] == "4"
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert script.workers([]) == []
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(script, "has_nvidia_gpu", lambda: True)
+    assert script.workers([]) == []
+
+
 def test_ctrl_c_waits_for_the_command_to_save(script) -> None:
     class Saving:
         """A command that ends after the second look, the first one interrupted."""

@@ -16,6 +16,7 @@ from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import dense
 
+from ..thorough import examples
 from .checks import BASE, check_broken, check_budget, corners, reference_on, run
 from .draws import Draw, draws
 
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarn
 triton_corners = functools.partial(corners, head_dim=16)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(20))
 @corners
 @given(draws())
 @pytest.mark.parametrize("through_lse", [False, True])
@@ -40,7 +41,7 @@ def test_eager_equals_the_reference_in_float64(through_lse: bool, draw: Draw) ->
 
 # A budget for norms says something about many roundings, not about one: no tiny problems here, and no dropout, under
 # which a rounded `out` cancels against an unrounded weight. Both are exact in float64 above.
-@settings(max_examples=60)
+@settings(max_examples=examples(15))
 @corners
 @given(draws(min_tokens=32, head_dims=(8, 16), dropout=False))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -64,7 +65,7 @@ small_draws = draws(min_tokens=16, min_segment=8, head_dims=(16, 24), heads=[(2,
 
 
 @needs_interpreter
-@settings(max_examples=6)
+@settings(max_examples=examples(3))
 @triton_corners
 @given(small_draws)
 def test_triton_equals_the_reference_in_the_interpreter(draw: Draw) -> None:
@@ -72,7 +73,7 @@ def test_triton_equals_the_reference_in_the_interpreter(draw: Draw) -> None:
 
 
 @needs_interpreter
-@settings(max_examples=5)
+@settings(max_examples=examples(2))
 @given(small_draws)
 def test_triton_in_half_precision_is_close_in_the_interpreter(draw: Draw) -> None:
     check_in_interpreter(draw, torch.float16, 2e-2)
@@ -93,7 +94,7 @@ def test_rounding_does_not_add_up_over_branches_in_the_interpreter() -> None:
         assert errors[1][name] <= 1.3 * errors[0][name], name
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15))
 @corners
 @given(draws())
 def test_small_chunks_change_nothing(draw: Draw) -> None:

@@ -15,6 +15,7 @@ from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePa
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import tiles
 
+from ..thorough import examples
 from .checks import BASE, check_budget, reference_on, run
 from .draws import HEADS, Draw
 
@@ -114,13 +115,13 @@ def sparse_draws(draw: st.DrawFn) -> SparseDraw:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15))
 @given(sparse_draws(), st.booleans())
 def test_eager_equals_the_reference_in_float64(draw: SparseDraw, through_lse: bool) -> None:
     check_eager(draw, through_lse)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(5))
 @given(sparse_draws())
 def test_small_chunks_change_nothing(draw: SparseDraw) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -15,6 +15,8 @@ from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.pattern_cache import PatternCache
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 
+from ..thorough import examples
+
 CPU = torch.device("cpu")
 STATIC = [pattern for pattern in PATTERN_TYPES if pattern != "content_adaptive"]
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
@@ -40,7 +42,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(30))
 @given(configs, st.integers(1, 40), st.booleans())
 def test_every_row_keeps_its_own_tile_its_budget_and_nothing_of_the_future(config, tiles, is_causal) -> None:
     mask = mask_of(config, tiles, is_causal)
@@ -147,7 +149,7 @@ draws = {
 }
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(25))
 @given(**draws)
 def test_columns_are_the_rows_transposed_and_both_ascend(config, branches, n, heads, head_layout, is_causal) -> None:
     spec = DilatedSpec.of([w for w, _ in branches], [r for _, r in branches], head_layout)
@@ -171,7 +173,7 @@ def test_columns_are_the_rows_transposed_and_both_ascend(config, branches, n, he
             assert torch.equal(lists[0], branch.mask(b, segment, head, tiles))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15))
 @given(**draws)
 def test_keys_seen_are_counted_as_the_written_mask_counts_them(
     config, branches, n, heads, head_layout, is_causal

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from dilated_attention_pytorch.functional import attention_rows, dilated_attention
 
 from ..conformance.draws import Draw, draws
+from ..thorough import examples
 
 
 @pytest.mark.filterwarnings("ignore:no branch of")
-@settings(max_examples=40)
+@settings(max_examples=examples(10))
 @given(draws(max_tokens=40, dropout=False))
 def test_the_weights_of_rows_give_the_references_output(draw: Draw) -> None:
     query, key, value = (x.detach() for x in draw.tensors(torch.float64))

@@ -22,6 +22,8 @@ from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import decode
 from dilated_attention_pytorch.kernels.decode import attend_cached_op
 
+from ..thorough import examples
+
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
 LAYOUTS = ["interleaved", "blocked", "grouped"]
@@ -135,7 +137,7 @@ def streams(draw) -> tuple[Stream, list[int], int]:
     return stream, chunks, draw(st.sampled_from([0, 0, 1, 3, 11]))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(10))
 @given(streams())
 @pytest.mark.parametrize(("most", "again"), [(0, 0.0), (0, 100.0), (4, 0.5), (64, 0.5)])
 def test_any_spec_in_any_chunks_equals_one_forward(most, again, case) -> None:
@@ -299,7 +301,7 @@ def test_the_cache_holds_the_grid_rows_of_a_segment_and_never_grows(layout) -> N
         assert cache.keys.shape[1] == 8
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(10))
 @given(streams(), st.data())
 def test_tokens_taken_back_within_the_room_leave_no_trace(case, data) -> None:
     """As in speculative decoding: some drafts are appended, all but a few are taken back, others come instead."""

@@ -1,4 +1,4 @@
-"""Run by torchrun on each rank: all checks that its number of ranks allows, one launch for all.
+"""Run on each rank: all checks that its number of ranks allows, one launch for all.
 
 Arguments: the seed of the random problems, and how many there are.
 """

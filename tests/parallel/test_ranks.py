@@ -7,13 +7,14 @@ import random
 
 import pytest
 
-from .launching import torchrun
+from ..ranks import run_ranks
+from ..thorough import examples
 
 
 @functools.cache
 def launched(ranks: int) -> str:
     # Fresh problems every time; a failure prints its seed.
-    return torchrun("check_all", ranks, str(random.randrange(2**32)), "12")
+    return run_ranks(ranks, "tests.parallel.check_all", str(random.randrange(2**32)), str(examples(4)))[1]
 
 
 def check_passed(name: str, ranks: int) -> None:

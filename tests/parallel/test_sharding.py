@@ -26,6 +26,8 @@ from dilated_attention_pytorch.parallel.sharding import (
     zigzag_places,
 )
 
+from ..thorough import examples
+
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
 
@@ -72,7 +74,7 @@ def expected_pairs(spec: DilatedSpec, shards: Shards, documents, batch: int) -> 
     return pairs
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(20))
 @given(cuts(), specs, st.data())
 def test_own_calls_and_shared_rows_make_every_pair_exactly_once(cut, spec, data) -> None:
     shards, documents, batch = cut

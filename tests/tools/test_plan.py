@@ -13,6 +13,8 @@ from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, Branch, DilatedSpe
 from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, make_plan
 from dilated_attention_pytorch.parallel.sharding import Shards, zigzag_lengths, zigzag_order
 
+from ..thorough import examples
+
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
 specs = st.builds(
@@ -30,7 +32,7 @@ def test_pairs_of_some_rows_are_those_of_the_mask(w, r, n, is_causal, data) -> N
     assert visible_pairs(Branch(w, r), offset, n, is_causal=is_causal, start=start, stop=stop) == mask[start:stop].sum()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15))
 @given(
     specs, st.integers(1, 60), st.integers(1, 5), st.booleans(), st.sampled_from(["contiguous", "zigzag", "all_to_all"])
 )

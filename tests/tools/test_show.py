@@ -14,10 +14,12 @@ from dilated_attention_pytorch.core import PATTERN_TYPES, DilatedSpec, SparsePat
 from dilated_attention_pytorch.core.block_layout import allowed_pairs
 from dilated_attention_pytorch.tools.show import View, density, drawing, summary
 
+from ..thorough import examples
+
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from([None, *PATTERN_TYPES]),
     st.lists(st.tuples(st.integers(8, 60), st.integers(1, 7)), min_size=1, max_size=3),

@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks: memory techniques on a model that ranks share, and on a sequence that they share."""
+"""Run on two ranks: memory techniques on a model that ranks share, and on a sequence that they share."""
 
 from __future__ import annotations
 

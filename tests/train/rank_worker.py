@@ -1,4 +1,4 @@
-"""What a rank of `test_ranks` does: `rank_worker.py SCENARIO FOLDER [train ...]`, started by torchrun."""
+"""What a rank of `test_ranks` does: `rank_worker SCENARIO FOLDER [train ...]`."""
 
 from __future__ import annotations
 

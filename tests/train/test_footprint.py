@@ -19,6 +19,7 @@ from dilated_attention_pytorch.train.footprint import footprint, needed, paramet
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.presets import text_model
 
+from ..thorough import examples
 from .simulated import simulate
 
 SMALL = ModelConfig(vocab_size=1024, d_model=256, num_heads=4, num_layers=2, num_kv_heads=2)
@@ -72,7 +73,7 @@ def test_parameters_are_counted_as_the_model_has_them(changes) -> None:
     assert parameter_count(config) == sum(p.numel() for p in LongNetLM(config).parameters())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.sampled_from(choices()), st.integers(1, 1 << 20), st.integers(1, 1 << 18))
 def test_more_tokens_never_take_less_memory(options, tokens, more) -> None:
     few, many = footprint(SMALL, tokens, options), footprint(SMALL, tokens + more, options)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import pickle
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch import LongNet, LongNetLM
 from dilated_attention_pytorch.core.memory_pool import WorkspacePool
 from dilated_attention_pytorch.kernels import op
@@ -24,6 +20,8 @@ from dilated_attention_pytorch.train import memory
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
 from dilated_attention_pytorch.train.offload import Offload
 from dilated_attention_pytorch.train.recompute import TiledFeedForward
+
+from ..ranks import run_ranks
 
 LAYERS, VOCABULARY, TOKENS = 4, 50, 70
 OFFLOAD = {"offload": True, "offload_least_bytes": 1}
@@ -217,19 +215,8 @@ def test_an_encoder_decoder_is_prepared_as_well() -> None:
 
 
 def test_ranks_that_share_the_model_or_the_sequence_get_the_same_gradients() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    source = Path(dilated_attention_pytorch.__file__).parent.parent
-    done = subprocess.run(
-        [*command, "tests.train.memory_worker"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "passed"), done.stdout
+    ended_well, printed = run_ranks(2, "tests.train.memory_worker")
+    assert (ended_well, printed.splitlines()[-1]) == (True, "passed"), printed
 
 
 # What a step holds. Sizes at which activations outweigh parameters.

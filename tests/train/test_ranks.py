@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,8 @@ from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train import engine
+
+from ..ranks import Ranks, run_ranks
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(engine.__file__).parents[2])}
@@ -45,6 +46,13 @@ def flags(folder) -> list[str]:
     return ["train", "--data", str(text), "--steps", str(STEPS), *sizes.split()]
 
 
+def launch(ranks: int, scenario: str, folder: Path, flags: list[str], worker: str = "rank_worker") -> str:
+    """What the ranks that run a scenario of a worker print."""
+    ended_well, printed = run_ranks(ranks, f"tests.train.{worker}", scenario, str(folder), *flags)
+    assert ended_well, printed
+    return printed
+
+
 def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
     environment = {**os.environ, **ENVIRONMENT, **environment}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -61,17 +69,15 @@ def finish(process: subprocess.Popen) -> str:
         process.wait()
 
 
-def launch(
-    ranks: int, scenario: str, folder: Path, flags: list[str], *, restarts: int = 0, worker: Path = WORKER
-) -> str:
-    """Run a worker through torchrun as `launch_ranks` does; its output."""
+def launch_with_restart(scenario: str, folder: Path, flags: list[str]) -> str:
+    """Run a scenario on two ranks through torchrun, as `--ranks 2 --max-restarts 1` does."""
     with pytest.MonkeyPatch.context() as patch:
         caught = []
         patch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))
-        engine.launch_ranks(ranks, restarts, [scenario, str(folder), *flags])
+        engine.launch_ranks(2, 1, [scenario, str(folder), *flags])
     python, command, environment = caught[0]
     at = command.index("dilated_attention_pytorch.cli") - 1
-    process = start([python, *command[1:at], str(worker), *command[at + 2 :]], environment)
+    process = start([python, *command[1:at], str(WORKER), *command[at + 2 :]], environment)
     output = finish(process)
     assert process.returncode == 0, output
     return output
@@ -179,7 +185,7 @@ def test_a_save_that_fails_on_one_rank_is_told_by_all(folder, shared) -> None:
 
 def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(folder, flags, shared) -> None:
     out = ["--out", str(folder / "killed")]
-    output = launch(2, "kill", folder, [*flags, *out, "--monitors", "console"], restarts=1)
+    output = launch_with_restart("kill", folder, [*flags, *out, "--monitors", "console"])
     assert ", from step " in output  # 2 or 4: the last save may not have ended
     assert f"step {STEPS}  " in output
     assert "restarts 1" in output
@@ -258,19 +264,13 @@ def test_one_process_goes_on_where_two_stopped_and_passes_over_what_is_damaged(f
 
 
 def test_a_rank_that_hangs_ends_the_others(folder, flags) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [sys.executable, str(WORKER), "hang", str(folder), *flags]
-    first, second = (start(command, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2))
-    try:
-        output = finish(first)
-        assert first.returncode == 1, output
-        assert second.poll() is None  # it was the silent one
-    finally:
-        second.kill()
-        finish(second)
+    ranks = Ranks(2, "tests.train.rank_worker", ["hang", str(folder), *flags])
+    first, second = ranks.processes
+    first.join(300)
+    still_runs = second.is_alive()  # it was the silent one
+    printed = ranks.end()
+    assert first.exitcode == 1, printed
+    assert still_runs, printed
 
 
 @pytest.mark.parametrize(

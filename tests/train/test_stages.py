@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import dilated_attention_pytorch
 from dilated_attention_pytorch import (
     BlockSparseRingDilatedAttention,
     DilatedAttention,
@@ -28,6 +24,8 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import Stage, TrainConfig
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.stages import read_stages, stage_at
+
+from ..ranks import run_ranks
 
 FIRST = {"sequence_length": 16, "segment_lengths": (8, 16), "dilation_rates": (1, 2), "batch_size": 4}
 SECOND = {"sequence_length": 32, "segment_lengths": (8, 16, 32), "dilation_rates": (1, 2, 4), "batch_size": 2}
@@ -311,20 +309,11 @@ def test_flags_that_stages_decide_are_refused(folder, flags, capsys) -> None:
 def test_ranks_that_share_sequences_change_stages_alike(folder, flags, whole) -> None:
     """Two ranks, a checkpoint on the border that is written while the next stage goes on, then one process."""
     run = folder / "ranks"
-    command = [sys.executable, "-m", "dilated_attention_pytorch.cli", *flags, "--out", str(run), "--ranks", "2"]
-    source = Path(dilated_attention_pytorch.__file__).parent.parent
-    done = subprocess.run(
-        [*command, "--sequence-parallel", "2", "--checkpoint-every", "3", "--steps", "6", "--monitors", "jsonl"],
-        env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "stage    16 tokens, (8, 16) / (1, 2), from step 1" in done.stdout
-    assert "stage    32 tokens, (8, 16, 32) / (1, 2, 4), from step 4" in done.stdout
+    options = ["--sequence-parallel", "2", "--checkpoint-every", "3", "--steps", "6", "--monitors", "jsonl"]
+    ended_well, printed = run_ranks(2, "dilated_attention_pytorch.cli", *flags, "--out", str(run), *options)
+    assert ended_well, printed
+    assert "stage    16 tokens, (8, 16) / (1, 2), from step 1" in printed
+    assert "stage    32 tokens, (8, 16, 32) / (1, 2, 4), from step 4" in printed
     assert losses(run) == pytest.approx(losses(whole)[:6], rel=1e-5)
     traffic = [record["branch_bytes"] for record in records(run, "log.jsonl")]
     assert [sorted(one) for one in (traffic[2], traffic[3])] == [["w16 r2", "w8 r1"], ["w16 r2", "w32 r4", "w8 r1"]]

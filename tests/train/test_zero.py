@@ -20,7 +20,6 @@ from dilated_attention_pytorch.train.zero import check_zero
 
 from .test_ranks import launch, losses, without_newest
 
-WORKER = Path(__file__).with_name("zero_worker.py")
 STEPS = 20
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install '.[deepspeed]'"
@@ -62,7 +61,7 @@ def shared(folder, flags, alone) -> str:
     broken = damaged / f"step-{STEPS:08d}" / "state.pt"
     broken.write_bytes(broken.read_bytes()[:1000])
     (folder / "options.json").write_text(OPTIONS.to_json())
-    return launch(2, "share", folder, flags, worker=WORKER)
+    return launch(2, "share", folder, flags, worker="zero_worker")
 
 
 @needs_deepspeed
@@ -120,7 +119,7 @@ def test_other_ranks_stages_and_engines_go_on_where_two_ranks_stopped(folder, al
     without_newest(folder / "stage-2", folder / "three")
     without_newest(folder / "stage-3", folder / "one")
     without_newest(folder / "broken", folder / "mended")
-    output = launch(3, "resume", folder, [], worker=WORKER)
+    output = launch(3, "resume", folder, [], worker="zero_worker")
     assert ", from step 10 on cpu, 3 ranks (deepspeed)" in output
     assert main(["train", "--resume", str(folder / "one"), "--engine", "fsdp"]) == 0
     for name in ("three", "one"):

@@ -1,4 +1,4 @@
-"""What a rank of `test_zero` does: `zero_worker.py SCENARIO FOLDER [train ...]`, started by torchrun."""
+"""What a rank of `test_zero` does: `zero_worker SCENARIO FOLDER [train ...]`."""
 
 from __future__ import annotations
 
