@@ -203,16 +203,16 @@ def test_values_that_are_not_finite_are_found() -> None:
 
 def test_threads_that_do_not_fit_the_cores_are_timed_and_restored(monkeypatch) -> None:
     from dilated_attention_pytorch.measuring import Timing
-    from dilated_attention_pytorch.tools import slowness
+    from dilated_attention_pytorch.tools import diagnose
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(slowness, "usable_cores", lambda: threads + 3.5)
+    monkeypatch.setattr(diagnose, "usable_cores", lambda: threads + 3.5)
 
     def timing(run, device, seconds):
         ms = 1.0 / torch.get_num_threads()
         return Timing(ms, ms, ms, ms, None)
 
-    monkeypatch.setattr(slowness, "measure", timing)
+    monkeypatch.setattr(diagnose, "measure", timing)
     (found,) = said(diagnose_performance_issues(quiet=True), "PyTorch uses")
     assert f"torch.set_num_threads({threads + 3})" in found.way_out
     assert torch.get_num_threads() == threads

@@ -112,6 +112,12 @@ def test_a_missing_extra_is_named_with_the_line_that_gets_it(monkeypatch) -> Non
     assert found.way_out == "pip install '.[viz]' in a checkout of the repository"
 
 
+def test_without_packaging_its_extra_is_what_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr(room, "find_spec", lambda name: None)
+    (found,) = [one for one in doctor().findings if "the extra" in one.measured]
+    assert "the extra tools is not complete: packaging is missing" in found.measured
+
+
 def test_what_is_required_of_another_python_or_system_is_not_missing(monkeypatch) -> None:
     def version(name: str) -> str:
         raise room.PackageNotFoundError(name)

@@ -138,10 +138,10 @@ def test_a_monitor_can_be_used_again_and_stops_when_the_block_fails() -> None:
 
 def test_an_error_of_the_sampling_is_raised_at_the_end(tmp_path) -> None:
     monitor = MemoryMonitor(0.001, out=tmp_path / "memory.jsonl").start()
-    monitor._file.close()  # as good as a full disk
+    monitor._out = tmp_path  # which cannot be written, like a full disk
     while monitor._failure is None:
         pass
-    with pytest.raises(ValueError, match="closed file"):
+    with pytest.raises(IsADirectoryError, match="directory"):
         monitor.stop()
     assert not any(thread.name == "memory monitor" for thread in threading.enumerate())
 

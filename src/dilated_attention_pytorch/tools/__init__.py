@@ -1,9 +1,8 @@
 """Looking at patterns, machines and live processes."""
 
+from dilated_attention_pytorch.tools.diagnose import diagnose_oom_error, diagnose_performance_issues
 from dilated_attention_pytorch.tools.memory import memory_cleanup, monitor_memory_realtime
-from dilated_attention_pytorch.tools.oom import diagnose_oom_error
 from dilated_attention_pytorch.tools.profiling import benchmark_implementations, profile_memory_usage
-from dilated_attention_pytorch.tools.slowness import diagnose_performance_issues
 
 __all__ = [
     "benchmark_implementations",

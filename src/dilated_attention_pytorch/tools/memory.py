@@ -1,34 +1,32 @@
-"""Memory of the live process: what is held, by what, over time; and giving back what nobody needs."""
+"""Memory of the live process: what holds it, how it changes over time, and freeing what nobody needs."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import POSITIVE, checked
-from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
+from dilated_attention_pytorch.core.memory_pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.core.pattern_cache import global_caches
-from dilated_attention_pytorch.measuring import host_memory, peak_resident, resident
-from dilated_attention_pytorch.tools.report import size
-
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+from dilated_attention_pytorch.measuring import host_memory, peak_resident, resident, size
+from dilated_attention_pytorch.tools.pictures import check_picture, write_timeline
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes on one GPU: what PyTorch's allocator lends and holds, now and at most, and what the driver still has."""
+    """Bytes on one GPU: in tensors now and at the peak, reserved by PyTorch's allocator, free and in total."""
 
     device: int
     allocated: int
@@ -39,13 +37,13 @@ class GpuMemory:
 
     @property
     def of_others(self) -> int:
-        """What neither PyTorch's allocator here nor anybody's free memory is: other processes, contexts, libraries."""
+        """Bytes of other processes, contexts and libraries: neither free nor reserved by this process's allocator."""
         return max(0, self.total - self.free - self.reserved)
 
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory at one moment. `seconds` count from the beginning of the series that it belongs to."""
+    """Memory at one moment, `seconds` after the start of the series that the reading belongs to."""
 
     seconds: float
     host: int
@@ -64,7 +62,7 @@ class MemoryReading:
 
 
 def read_memory(began: float | None = None) -> MemoryReading:
-    """Memory now, on the host and on the GPUs that this process uses.
+    """Memory now, on the host and on the GPUs that this process uses; `began` is the start of a series.
 
     >>> reading = read_memory()
     >>> reading.most_host >= reading.host > 0
@@ -78,7 +76,7 @@ def read_memory(began: float | None = None) -> MemoryReading:
 
 
 def _gpus() -> list[int]:
-    """The GPUs on which this process has memory: to ask another would start a context there."""
+    """The GPUs on which this process has memory. Asking another one would start a context there."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return []
     mine = {torch.cuda.current_device()}
@@ -99,7 +97,7 @@ def _read_gpu(index: int) -> GpuMemory:
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor that Python holds; views of one memory are one. `role` is `parameter`, `gradient`, ... or `tensor`."""
+    """Memory that a tensor of Python's holds; views share one entry. `role` is one of `ROLES`."""
 
     bytes: int
     shape: tuple[int, ...]
@@ -116,9 +114,9 @@ ROLES = ("parameter", "gradient", "optimizer state", "activation", "tensor")
 
 
 def live_tensors() -> list[LiveTensor]:
-    """Every tensor that Python can reach, largest first, with what it is for.
+    """Every tensor that Python can reach, largest first, with its role.
 
-    Roles are read from the live modules and optimizers. What only autograd's graph holds is not among them.
+    Roles come from the live parameters and optimizers. A tensor that only autograd's graph holds is not listed.
     """
     roles: dict[int, str] = {}
     found: dict[tuple[str, int], tuple[int, Tensor]] = {}
@@ -141,7 +139,7 @@ def live_tensors() -> list[LiveTensor]:
         if storage is None:
             continue
         key = str(x.device), storage.data_ptr()
-        # Of views, one with a role, else the largest, tells what the memory is for.
+        # The role of the memory is that of a view with a role, else of the largest view.
         if key not in found or _rank(x, roles) > _rank(found[key][1], roles):
             found[key] = storage.nbytes(), x
     listed = [
@@ -152,19 +150,19 @@ def live_tensors() -> list[LiveTensor]:
 
 
 def _parts(x: Tensor) -> list[Tensor]:
-    """The tensor, and those that it is made of: torchao's 8-bit state is codes, scales and a table."""
+    """The tensor and its inner tensors: torchao's 8-bit state consists of codes, scales and a table."""
     inner = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else []
     return [x, *(part for name in inner for part in _parts(getattr(x, name)))]
 
 
 def local_part(x: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank; to touch the whole would make ranks wait for each other."""
+    """This rank's part of a tensor. Touching the whole would make the ranks wait for each other."""
     with torch.no_grad():
         return x.to_local() if hasattr(x, "to_local") else x.detach()
 
 
 def own_memory(x: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor on this rank, or None: meta and sparse tensors, and the fake ones of torch.compile."""
+    """The memory of a tensor on this rank; None for meta, sparse and torch.compile's fake tensors."""
     try:
         storage = local_part(x).untyped_storage()
         has_memory = storage.device.type != "meta" and storage.nbytes() > 0 and storage.data_ptr() != 0
@@ -182,8 +180,8 @@ def _rank(x: Tensor, roles: dict[int, str]) -> tuple[bool, int]:
 
 
 def live_objects(*kinds: type) -> Iterator[Any]:
-    """What of these kinds is alive in this process."""
-    known: dict[type, bool] = {}  # asked once a type, and of the type: to ask a lazy object or a proxy would run it
+    """All live objects of these kinds in this process."""
+    known: dict[type, bool] = {}  # by type: `isinstance` would run the code of lazy objects and proxies
     for one in gc.get_objects():
         kind = type(one)
         if kind not in known:
@@ -193,7 +191,7 @@ def live_objects(*kinds: type) -> Iterator[Any]:
 
 
 def memory_facts(reading: MemoryReading) -> dict[str, dict[str, Any]]:
-    """A reading in words, with what the allocators count beside it."""
+    """A reading as the facts of a report, with the counters of the allocators."""
     facts: dict[str, dict[str, Any]] = {
         "host memory": {
             "this process, bytes": reading.host,
@@ -218,63 +216,37 @@ def memory_facts(reading: MemoryReading) -> dict[str, dict[str, Any]]:
     return facts
 
 
-def idle_in_pools() -> int:
-    """Bytes that the global pools hold and nobody has borrowed."""
-    stats = [get_global_memory_pool(lightweight).get_stats() for lightweight in (False, True)]
-    return sum(one["total_allocated"] - one["live_bytes"] for one in stats)
-
-
-def cache_facts() -> dict[str, Any]:
-    stats = [cache.get_stats() for cache in global_caches()]
-    hits, misses = (sum(one[name] for one in stats) for name in ("hits", "misses"))
-    return {
-        "patterns in the cache": sum(one["size"] for one in stats),
-        "hit rate of the cache": f"{hits / max(hits + misses, 1):.0%}",
-    }
-
-
-def less_fragmentation() -> str:
-    if any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
-        return "expandable_segments is on already: keep shapes the same from step to step"
-    return "start the process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+def global_pools() -> list[WorkspacePool]:
+    return [get_global_memory_pool(lightweight) for lightweight in (False, True)]
 
 
 def memory_cleanup() -> int:
-    """Free what nobody needs, and return how many bytes the GPUs' driver and the operating system got back.
+    """Free what nobody needs, and return the bytes that the GPU driver and the operating system got back.
 
-    Garbage first, because it may hold memory; then the idle workspaces of the global pools and the patterns of the
-    global cache; last what PyTorch's and the C library's allocators keep for later. Nothing that is in use is touched,
-    and what was cached is made again when it is asked for.
+    Garbage goes first, because it may hold memory; then the idle workspaces of the global pools and the patterns of
+    the global caches; last what PyTorch's and the C library's allocators keep for later. Nothing that is in use is
+    touched, and cached patterns are made again when they are needed.
 
     >>> memory_cleanup() >= 0
     True
     """
     before = read_memory()
     gc.collect()
-    for lightweight in (False, True):
-        get_global_memory_pool(lightweight).release_idle()
+    for pool in global_pools():
+        pool.release_idle()
     for cache in global_caches():
         cache.clear()
     if before.gpus:
         torch.cuda.empty_cache()
         torch.cuda.ipc_collect()
-    _trim_heap()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc keeps freed memory and can be asked
+        ctypes.CDLL(None).malloc_trim(0)
     after = read_memory()
     freed = max(0, before.host - after.host)
     reserved = {gpu.device: gpu.reserved for gpu in after.gpus}
     return freed + sum(max(0, gpu.reserved - reserved.get(gpu.device, 0)) for gpu in before.gpus)
 
 
-def _trim_heap() -> None:
-    """Give freed host memory back to the system, where the C library is one that keeps it and can be asked."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return
-    trim(0)
-
-
-@checked(interval=POSITIVE)
 def monitor_memory_realtime(
     interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None, quiet: bool = False
 ) -> MemoryMonitor:
@@ -298,21 +270,18 @@ def monitor_memory_realtime(
 
 
 class MemoryMonitor:
-    """Samples memory in a thread between `start` and `stop`, with one sample at either end; `readings` has them all."""
+    """Samples memory in a thread between `start` and `stop`, and once at either end, into `readings`."""
 
     @checked(interval=POSITIVE)
     def __init__(
         self, interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None
     ) -> None:
         if picture is not None:
-            from dilated_attention_pytorch.tools.pictures import check_picture
-
             check_picture(Path(picture))  # now, rather than after hours
         self.interval = interval
         self.readings: list[MemoryReading] = []
         self._out = None if out is None else Path(out)
         self._picture = None if picture is None else Path(picture)
-        self._file: TextIO | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -323,7 +292,7 @@ class MemoryMonitor:
             raise RuntimeError("this monitor is running: stop it first, or make another")
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._out.open("w")
+            self._out.write_text("")
         self.readings, self._failure = [], None
         self._ended.clear()
         self._began = time.perf_counter()
@@ -333,23 +302,16 @@ class MemoryMonitor:
         return self
 
     def stop(self) -> list[MemoryReading]:
-        """End the sampling, draw the picture, and return the samples. An error of the sampling is raised here."""
+        """End the sampling, draw the picture and return the samples. An error of the sampling is raised here."""
         if self._thread is None:
             raise RuntimeError("this monitor is not running: start it, or use it in a with statement")
         self._ended.set()
         self._thread.join()
         self._thread = None
-        try:
-            if self._failure is not None:
-                raise self._failure
-            self._sample()
-        finally:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+        if self._failure is not None:
+            raise self._failure
+        self._sample()
         if self._picture is not None:
-            from dilated_attention_pytorch.tools.pictures import write_timeline
-
             write_timeline(self._picture, self.series(), "memory of this process")
         return self.readings
 
@@ -362,18 +324,18 @@ class MemoryMonitor:
         try:
             self.stop()
         except Exception:
-            if error is None:  # else what went wrong in the block matters more
+            if error is None:  # an error of the block matters more
                 raise
 
     @property
     def peak(self) -> MemoryReading:
-        """The sample with the most memory: of the GPUs where there are any, else of the host."""
+        """The sample with the most memory: on the GPUs if there are any, else on the host."""
         if not self.readings:
             raise RuntimeError("there is no sample yet: start the monitor first")
         return max(self.readings, key=lambda one: (sum(gpu.allocated for gpu in one.gpus), one.host))
 
     def series(self) -> dict[str, list[tuple[float, int]]]:
-        """Curves of bytes over seconds."""
+        """Curves of bytes over seconds, by name."""
         curves: dict[str, list[tuple[float, int]]] = {}
         for one in self.readings:
             curves.setdefault("host", []).append((one.seconds, one.host))
@@ -392,6 +354,6 @@ class MemoryMonitor:
     def _sample(self) -> None:
         reading = read_memory(self._began)
         self.readings.append(reading)
-        if self._file is not None:
-            self._file.write(json.dumps(asdict(reading)) + "\n")
-            self._file.flush()
+        if self._out is not None:
+            with self._out.open("a") as lines:
+                lines.write(json.dumps(asdict(reading)) + "\n")

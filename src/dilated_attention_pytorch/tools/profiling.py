@@ -19,10 +19,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dilated_attention_pytorch.core.checks import COUNT, check_module, checked
 from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
-from dilated_attention_pytorch.measuring import measure
+from dilated_attention_pytorch.measuring import measure, size
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import DilatedAttention
-from dilated_attention_pytorch.tools.report import size
 
 if TYPE_CHECKING:  # `python -m` runs pictures, and warns if it is loaded by then
     from dilated_attention_pytorch.tools.pictures import Curves

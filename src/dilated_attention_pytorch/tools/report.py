@@ -1,13 +1,14 @@
-"""What an inspection found: facts, and findings that say what was measured and what to do about it."""
+"""The report of a tool: facts that it read, and findings with the way out of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from textwrap import indent, wrap
 from typing import Any, Literal, get_args
 
-from dilated_attention_pytorch.measuring import size as size
+from dilated_attention_pytorch.measuring import size
 
 Level = Literal["broken", "pitfall", "option"]
 LEVELS: tuple[str, ...] = get_args(Level)
@@ -15,33 +16,43 @@ LEVELS: tuple[str, ...] = get_args(Level)
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was measured, and the way out.
+    """One measured fact, and what to do about it.
 
-    `broken` fails, `pitfall` costs or will fail some day, `option` is there to gain by. `saves_bytes` is the memory
-    that the way out frees, where that can be told beforehand.
+    `broken` fails now, `pitfall` costs time or fails later, `option` is something to gain. `saves_bytes` is the memory
+    that the way out frees, where that is known beforehand. A check leaves `topic` to `under`.
     """
 
     level: Level
-    topic: str
     measured: str
     way_out: str
     saves_bytes: int | None = None
+    topic: str = ""
+
+
+broken = partial(Finding, "broken")
+pitfall = partial(Finding, "pitfall")
+option = partial(Finding, "option")
+
+
+def under(topic: str, *checks: Iterable[Finding]) -> list[Finding]:
+    """The findings of some checks, with their topic."""
+    return [replace(finding, topic=topic) for check in checks for finding in check]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Facts by section, and findings in the order in which to take them."""
+    """Facts by section, and findings in the order in which to act on them."""
 
     title: str
     facts: Mapping[str, Mapping[str, Any]]
-    findings: Sequence[Finding] = field(default=())
+    findings: Sequence[Finding] = ()
 
     @property
     def is_broken(self) -> bool:
         return any(finding.level == "broken" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold: byte counts stay numbers."""
+        """The report in plain values for JSON; byte counts stay numbers."""
         return {
             "title": self.title,
             "broken": self.is_broken,
@@ -49,8 +60,8 @@ class Report:
             "findings": [asdict(finding) for finding in self.findings],
         }
 
-    def told(self, quiet: bool) -> Report:
-        """The report itself, printed unless `quiet`."""
+    def printed(self, quiet: bool) -> Report:
+        """This report, after printing it unless `quiet`."""
         if not quiet:
             print(self)
         return self
@@ -61,17 +72,14 @@ class Report:
             if facts:
                 width = max(map(len, facts))
                 lines += ["", section, *(f"  {name:<{width}}  {_shown(name, value)}" for name, value in facts.items())]
-        topics = list(dict.fromkeys(finding.topic for finding in self.findings))
-        for topic in topics:
+        for topic in dict.fromkeys(finding.topic for finding in self.findings):
             lines += ["", topic]
             for finding in self.findings:
                 if finding.topic == topic:
                     lines += _paragraph(f"{finding.level}: {finding.measured}", "  ")
                     saves = "" if finding.saves_bytes is None else f" (saves {size(finding.saves_bytes)})"
                     lines += _paragraph(f"-> {finding.way_out}{saves}", "     ")
-        if not self.findings:
-            lines += ["", "nothing to change"]
-        return "\n".join(lines)
+        return "\n".join(lines if self.findings else [*lines, "", "nothing to change"])
 
 
 def _shown(name: str, value: Any) -> str:
