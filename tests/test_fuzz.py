@@ -155,20 +155,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "PatternCache.put": lambda: (core_room.PatternCache().put, {"key": "a", "pattern": rows()}),
     "PatternCache.pin": lambda: (core_room.PatternCache().pin, {"key": "a"}),
     "DilatedPatternCache": lambda: (core_room.DilatedPatternCache, {"max_size": 3}),
-    "DilatedPatternCache.get_dilated_indices": lambda: (
-        core_room.DilatedPatternCache().get_dilated_indices,
-        {"seq_len": 8, **PATTERN},
-    ),
-    "DilatedPatternCache.put_sparse_pattern": lambda: (
-        core_room.DilatedPatternCache().put_sparse_pattern,
-        {
-            "row_indices": torch.arange(4),
-            "col_indices": torch.arange(4),
-            "seq_len": 8,
-            "pattern_type": "random",
-            "sparsity_ratio": 0.1,
-            "block_size": 4,
-        },
+    "DilatedPatternCache.dilated_key": lambda: (core_room.DilatedPatternCache.dilated_key, {"seq_len": 8, **PATTERN}),
+    "DilatedPatternCache.sparse_key": lambda: (
+        core_room.DilatedPatternCache.sparse_key,
+        {"seq_len": 8, "pattern_type": "random", "sparsity_ratio": 0.1, "block_size": 4},
     ),
     "OptimizedPatternCache": lambda: (core_room.OptimizedPatternCache, {"max_gpu_patterns": 2}),
     "OptimizedPatternCache.get_batch": lambda: (core_room.OptimizedPatternCache().get_batch, {"keys": ["a", "b"]}),

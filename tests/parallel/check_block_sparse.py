@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dilated_attention_pytorch import BlockSparseRingDilatedAttention, SparsePatternConfig
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES
-from dilated_attention_pytorch.core.pattern_cache import get_global_pattern_cache
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel import Shards, sharded_dilated_attention
 

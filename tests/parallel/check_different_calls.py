@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dilated_attention_pytorch.core.pattern_cache import reset_global_pattern_cache
+from dilated_attention_pytorch.core.plans import reset_global_pattern_cache
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.parallel import agreement, sharded_dilated_attention
 from dilated_attention_pytorch.parallel.group import ranks_of

@@ -25,7 +25,7 @@ from dilated_attention_pytorch.core.pattern import (
     visible,
     visible_pairs,
 )
-from dilated_attention_pytorch.core.pattern_cache import (
+from dilated_attention_pytorch.core.plans import (
     DilatedPatternCache,
     PatternCache,
     get_global_pattern_cache,

@@ -30,13 +30,11 @@ from dilated_attention_pytorch.core.block_pattern import (
 )
 from dilated_attention_pytorch.core.checks import SIZE, checked, shown
 from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
-from dilated_attention_pytorch.core.pattern_cache import Remembers
+from dilated_attention_pytorch.core.plans import Remembers
 from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec, OffsetTable
 
 # Tiles whose order is worked out at once: it takes some 40 bytes each.
 _TILES_AT_ONCE = 1 << 22
-# Layouts that a captured CUDA graph reads whenever it is replayed, and that must outlive their place in a cache.
-_captured: dict[int, BlockLayout] = {}
 
 
 class BranchLayout(NamedTuple):
@@ -162,17 +160,12 @@ def layout_of(call: Call, query: Tensor, key: Tensor, cache: Remembers | None = 
     N, H, kv_heads, device = query.shape[1], query.shape[2], key.shape[2], query.device
 
     def build() -> BlockLayout:
-        offsets = call.query_head_offsets(H, kv_heads)
-        with torch.inference_mode(False):  # an entry outlives the mode it was made in
-            return layout_for(call.spec, N, offsets, config, call.is_causal, device)
+        return layout_for(call.spec, N, call.query_head_offsets(H, kv_heads), config, call.is_causal, device)
 
     if cache is None:
         return build()
     kind = (call.spec, config, call.is_causal, call.head_offset, call.total_heads, N, H, kv_heads, device)
-    layout = cache.remember("block layout", kind, build)
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        _captured[id(layout)] = layout
-    return layout
+    return cache.remember("block layout", kind, build)
 
 
 @checked(tokens=SIZE)

@@ -26,9 +26,8 @@ from dilated_attention_pytorch.core.checks import (
     check_whole,
     checked,
 )
-from dilated_attention_pytorch.core.guarded import Guarded
 from dilated_attention_pytorch.core.log import debugging, log
-from dilated_attention_pytorch.core.profile import Profile
+from dilated_attention_pytorch.core.profile import LOCK, Profile
 
 Result = TypeVar("Result")
 
@@ -43,7 +42,7 @@ _STEPS = 16  # of bucket sizes between powers of two: at most a sixteenth of a b
 Place = tuple[torch.device, bool]  # and whether it is pinned host memory
 
 
-class WorkspacePool(Guarded):
+class WorkspacePool:
     """Buffers by device and bucketed size.
 
     Args:
@@ -70,7 +69,6 @@ class WorkspacePool(Guarded):
     def __init__(
         self, *, limit_bytes: int | None = None, threshold_bytes: int | None = None, lightweight: bool = False
     ) -> None:
-        super().__init__()
         least = LEAST_THRESHOLD if threshold_bytes is None else threshold_bytes
         if limit_bytes is not None and limit_bytes < least:
             raise ValueError(
@@ -137,7 +135,7 @@ class WorkspacePool(Guarded):
         if not self.lightweight:
             buffer.set_()  # type: ignore[call-overload]
         shelf.note_use(block)
-        with self._lock:
+        with LOCK:
             shelf.idle.setdefault(block.nbytes, []).append(block)
             stale = [] if self.lightweight else shelf.stale()
             self._counts.held -= sum(block.nbytes for block in stale)
@@ -148,7 +146,7 @@ class WorkspacePool(Guarded):
     def abandon(self, buffer: Tensor) -> None:
         """End a loan and leave the memory to whoever still uses it; it is freed with the last tensor that has it."""
         shelf, block = self._end_loan(buffer)
-        with self._lock:
+        with LOCK:
             self._counts.held -= block.nbytes
         shelf.free([block])
 
@@ -159,11 +157,11 @@ class WorkspacePool(Guarded):
                 f"a tensor of shape {tuple(buffer.shape)} was not borrowed from this pool: give back the tensor that "
                 "checkout returned, not a view or a copy"
             )
-        with self._lock:
+        with LOCK:
             block, loan.block = loan.block, None
         if block is None:
             raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
-        with self._lock:
+        with LOCK:
             self._counts.live -= block.nbytes
             self._counts.buffers -= 1
         return loan.shelf, block
@@ -176,7 +174,7 @@ class WorkspacePool(Guarded):
         for (place, _), shelf in list(self._shelves.items()):
             if wanted is not None and (place.type, place.index or 0) != (wanted.type, wanted.index or 0):
                 continue
-            with self._lock:
+            with LOCK:
                 blocks = shelf.take_idle()
                 self._counts.held -= sum(block.nbytes for block in blocks)
                 self._counts.cleanups += bool(blocks)
@@ -203,7 +201,7 @@ class WorkspacePool(Guarded):
         With loans of a module that has `enable_profiling`, also `profile`: their number, bytes and seconds.
         """
         profile = self._profile.totals()
-        with self._lock:
+        with LOCK:
             counts = replace(self._counts)
         asked = counts.allocations + counts.reuses
         stats = {
@@ -222,7 +220,7 @@ class WorkspacePool(Guarded):
     def reset(self) -> None:
         """Free what is idle and start the statistics anew; buffers that are borrowed stay their owners'."""
         self.release_idle()
-        with self._lock:
+        with LOCK:
             now = self._counts
             self._counts = _Counts(held=now.held, peak=now.held, live=now.live, buffers=now.buffers)
         self._profile.clear()
@@ -244,7 +242,7 @@ class WorkspacePool(Guarded):
             device = torch.device("cuda", torch.cuda.current_device())
         size = _bucket(_size(shape, dtype))
         dropped: list[_Block] = []
-        with self._lock:
+        with LOCK:
             shelf = self._shelves.get((device, pinned))
             if shelf is None:
                 shelf = self._shelves[device, pinned] = _Shelf(device, pinned)
@@ -265,7 +263,7 @@ class WorkspacePool(Guarded):
             try:
                 block = self.retrying(lambda: shelf.allocate(size))
             except BaseException:
-                with self._lock:
+                with LOCK:
                     self._counts.lend(size, True, -1)
                 raise
         with torch.inference_mode(False):
@@ -414,11 +412,10 @@ _STALE_AFTER = 64  # checkouts
 _MOST_TOO_LARGE = 8  # times what is asked for: a block that a small workspace takes is missing for a large one
 
 
-class _Shelf(Guarded):
+class _Shelf:
     """The idle blocks of one device, and how its memory is got, ordered and freed."""
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
-        super().__init__(lock_order=2)
         self.device = device
         self.pinned = pinned
         self.clock = 0
@@ -447,7 +444,7 @@ class _Shelf(Guarded):
     def allocate(self, size: int) -> _Block:
         with self._own_memory(), torch.inference_mode(False):  # what inference made, training could not write to
             memory = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
-        with self._lock:
+        with LOCK:
             self._blocks += 1
         return _Block(memory, self.clock)
 
@@ -455,7 +452,7 @@ class _Shelf(Guarded):
         """On CUDA an allocator's pool of our own, so that buffers that stay do not split blocks that others share."""
         if self.device.type != "cuda":
             return nullcontext()
-        with self._lock:
+        with LOCK:
             if self._cuda_pool is None:
                 self._cuda_pool = torch.cuda.MemPool()
             return torch.cuda.use_mem_pool(self._cuda_pool, self.device)
@@ -483,7 +480,7 @@ class _Shelf(Guarded):
             if block.stream is not None:
                 block.memory.record_stream(block.stream)
         blocks.clear()
-        with self._lock:
+        with LOCK:
             self._blocks -= count
             # PyTorch gives a pool's memory to nobody else while the pool exists.
             dropped, self._cuda_pool = (None, self._cuda_pool) if self._blocks else (self._cuda_pool, None)
@@ -545,13 +542,12 @@ def _memory_of(device: torch.device) -> int:
 
 
 _global: dict[bool, WorkspacePool] = {}
-_making = Guarded(lock_order=0)
 
 
 @checked()
 def get_global_memory_pool(lightweight: bool = False) -> WorkspacePool:
     """The pool that modules with `enable_memory_pool=True` share; there is one more for `lightweight_pool=True`."""
-    with _making._lock:
+    with LOCK:
         if lightweight not in _global:
             _global[lightweight] = WorkspacePool(lightweight=lightweight)
         return _global[lightweight]

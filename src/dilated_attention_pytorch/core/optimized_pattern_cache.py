@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_entries import Device, Entry, copy_to
 from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, checked
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.pattern import on_grid
-from dilated_attention_pytorch.core.pattern_cache import PatternCache, refuse_device, shared_cache
+from dilated_attention_pytorch.core.plans import Device, Entry, PatternCache, copy_to, refuse_device, shared_cache
+from dilated_attention_pytorch.core.profile import LOCK
 from dilated_attention_pytorch.core.spec import Branch
 
 _ACCESSES_OF_A_COLD_PATTERN = 3  # one more makes it hot
@@ -105,43 +105,33 @@ class OptimizedPatternCache(PatternCache):
         """Copies of several patterns in the order of `keys`, None for a missing one; cold ones are copied together."""
         began = time.perf_counter()
         place = hot_device() if target_device is None else torch.device(target_device)
-        found: list[Entry | None] = []
-        rising: dict[int, Hashable] = {}  # those to be copied into the hot tier, by their place in `keys`
-        with self._lock:
-            for i, key in enumerate(keys):
-                hot = self._hot.get((key, place))
-                cold = self._cache.get(key)
-                if cold is not None:
-                    cold.accesses += 1
-                    self._cache.move_to_end(key)
+        found: dict[Hashable, Entry | None] = {}
+        copying: dict[Hashable, Entry] = {}  # into the hot tier
+        with LOCK:
+            for key in keys:
+                found[key] = cold = self._find("pattern", key)
+                if cold is None:
+                    continue
+                cold.accesses += 1
+                hot = self._find_hot(key, place)
                 if hot is not None:
-                    self._hot.move_to_end((key, place))
-                    self._gpu_hits += self.enable_stats
-                elif cold is not None and cold.accesses > _ACCESSES_OF_A_COLD_PATTERN:
-                    rising[i] = key
-                found.append(hot or cold)
-                missing = hot is None and cold is None
-                self._hits += self.enable_stats and not missing
-                self._misses += self.enable_stats and missing
+                    found[key] = hot
+                elif cold.accesses > _ACCESSES_OF_A_COLD_PATTERN:
+                    copying[key] = cold
             ahead = self._likely_next(keys, place)
-        copying = {**{key: found[i] for i, key in rising.items()}, **ahead}
-        hot_now = self._copy_to(place, copying)
-        for i, key in rising.items():
-            found[i] = hot_now[key]
-        copies = [None if entry is None else entry.copy_for(place) for entry in found]
+        copied = self._copy_to(place, copying | ahead)
+        found |= {key: copied[key] for key in copying}
+        copies = [None if (entry := found[key]) is None else entry.copy_for(place) for key in keys]
         if self.enable_profiling:
             seconds = (time.perf_counter() - began) / max(len(keys), 1)
-            for entry in found:
-                self._note("get", entry, entry is not None, seconds)
+            for key in keys:
+                self._note("get", found[key], found[key] is not None, seconds)
         return copies
 
     @checked()
     def put(self, key: Hashable, pattern: Any, *, store_on_gpu: bool = False, pin: bool = False) -> None:
         """Keep a copy of a pattern on the CPU; `store_on_gpu` makes it hot at once, and `pin` keeps it for good."""
         entry = self._put(key, pattern)
-        with self._lock:
-            dropped = [self._cool(one) for one in list(self._hot) if one[0] == key]  # what it was before
-        del dropped
         if store_on_gpu:
             self._copy_to(_hot_place(entry), {key: entry})
         if pin:
@@ -150,64 +140,68 @@ class OptimizedPatternCache(PatternCache):
     @checked()
     def pin_pattern(self, key: Hashable, device: Device = None) -> bool:
         """Make a pattern hot, on `device` or where hot patterns live, and keep it; False if there is no such one."""
-        with self._lock:
+        with LOCK:
             entry = self._cache.get(key)
         if entry is None:
             return False
         self._copy_to(_hot_place(entry) if device is None else torch.device(device), {key: entry})
         return super().pin_pattern(key)
 
-    def forget(self, kind: str) -> None:
-        super().forget(kind)
-        with self._lock:
-            found = [hot for hot in self._hot if isinstance(hot[0], tuple) and hot[0][:1] == (kind,)]
-            dropped = [self._cool(hot) for hot in found]
-        del dropped
-
-    def _find_shared(self, key: Hashable) -> Entry | None:
-        with self._lock:
-            cold = self._find(key)
-            if cold is None:
-                return None
-            hot = self._hot.get((key, _place_of(cold)))
-            if hot is not None:
-                self._hot.move_to_end((key, _place_of(cold)))
-                self._gpu_hits += self.enable_stats
-                return hot
+    def _find_shared(self, kind: str, key: Hashable) -> Entry | None:
+        with LOCK:
+            cold = self._find(kind, key)
+            hot = None if cold is None else self._find_hot(key, _place_of(cold))
+        if cold is None or hot is not None:
+            return hot
         return self._copy_to(_place_of(cold), {key: cold})[key]
 
-    def _share(self, key: Hashable, made: Any) -> Entry:
-        cold = Entry.copied(made)
-        kept, _ = self._store(key, cold, keep_earlier=True)
-        place = _place_of(kept)
-        if kept is not cold:
-            return self._hot.get((key, place)) or self._copy_to(place, {key: kept})[key]
-        hot = Entry(made, place)
-        hot.size = cold.size
-        self._warm((key, place), hot, cold)
-        return hot
+    def _share(self, key: Hashable, entry: Entry) -> Entry:
+        cold = Entry.copied(entry.value)
+        with LOCK:
+            earlier = self._cache.get(key)
+            if earlier is None and self._store(key, cold):
+                entry.size = cold.size
+                self._warm((key, _place_of(cold)), entry, cold)
+        if earlier is None:
+            return entry
+        place = _place_of(earlier)
+        return self._hot.get((key, place)) or self._copy_to(place, {key: earlier})[key]
+
+    def _find_hot(self, key: Hashable, place: torch.device) -> Entry | None:
+        entry = self._hot.get((key, place))
+        if entry is not None:
+            self._hot.move_to_end((key, place))
+            self._gpu_hits += self.enable_stats
+        return entry
+
+    def _drop(self, key: Hashable) -> Entry:
+        for hot in [hot for hot in self._hot if hot[0] == key]:
+            self._cool(hot)
+        return super()._drop(key)
 
     def clear(self) -> None:
-        with self._lock:
+        with LOCK:
             super().clear()
-            dropped, self._hot = self._hot, OrderedDict()
+            self._hot.clear()
             self._hot_bytes = 0
-        dropped.clear()
 
     def reset_stats(self) -> None:
-        with self._lock:
+        with LOCK:
             super().reset_stats()
             self._gpu_hits = self._prefetches = 0
 
-    def _stats(self) -> dict[str, Any]:
-        return super()._stats() | {
-            "gpu_hits": self._gpu_hits,
-            "cpu_hits": self._hits - self._gpu_hits,
-            "gpu_patterns": len(self._hot),
-            "max_gpu_patterns": self.max_gpu_patterns,
-            "gpu_memory_used_mb": self._hot_bytes / 2**20,
-            "prefetches": self._prefetches,
-        }
+    def get_stats(self) -> dict[str, Any]:
+        """As `PatternCache.get_stats`, and `gpu_hits, cpu_hits, gpu_patterns, gpu_memory_used_mb, prefetches`."""
+        with LOCK:
+            stats = super().get_stats()
+            return stats | {
+                "gpu_hits": self._gpu_hits,
+                "cpu_hits": stats["hits"] - self._gpu_hits,
+                "gpu_patterns": len(self._hot),
+                "max_gpu_patterns": self.max_gpu_patterns,
+                "gpu_memory_used_mb": self._hot_bytes / 2**20,
+                "prefetches": self._prefetches,
+            }
 
     def _likely_next(self, keys: Sequence[Hashable], place: torch.device) -> dict[Hashable, Entry]:
         """The pattern that this thread asked for after the last of `keys` when it was here before, unless it is hot."""
@@ -225,8 +219,8 @@ class OptimizedPatternCache(PatternCache):
         self._prefetches += self.enable_stats
         return {last.next: entry}
 
-    def _copy_to(self, place: torch.device, entries: dict[Hashable, Any]) -> dict[Hashable, Entry]:
-        """Hot entries of cold ones: one after another on the copies' stream, and ready for any other."""
+    def _copy_to(self, place: torch.device, entries: Mapping[Hashable, Entry]) -> dict[Hashable, Entry]:
+        """Hot copies of cold entries, made one after another on the copies' stream, and ready for any other stream."""
         made: dict[Hashable, Entry] = {}
         if not entries:
             return made
@@ -235,8 +229,9 @@ class OptimizedPatternCache(PatternCache):
             for key, entry in entries.items():
                 made[key] = Entry(copy_to(entry.value, place), place)
                 made[key].size = entry.size
-        for key, entry in made.items():
-            self._warm((key, place), entry, entries[key])
+        with LOCK:
+            for key, entry in made.items():
+                self._warm((key, place), entry, entries[key])
         return made
 
     def _stream_for(self, place: torch.device) -> torch.cuda.Stream | None:
@@ -253,24 +248,16 @@ class OptimizedPatternCache(PatternCache):
 
     def _warm(self, hot: HotKey, entry: Entry, cold: Entry) -> None:
         """Take an entry into the hot tier, if its limits leave room beside what is pinned."""
-        dropped: list[Entry] = []  # freed when this returns, outside the lock
-        with self._lock:
-            if (
-                hot in self._hot
-                or self._cache.get(hot[0]) is not cold
-                or entry.bytes > self.gpu_memory_limit_mb * 2**20
-            ):
-                return  # somebody was faster, the pattern was put anew meanwhile, or it never fits
-            while not self._has_room(entry.bytes):
-                oldest = next((one for one in self._hot if one[0] not in self._pinned), None)
-                if oldest is None:
-                    return
-                dropped.append(self._cool(oldest))
-                self._evictions += self.enable_stats
-            self._hot[hot] = entry
-            self._hot_bytes += entry.bytes
-        for old in dropped:
-            log.debug("evicted from the hot tier of the pattern cache: %d bytes", old.bytes)
+        if hot in self._hot or self._cache.get(hot[0]) is not cold or entry.bytes > self.gpu_memory_limit_mb * 2**20:
+            return  # another thread was faster, the pattern was put anew meanwhile, or it never fits
+        while not self._has_room(entry.bytes):
+            oldest = next((one for one in self._hot if one[0] not in self._pinned), None)
+            if oldest is None:
+                return
+            self._evictions += self.enable_stats
+            log.debug("evicted from the hot tier of the pattern cache: %d bytes", self._cool(oldest).bytes)
+        self._hot[hot] = entry
+        self._hot_bytes += entry.bytes
 
     def _cool(self, hot: HotKey) -> Entry:
         entry = self._hot.pop(hot)

@@ -1,13 +1,19 @@
-"""What `enable_profiling` counts: amounts by event, such as the seconds and bytes of loans."""
+"""What threads share: the lock of the shared tables and pools, and the counters of `enable_profiling`."""
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
 
-from dilated_attention_pytorch.core.guarded import Guarded
+# One lock for all shared state, held for short steps only, so that no order of locks can be wrong. It is reentrant,
+# because a finalizer may run while it is held. A fork waits for it: a child never finds state half changed.
+LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
-class Profile(Guarded):
+class Profile:
     """Totals by event and name; a copy starts empty.
 
     >>> profile = Profile()
@@ -18,22 +24,21 @@ class Profile(Guarded):
     """
 
     def __init__(self) -> None:
-        super().__init__(lock_order=2)  # a cache that is reset holds its own lock
         self._totals: dict[str, dict[str, float]] = {}
 
     def __reduce__(self) -> Any:
         return Profile, ()
 
     def add(self, event: str, **amounts: float) -> None:
-        with self._lock:
+        with LOCK:
             totals = self._totals.setdefault(event, dict.fromkeys(amounts, 0))
             for name, amount in amounts.items():
                 totals[name] = totals.get(name, 0) + amount
 
     def totals(self) -> dict[str, dict[str, float]]:
-        with self._lock:
+        with LOCK:
             return {event: dict(amounts) for event, amounts in self._totals.items()}
 
     def clear(self) -> None:
-        with self._lock:
+        with LOCK:
             self._totals.clear()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention_pytorch.core.memory_pool import Lends, Loans, ProfiledPool, Take, WorkspacePool
-from dilated_attention_pytorch.core.pattern_cache import PatternCache, ProfiledCache, Remembers
+from dilated_attention_pytorch.core.plans import PatternCache, ProfiledCache, Remembers
 from dilated_attention_pytorch.core.profile import Profile
 
 Result = TypeVar("Result")

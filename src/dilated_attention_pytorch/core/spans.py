@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole, shown
-from dilated_attention_pytorch.core.pattern_cache import Remembers
+from dilated_attention_pytorch.core.plans import Remembers
 
 
 def document_spans(
@@ -63,12 +63,11 @@ def document_spans(
         )
     if kind == "spans":
         return check_spans(value, batch)
-    if cache is None:
+    if cache is None or kind == "key_padding_mask":  # comparing masks takes about as long as reading them
         return checked_spans(value, kind, tokens)
-    # Found by content, on a GPU too: to read them is what checking them waits for in any case.
-    mask = kind == "key_padding_mask"
-    key = () if mask else (kind, tokens, value.device, tuple(value.tolist()))
-    return cache.remember("padding mask" if mask else "lengths", key, lambda: _lasting(value, kind, tokens))
+    # Found by content, on a GPU too: checking them waits for their values in any case.
+    key = (kind, tokens, value.device, tuple(value.tolist()))
+    return cache.remember("lengths", key, lambda: checked_spans(value, kind, tokens))
 
 
 def check_spans(spans: Tensor, batch: int) -> Tensor:
@@ -85,11 +84,6 @@ def check_spans(spans: Tensor, batch: int) -> Tensor:
 def _check_whole_numbers(name: str, x: Tensor) -> None:
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name} must hold whole numbers, got {x.dtype}")
-
-
-def _lasting(lengths: Tensor, kind: str, tokens: int) -> Tensor:
-    with torch.inference_mode(False):  # what inference made, training could not save for backward
-        return checked_spans(lengths, kind, tokens)
 
 
 # An op of its own, so that its look at the values does not break a compiled graph.

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
 from dilated_attention_pytorch.core.kept import kept
-from dilated_attention_pytorch.core.pattern_cache import Remembers, get_global_pattern_cache
+from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec, HeadLayout

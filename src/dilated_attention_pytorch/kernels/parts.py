@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_entries import spans_key
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
-from dilated_attention_pytorch.core.pattern_cache import Remembers
+from dilated_attention_pytorch.core.plans import Remembers, spans_key
 from dilated_attention_pytorch.core.spans import documents
 from dilated_attention_pytorch.core.spec import Call
 

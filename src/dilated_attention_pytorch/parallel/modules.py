@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, SIZE, check_tensor, checked
 from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache
 from dilated_attention_pytorch.core.pattern import training_bytes
-from dilated_attention_pytorch.core.pattern_cache import PatternCache
+from dilated_attention_pytorch.core.plans import PatternCache
 from dilated_attention_pytorch.core.profile import Profile
 from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.functional import refuse_dense_mask

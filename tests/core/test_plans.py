@@ -20,10 +20,11 @@ from dilated_attention_pytorch.core import (
     document_spans,
     get_global_memory_pool,
     get_global_pattern_cache,
+    plans,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.core.cache_entries import SameTensor, size_of, spans_key
 from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache, hot_device
+from dilated_attention_pytorch.core.plans import SameTensor, size_of, spans_key
 from dilated_attention_pytorch.functional import dilated_attention
 
 
@@ -100,10 +101,10 @@ def test_a_pinned_pattern_is_never_evicted(cache) -> None:
         cache.put(i, rows())
     assert "kept" in cache
     assert len(cache) == 4
-    cache.unpin("kept")
+    cache.put("kept", rows(7))  # a pattern put anew stays pinned
     for i in range(20):
         cache.put(i, rows())
-    assert "kept" not in cache
+    assert torch.equal(cache.get("kept"), rows(7))
 
 
 def test_pins_leave_one_place_free(cache) -> None:
@@ -156,13 +157,48 @@ def test_two_who_make_the_same_get_the_same(cache) -> None:
     assert first is cache.remember("parts", "key", lambda: None)
 
 
-def test_what_is_cheaper_to_make_is_made_every_time() -> None:
+def test_only_kinds_whose_hits_pay_are_remembered() -> None:
     cache = PatternCache()
-    made = [cache.remember("offset table", "key", object) for _ in range(2)]
-    assert made[0] is not made[1]
-    assert len(cache) == 0
     with pytest.raises(ValueError, match="no kind of entry 'moods'"):
         cache.remember("moods", "key", object)
+    mask = torch.tensor([[False, False, True]])
+    assert document_spans(1, 3, key_padding_mask=mask, cache=cache).tolist() == [[0, 2]]
+    assert len(cache) == 0
+
+
+def test_statistics_tell_the_kinds_apart(cache) -> None:
+    cache.put(("parts of mine", 1), rows())
+    cache.get(("parts of mine", 1))
+    for key in (1, 2, 1):
+        cache.remember("parts", key, object)
+    stats = cache.get_stats()
+    assert stats["kinds"] == {
+        "parts": {"hits": 1, "misses": 2, "size": 2},
+        "pattern": {"hits": 1, "misses": 0, "size": 1},
+    }
+    assert (stats["hits"], stats["misses"], stats["size"]) == (2, 2, 3)
+
+
+def test_the_table_of_the_process_is_the_global_cache() -> None:
+    reset_global_pattern_cache()
+    assert plans.remember("plan", "mine", lambda: "made") == "made"
+    assert plans.table() is get_global_pattern_cache()
+    assert get_global_pattern_cache().remember("plan", "mine", lambda: "again") == "made"
+    assert get_global_pattern_cache().get_stats()["kinds"] == {"plan": {"hits": 1, "misses": 1, "size": 1}}
+    reset_global_pattern_cache()
+    assert plans.remember("plan", "mine", lambda: "anew") == "anew"
+    reset_global_pattern_cache()
+
+
+def test_a_tracer_sees_what_is_made_and_no_table() -> None:
+    cache = PatternCache()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def shifted(x):
+        return x + cache.remember("plan", "shift", lambda: 3)
+
+    assert torch.equal(shifted(rows()), rows() + 3)
+    assert len(cache) == 0
 
 
 def test_a_copy_of_a_cache_has_its_settings_and_the_global_one_stays_itself() -> None:
@@ -178,13 +214,6 @@ def test_a_copy_of_a_cache_has_its_settings_and_the_global_one_stays_itself() ->
 def test_keys_are_the_documented_ones() -> None:
     assert DilatedPatternCache.dilated_key(64, (16, 32), (1, 2)) == "dilated_s64_seg[16, 32]_dil[1, 2]"
     assert DilatedPatternCache.sparse_key(64, "dilated_sparse", 0.25, 16) == "sparse_s64_tdilated_sparse_r0.250_b16"
-    cache = DilatedPatternCache()
-    cache.put_sparse_pattern(rows(), rows(2), 64, "dilated_sparse", 0.25, 16)
-    cache.put_dilated_indices(rows(3), 64, (16, 32), (1, 2))
-    assert list(cache._cache) == ["sparse_s64_tdilated_sparse_r0.250_b16", "dilated_s64_seg[16, 32]_dil[1, 2]"]
-    found = cache.get_sparse_pattern(64, "dilated_sparse", 0.25, 16, device="cpu")
-    assert [one.tolist() for one in found] == [[0, 1, 2, 3], [0, 1]]
-    assert torch.equal(cache.get_dilated_indices(64, [16, 32], [1, 2]), rows(3))
 
 
 def test_two_ratios_never_share_a_key() -> None:

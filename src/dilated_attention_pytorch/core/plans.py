@@ -1,0 +1,587 @@
+"""The one table of what calls remember: checked calls, plans, tables, layouts and schedules.
+
+`remember(kind, key, make)` returns what `make()` returned for this key the first time. The table is bounded in entries
+and bytes, evicts the least recently used entry, and is safe under threads and `fork`. `PatternCache` is its class and
+its public face; `get_global_pattern_cache()` is the table of the whole process. A call that was given a cache of its
+own asks that one: `(plans.table() if cache is None else cache).remember(...)`.
+
+- A kind is one of `KINDS`. Statistics, profiles and `forget` go by kind.
+- A key is hashable and compares by value. It holds no tensors: `spans_key` and `SameTensor` stand for them.
+- A value is shared by everyone who asks: never write to it. It stays on the device where it was made. Tensors in
+  tuples, lists and dicts are ordered between CUDA streams; an object that holds tensors of its own must have them ready
+  for every stream.
+- `make` runs outside the lock and outside inference mode, because training cannot save tensors of inference for
+  backward. Two threads may run it at once; both get the value that was stored first.
+- A tracer sees `make()` and no table. Code that traces with fake tensors or `torch.func` asks `is_plain` first.
+- A CUDA graph reads what its capture found whenever it is replayed, so those tensors are kept for good. Tensors that a
+  capture makes have no values before a replay, so they are not remembered.
+
+Patterns that users `put` are copied, kept on the CPU, and copied again for each `get`, to the device that asks: nobody
+can write into an entry.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
+
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_whole, checked
+from dilated_attention_pytorch.core.log import debugging, log
+from dilated_attention_pytorch.core.profile import LOCK, Profile
+
+Device = torch.device | str | None
+Value = TypeVar("Value")
+Cache = TypeVar("Cache", bound="PatternCache")
+
+KINDS = (
+    "call",
+    "plan",
+    "lengths",
+    "parts",
+    "segment table",
+    "block layout",
+    "ring schedule",
+    "decode plan",
+    "decode table",
+    "zero keys",
+)
+"""What the library remembers. Making one costs more than twice as much as a hit: `bench cache` measures both."""
+
+_GLOBAL_BYTES = 256 << 20
+
+
+class Remembers(Protocol):
+    """What a call needs of a cache."""
+
+    def remember(self, kind: str, key: Hashable, make: Callable[[], Value]) -> Value: ...
+
+
+class Entry:
+    """A value, the device that `get` returns it on by default, and what orders its readers on a GPU."""
+
+    __slots__ = ("accesses", "bytes", "event", "home", "next", "on_gpu", "size", "stream", "value")
+
+    def __init__(self, value: Any, home: torch.device | None = None) -> None:
+        self.value = value
+        self.home = home
+        self.accesses = 0
+        self.next: Hashable = None  # the key that was asked for after this one
+        tensors = _tensors(value)
+        self.bytes = sum(x.numel() * x.element_size() for x in tensors)
+        self.size = 0  # of the key and all of the value, set where a table stores it
+        self.on_gpu = [x for x in tensors if x.is_cuda]
+        if self.on_gpu:
+            self.stream = torch.cuda.current_stream(self.on_gpu[0].device)
+            self.event: Any = None if torch.cuda.is_current_stream_capturing() else self.stream.record_event()
+
+    @classmethod
+    def copied(cls, pattern: Any) -> Entry:
+        """An entry with a copy of the pattern on the CPU."""
+        tensors = _tensors(pattern)
+        pinned = torch.cuda.is_available()  # a copy to a GPU runs beside the host only from pinned memory
+
+        def keep(x: Tensor) -> Tensor:
+            if x.is_meta:
+                raise ValueError("a pattern must have values to keep, got a tensor on the device meta")
+            kept = x.detach().to("cpu", copy=True)
+            return kept.pin_memory() if pinned else kept
+
+        return cls(tree_map_only(Tensor, keep, pattern), tensors[0].device if tensors else None)
+
+    def copy_for(self, device: Device) -> Any:
+        return copy_to(self.shared(), self.home if device is None else device)
+
+    def shared(self) -> Any:
+        """The value itself, ready for the current stream to read."""
+        if self.on_gpu:
+            self._before_reading()
+        return self.value
+
+    def _before_reading(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            # A capture begins on an idle device, and must not wait for what happened before it.
+            _captured[id(self)] = self
+            return
+        stream = torch.cuda.current_stream(self.on_gpu[0].device)
+        if stream != self.stream:
+            stream.wait_event(self.event)
+            for x in self.on_gpu:
+                x.record_stream(stream)
+
+
+# What captured CUDA graphs read.
+_captured: dict[int, Entry] = {}
+
+
+class PatternCache:
+    """A table with the least recently used entry evicted first: of patterns that you put, and of the library's plans.
+
+    A pattern is a tensor, or tuples, lists and dicts of tensors. A pinned entry is never evicted. One place always
+    stays free of pins, so that there is room for another entry.
+
+    Args:
+        max_size: the most entries that it holds.
+        enable_stats: count hits, misses and evictions.
+        enable_profiling: add the seconds and bytes of lookups to the statistics, by kind.
+        max_bytes: the most bytes that it holds, including keys and Python's own objects; None for no limit.
+
+    >>> cache = PatternCache(max_size=2)
+    >>> cache.put("rows", torch.tensor([0, 2, 4]))
+    >>> cache.get("rows").fill_(9), cache.get("rows")  # what a caller writes stays with the caller
+    (tensor([9, 9, 9]), tensor([0, 2, 4]))
+    >>> cache.get("columns") is None, cache.get("columns", "none")
+    (True, 'none')
+    >>> cache.get_stats()["hit_rate"]
+    0.5
+    """
+
+    _size_of_global = 1000
+
+    @checked(max_size=COUNT, max_bytes=COUNT)
+    def __init__(
+        self,
+        max_size: int = 100,
+        *,
+        enable_stats: bool = True,
+        enable_profiling: bool = False,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.max_size, self.max_bytes = max_size, max_bytes
+        self.enable_stats, self.enable_profiling = enable_stats, enable_profiling
+        self._cache: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._bytes = 0
+        self._pinned: set[Hashable] = set()
+        self._hits: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._evictions = 0
+        self._profile = Profile()
+
+    def __reduce__(self) -> Any:
+        # A copy of a module shares the global cache. A cache of its own is made again with its settings, empty.
+        if _global.get(type(self)) is self:
+            return shared_cache, (type(self),)
+        return functools.partial(type(self), **self._settings()), ()
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("max_size", "enable_stats", "enable_profiling", "max_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    @checked()
+    def get(self, key: Hashable, default: Any = None, *, target_device: Device = None) -> Any:
+        """A copy of the pattern, on `target_device` or where it was put from; `default` if it is missing."""
+        refuse_device(default)
+        began = time.perf_counter()
+        entry = self._find("pattern", key)
+        found = default if entry is None else entry.copy_for(target_device)
+        if self.enable_profiling:
+            self._note("get", entry, entry is not None, time.perf_counter() - began)
+        return found
+
+    @checked()
+    def put(self, key: Hashable, pattern: Any) -> None:
+        """Keep a copy of a pattern, in place of an earlier one of this key."""
+        self._put(key, pattern)
+
+    def _put(self, key: Hashable, pattern: Any) -> Entry:
+        began = time.perf_counter()
+        entry = Entry.copied(pattern)
+        if not self._store(key, entry):
+            raise ValueError(
+                f"a pattern of {entry.size} bytes does not fit beside {len(self._pinned)} pinned patterns into a cache "
+                f"of max_bytes={self.max_bytes}: make the cache larger, or pin fewer"
+            )
+        if self.enable_profiling:
+            self._profile.add("put", count=1, bytes=entry.bytes, seconds=time.perf_counter() - began)
+        return entry
+
+    def remember(self, kind: str, key: Hashable, make: Callable[[], Value], profile: Profile | None = None) -> Value:
+        """The value that `make` gave for this key, shared by all who ask: it must not be written to.
+
+        The module's docstring states the rules. `profile` is that of the module that asks.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        timed = profile is not None or self.enable_profiling or debugging()
+        began = time.perf_counter() if timed else 0.0
+        entry = self._find_shared(kind, (kind, key))
+        hit = entry is not None
+        if entry is None:
+            if kind not in KINDS:
+                raise ValueError(f"no kind of entry {kind!r}: measure it as `bench cache` does, and add it to KINDS")
+            with torch.inference_mode(False):
+                entry = Entry(make())
+            if not (entry.on_gpu and torch.cuda.is_current_stream_capturing()):
+                entry = self._share((kind, key), entry)
+        value: Value = entry.shared()
+        if timed:
+            seconds = time.perf_counter() - began
+            self._note(kind, entry, hit, seconds, profile)
+            if hit:
+                log.debug("%s: found in the pattern cache, %.3f ms", kind, seconds * 1e3)
+            else:
+                log.debug("%s: made in %.3f ms and remembered, %d bytes", kind, seconds * 1e3, entry.size)
+        return value
+
+    @checked()
+    def forget(self, kind: str) -> None:
+        """Drop what was remembered of a kind, pinned or not."""
+        with LOCK:
+            for key in [key for key in self._cache if kind_of(key) == kind]:
+                self._drop(key)
+
+    @checked()
+    def pin(self, key: Hashable) -> None:
+        """Never evict this entry."""
+        with LOCK:
+            if key not in self._cache:
+                raise KeyError(f"no pattern {key!r} to pin: put it first")
+            if len(self._pinned | {key}) >= self.max_size:
+                raise ValueError(
+                    f"{len(self._pinned)} of {self.max_size} patterns are pinned, and one place must stay free: "
+                    "make the cache larger"
+                )
+            self._pinned.add(key)
+
+    @checked()
+    def pin_pattern(self, key: Hashable) -> bool:
+        """As `pin`; False, instead of an error, if there is no such entry."""
+        with LOCK:
+            if key not in self._cache:
+                return False
+            self.pin(key)
+        return True
+
+    def clear(self) -> None:
+        """Forget every entry, including pinned ones, and the statistics."""
+        with LOCK:
+            self._cache.clear()
+            self._pinned.clear()
+            self._bytes = 0
+            self.reset_stats()
+
+    def reset_stats(self) -> None:
+        """Restart the statistics; the entries stay."""
+        with LOCK:
+            self._hits.clear()
+            self._misses.clear()
+            self._evictions = 0
+            self._profile.clear()
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._cache
+
+    def get_stats(self) -> dict[str, Any]:
+        """`hits, misses, hit_rate, evictions, size, max_size, bytes, max_bytes, pinned`, and `kinds`.
+
+        `kinds` has hits, misses and size of each kind of entry; `pattern` are those that users put. If the cache or a
+        module that uses it is profiled, `profile` has counts, seconds and bytes by kind.
+
+        >>> cache = PatternCache()
+        >>> table = [cache.remember("parts", 64, lambda: [1, 2]) for _ in range(3)]
+        >>> cache.get_stats()["kinds"]
+        {'parts': {'hits': 2, 'misses': 1, 'size': 1}}
+        """
+        with LOCK:
+            hits, misses, sizes = self._hits, self._misses, Counter(map(kind_of, self._cache))
+            total, asked = hits.total(), hits.total() + misses.total()
+            stats: dict[str, Any] = {
+                "hits": total,
+                "misses": misses.total(),
+                "hit_rate": total / asked if asked else 0.0,
+                "evictions": self._evictions,
+                "size": len(self._cache),
+                "max_size": self.max_size,
+                "bytes": self._bytes,
+                "max_bytes": self.max_bytes,
+                "pinned": len(self._pinned),
+                "kinds": {
+                    kind: {"hits": hits[kind], "misses": misses[kind], "size": sizes[kind]}
+                    for kind in sorted({*hits, *misses, *sizes})
+                },
+            }
+            profile = self._profile.totals()
+        return stats | {"profile": profile} if profile or self.enable_profiling else stats
+
+    def _find(self, kind: str, key: Hashable) -> Entry | None:
+        with LOCK:
+            entry = self._cache.get(key)
+            if entry is not None:
+                self._cache.move_to_end(key)
+            if self.enable_stats:
+                (self._misses if entry is None else self._hits)[kind] += 1
+            return entry
+
+    def _find_shared(self, kind: str, key: Hashable) -> Entry | None:
+        return self._find(kind, key)
+
+    def _share(self, key: Hashable, entry: Entry) -> Entry:
+        """Store an entry, or return the one that another thread has stored meanwhile."""
+        with LOCK:
+            earlier = self._cache.get(key)
+            if earlier is None:
+                self._store(key, entry)
+        return earlier or entry
+
+    def _store(self, key: Hashable, entry: Entry) -> bool:
+        """Whether the entry is in the table now: it may be too large beside what is pinned."""
+        entry.size = size_of(key, entry.value)
+        with LOCK:
+            pinned = key in self._pinned
+            if key in self._cache:
+                self._drop(key)
+            if self.max_bytes is not None:
+                if sum(self._cache[one].size for one in self._pinned) + entry.size > self.max_bytes:
+                    return False
+                while self._bytes + entry.size > self.max_bytes:
+                    self._evict()
+            while len(self._cache) >= self.max_size:
+                self._evict()
+            self._cache[key] = entry
+            self._bytes += entry.size
+            if pinned:
+                self._pinned.add(key)
+        return True
+
+    def _evict(self) -> None:
+        oldest = next(key for key in self._cache if key not in self._pinned)
+        self._evictions += self.enable_stats
+        log.debug("evicted from the pattern cache: %s, %d bytes", kind_of(oldest), self._drop(oldest).size)
+
+    def _drop(self, key: Hashable) -> Entry:
+        entry = self._cache.pop(key)
+        self._bytes -= entry.size
+        self._pinned.discard(key)
+        return entry
+
+    def _note(self, kind: str, entry: Entry | None, hit: bool, seconds: float, profile: Profile | None = None) -> None:
+        if profile is None and not self.enable_profiling:
+            return
+        amounts = {
+            "hits": int(hit),
+            "misses": int(not hit),
+            "seconds_of_hits": seconds if hit else 0.0,
+            "seconds_of_misses": 0.0 if hit else seconds,
+            "bytes": 0 if entry is None else entry.size,
+        }
+        self._profile.add(kind, **amounts)
+        if profile is not None:
+            profile.add(f"lookups of {kind}", **amounts)
+
+
+class ProfiledCache:
+    """A cache as a module with `enable_profiling` sees it: its lookups are noted in the module's profile too."""
+
+    def __init__(self, cache: PatternCache, profile: Profile) -> None:
+        self._cache, self._profile = cache, profile
+
+    def remember(self, kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
+        return self._cache.remember(kind, key, make, self._profile)
+
+
+class DilatedPatternCache(PatternCache):
+    """A `PatternCache` that makes keys: of branches over a length, and of block-sparse patterns.
+
+    >>> DilatedPatternCache.dilated_key(8, [4, 8], [1, 2])
+    'dilated_s8_seg[4, 8]_dil[1, 2]'
+    >>> DilatedPatternCache.sparse_key(8, "local_window", 0.1, 4)
+    'sparse_s8_tlocal_window_r0.100_b4'
+    """
+
+    @staticmethod
+    @checked(seq_len=SIZE, segment_lengths=COUNT, dilation_rates=COUNT)
+    def dilated_key(seq_len: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> str:
+        return f"dilated_s{seq_len}_seg{list(segment_lengths)}_dil{list(dilation_rates)}"
+
+    @staticmethod
+    @checked(seq_len=SIZE, block_size=COUNT)
+    def sparse_key(seq_len: int, pattern_type: str, sparsity_ratio: float, block_size: int | None = None) -> str:
+        """A ratio of more than three digits is written in full, so that no two ratios share a key."""
+        ratio = f"{sparsity_ratio:.3f}"
+        ratio = ratio if float(ratio) == sparsity_ratio else repr(float(sparsity_ratio))
+        block = "" if block_size is None else f"_b{block_size}"
+        return f"sparse_s{seq_len}_t{pattern_type}_r{ratio}{block}"
+
+
+_global: dict[type[PatternCache], PatternCache] = {}
+
+
+def get_global_pattern_cache() -> DilatedPatternCache:
+    """The table of the whole process, which modules with `use_pattern_cache=True` share.
+
+    The environment bounds it: `PATTERN_CACHE_MAX_SIZE` entries (default 1000) and `PATTERN_CACHE_MAX_BYTES` bytes
+    (default 256 MiB). `PATTERN_CACHE_ENABLE_PROFILING=1` adds the seconds and bytes of lookups to its statistics. All
+    three are read when it is made and when it is reset. They hold for the cache of `RingDilatedAttentionV3` too.
+    """
+    return shared_cache(DilatedPatternCache)
+
+
+def table() -> DilatedPatternCache:
+    """As `get_global_pattern_cache`, for the library's own lookups."""
+    found = _global.get(DilatedPatternCache)
+    return found if found is not None else get_global_pattern_cache()  # type: ignore[return-value]
+
+
+def remember(kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
+    """`PatternCache.remember` of the table of the whole process."""
+    return table().remember(kind, key, make)
+
+
+def shared_cache(cls: type[Cache]) -> Cache:
+    """The one cache of a class that modules share."""
+    with LOCK:
+        found = _global.get(cls)
+        if found is None:
+            found = cls()
+            _reset(found)
+            _global[cls] = found
+    assert isinstance(found, cls)
+    return found
+
+
+def global_caches() -> list[PatternCache]:
+    """The caches that modules share."""
+    get_global_pattern_cache()
+    return list(_global.values())
+
+
+def reset_global_pattern_cache() -> None:
+    """Clear the shared caches and their statistics, and read the environment; modules go on using them."""
+    for cache in global_caches():
+        _reset(cache)
+
+
+def _reset(cache: PatternCache) -> None:
+    settings = {
+        "max_size": _number_from("PATTERN_CACHE_MAX_SIZE", cache._size_of_global),
+        "max_bytes": _number_from("PATTERN_CACHE_MAX_BYTES", _GLOBAL_BYTES),
+        "enable_profiling": _flag_from("PATTERN_CACHE_ENABLE_PROFILING"),
+    }
+    with LOCK:
+        cache.clear()
+        for name, value in settings.items():
+            setattr(cache, name, value)
+
+
+def _number_from(variable: str, default: int) -> int:
+    stated = os.environ.get(variable, str(default))
+    try:
+        return check_whole(variable, int(stated), least=1)
+    except ValueError:
+        raise ValueError(f"{variable} must be a whole number of at least 1, got {stated!r}") from None
+
+
+def _flag_from(variable: str) -> bool:
+    stated = os.environ.get(variable, "0")
+    if stated not in ("0", "1", ""):
+        raise ValueError(f"{variable} must be 0 or 1, got {stated!r}")
+    return stated == "1"
+
+
+def refuse_device(default: Any) -> None:
+    """Refuse a device in the place of the default that `get` returns for a missing pattern."""
+    names_device = isinstance(default, str) and default.partition(":")[0] in ("cpu", "cuda")
+    if isinstance(default, torch.device) or names_device:
+        raise TypeError(
+            "the second argument of get is what it returns for a missing pattern, not a device: "
+            f"pass target_device={str(default)!r}"
+        )
+
+
+def kind_of(key: Hashable) -> str:
+    """The kind of the entry that has this key in a table."""
+    return key[0] if isinstance(key, tuple) and key and key[0] in KINDS else "pattern"
+
+
+def copy_to(value: Any, device: Device) -> Any:
+    """The value with copies of its tensors on `device`; the host waits only for what it gets itself."""
+    return tree_map_only(Tensor, lambda x: x.to(device, copy=True, non_blocking=not x.is_cuda), value)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def size_of(*values: Any) -> int:
+    """Bytes of values and of what they refer to, each object once: the tensors' memory and Python's own objects.
+
+    An object that grows while it is used, or has many parts, states its `estimated_bytes`. Objects of other packages
+    count without what they refer to.
+
+    >>> size_of(torch.zeros(1000)) - size_of(torch.zeros(0))
+    4000
+    """
+    total, seen, left = 0, set(), list(values)
+    while left:
+        value = left.pop()
+        if value is None or isinstance(value, type) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        if isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+        elif hasattr(value, "estimated_bytes"):
+            total += value.estimated_bytes
+        elif isinstance(value, dict):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            left += value
+        elif type(value).__module__.startswith("dilated_attention_pytorch."):
+            left += getattr(value, "__dict__", {}).values()
+            left += [
+                getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())
+            ]
+    return total
+
+
+class SameTensor:
+    """A key that equals only the same tensor, unchanged since: for values on a GPU, which take waiting to read.
+
+    It does not keep the tensor alive. A change that PyTorch does not count (through `.data`, a collective, a kernel of
+    one's own) goes unseen, so it is for tensors that are made once and passed on, such as spans.
+    """
+
+    __slots__ = ("_hash", "_tensor", "_version")
+
+    def __init__(self, x: Tensor) -> None:
+        self._tensor, self._version = TensorWeakRef(x), x._version
+        self._hash = hash((id(x), self._version))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, SameTensor) or self._hash != other._hash or self._version != other._version:
+            return False
+        mine = self._tensor()
+        return mine is not None and mine is other._tensor()
+
+
+def spans_key(spans: Tensor | None) -> Hashable:
+    """The key of tables made of spans: on a CPU their content, elsewhere the tensor itself; `()` for no spans.
+
+    None means that nothing may be remembered: for tensors whose changes PyTorch does not count, and while a CUDA graph
+    is captured, which must make its own tables whenever it is replayed.
+    """
+    if spans is None:
+        return ()
+    if spans.device.type == "cpu":
+        return tuple(spans.flatten().tolist())
+    if spans.is_inference() or (spans.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return SameTensor(spans)
