@@ -13,7 +13,7 @@ from dilated_attention_pytorch.core import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
 from dilated_attention_pytorch.parallel.costs import Traffic, Wire, branch_traffic
-from dilated_attention_pytorch.parallel.group import Ranks, ranks_of
+from dilated_attention_pytorch.parallel.group import RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
     even_lengths,
@@ -86,7 +86,7 @@ def tokens_of(shards: Shards, rank: int) -> Tensor:
 
 
 def check(
-    ranks: Ranks, draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: tuple, expected, stated: bool
+    ranks: RankGroup, draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, inputs: tuple, expected, stated: bool
 ) -> None:
     here = tokens_of(shards, ranks.rank)
     whole, do, dlse = inputs
@@ -122,7 +122,7 @@ def check(
         check_bytes(ranks, draw, shards, scheme, dtype, settings)
 
 
-def check_bytes(ranks: Ranks, draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, settings) -> None:
+def check_bytes(ranks: RankGroup, draw: Draw, shards: Shards, scheme: str, dtype: torch.dtype, settings) -> None:
     if {"seqlens", "cu_seqlens", "key_padding_mask"} & set(settings):
         return  # the segments of documents are the same functions' affair
     groups = draw.heads // draw.kv_heads
