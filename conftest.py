@@ -15,6 +15,7 @@ if find_spec("setuptools"):
 import hypothesis
 import pytest
 import torch
+from hypothesis import HealthCheck
 
 # What cuBLAS asks for where algorithms must be deterministic, as `poisoned_memory` needs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -45,7 +46,7 @@ def pytest_configure(config):
         deadline=None,
         print_blob=True,
         max_examples=300 if config.option.thorough else 30,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
     hypothesis.settings.load_profile("project")
 

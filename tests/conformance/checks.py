@@ -7,7 +7,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from hypothesis import example, reject
+from hypothesis import example
 from torch import Tensor
 
 from dilated_attention_pytorch.functional import dilated_attention
@@ -72,31 +72,58 @@ def run(draw: Draw, backend: str, dtype: torch.dtype, *, through_lse: bool, devi
     assert torch.equal(out[~covered], torch.zeros_like(out[~covered]))
     if through_lse:
         loss = loss + (lse * noise(lse))[covered].sum()
-    dq, dk, dv = torch.autograd.grad(loss, tensors) if covered.any() else map(torch.zeros_like, tensors)
+    dq, dk, dv = torch.autograd.grad(loss, tensors)
     found = {"out": out, "lse": lse.masked_fill(~covered, 0.0), "dq": dq, "dk": dk, "dv": dv}
     found["covered"] = covered
     return {name: x.detach().double().cpu() for name, x in found.items()}
 
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
+ENOUGH_ROWS = 256
+MOST_DRAWS = 40
+
+
 def check_budget(draw: Draw, backend: str, dtype: torch.dtype, device: str = "cpu") -> None:
-    """The error budget against the float64 reference on the same low-precision inputs."""
-    # The reference's dropout is drawn on the same device, from the same generator.
-    inputs = tuple(x.detach().double().requires_grad_() for x in draw.tensors(dtype, device))
-    expected = reference_on(draw, inputs, device)
-    found = run(draw, backend, dtype, through_lse=False, device=device)
-    assert torch.equal(found["covered"], expected["covered"])
-    if expected["covered"].sum() < 256:
-        reject()
-    names = ("out", "lse", "dq", "dk", "dv")
-    check_errors(draw, dtype, {name: (found[name] - expected[name]).norm().item() for name in names}, expected, device)
+    """The error budget against the float64 reference on the same low-precision inputs.
+
+    The budget is for norms over many roundings. A call with fewer than 256 covered rows is drawn again with other
+    numbers until there are as many, and the norms are over all draws. What is left of chance is in the allowance.
+    """
+    found: list[dict[str, Tensor]] = []
+    expected: list[dict[str, Tensor]] = []
+    keys, rows = [], 0
+    for number in range(MOST_DRAWS):
+        one = dataclasses.replace(draw, seed=draw.seed + 1000 * number)
+        # The reference's dropout is drawn on the same device, from the same generator.
+        inputs = tuple(x.detach().double().requires_grad_() for x in one.tensors(dtype, device))
+        expected.append(reference_on(one, inputs, device))
+        found.append(run(one, backend, dtype, through_lse=False, device=device))
+        covered = expected[-1]["covered"].bool()
+        assert torch.equal(found[-1]["covered"].bool(), covered)
+        if covered.any():
+            keys.append(keys_per_row(one, device))
+        else:
+            assert not any(found[-1][name].any() for name in NAMES)
+        rows += int(covered.sum())
+        if rows >= ENOUGH_ROWS:
+            break
+    if not rows:
+        return  # nothing attends, which is checked above
+    exact, errors = {}, {}
+    for name in NAMES:
+        exact[name] = torch.cat([x[name].flatten() for x in expected])
+        errors[name] = (torch.cat([x[name].flatten() for x in found]) - exact[name]).norm().item()
+    allowance = 1.0 if len(found) == 1 else 1.0 + 3.0 * rows**-0.5
+    check_errors(draw, dtype, errors, exact, sum(keys) / len(keys), allowance, device)
 
 
 def check_errors(
-    draw: Draw, dtype: torch.dtype, errors: dict[str, float], expected: dict[str, Tensor], device: str = "cpu"
-) -> None:
-    """Whether norms of what is wrong with out, lse, dq, dk and dv are within the budget."""
+    draw: Draw, dtype: torch.dtype, errors: dict[str, float], expected: dict[str, Tensor], keys: float,
+    allowance: float = 1.0, device: str = "cpu",
+) -> None:  # fmt: skip
+    """Whether norms of what is wrong with out, lse, dq, dk and dv are within the budget, for `keys` per row."""
     flash = (
-        flash_errors(dtype, draw.head_dim, keys_per_row(draw, device), abs(draw.scale or draw.head_dim**-0.5), device)
+        flash_errors(dtype, draw.head_dim, max(2, round(keys)), abs(draw.scale or draw.head_dim**-0.5), device)
         if dtype != torch.float32
         else {}
     )
@@ -108,17 +135,17 @@ def check_errors(
         floor = (scale if exact < 1e-9 * scale else 0.2 * scale) if name.startswith("d") else 0.0
         norm = max(exact, floor)
         error = wrong / norm if norm else wrong
-        limit = max(1.5 * flash[name], 2e-6) if flash else 2e-6  # the lse is float32 in any case
+        limit = allowance * (max(1.5 * flash[name], 2e-6) if flash else 2e-6)  # the lse is float32 in any case
         assert error <= limit, f"{name}: {error:.2e} is over {limit:.2e}"
 
 
-def keys_per_row(draw: Draw, device: str = "cpu") -> int:
+def keys_per_row(draw: Draw, device: str = "cpu") -> float:
     """How many keys a covered row sees on average: the size of the dense problem that is as hard."""
     q, k, v = draw.tensors(torch.float64, device)
     settings = draw.settings(device) | {"dropout_p": 0.0}
     # Scores of nothing weigh every key alike, so that the lse is the logarithm of their number.
     _, lse = dilated_attention(torch.zeros_like(q), k, v, **settings, return_lse=True, backend="reference")
-    return max(2, round(lse[lse != -torch.inf].exp().mean().item()))
+    return lse[lse != -torch.inf].exp().mean().item()
 
 
 def reference_on(draw: Draw, tensors: tuple[Tensor, Tensor, Tensor], device: str = "cpu") -> dict[str, Tensor]:

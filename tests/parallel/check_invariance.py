@@ -22,7 +22,7 @@ from dilated_attention_pytorch.parallel.sharding import (
     zigzag_order,
 )
 
-from ..conformance.checks import BASE, CORNERS, check_errors
+from ..conformance.checks import BASE, CORNERS, ENOUGH_ROWS, check_errors, keys_per_row
 from ..conformance.draws import HEADS, LENGTHS, Draw
 
 
@@ -115,7 +115,7 @@ def check(
     dist.all_reduce(squares, group=ranks.group)
     errors = {name: square**0.5 for name, square in zip(names, squares.tolist())}
     if dtype != torch.float64:
-        check_errors(draw, dtype, errors, expected)
+        check_errors(draw, dtype, errors, expected, keys_per_row(draw))
     else:
         assert all(error <= 1e-10 * max(1.0, expected[name].norm().item()) for name, error in errors.items()), errors
     if scheme != "auto" and ranks.size > 1:
@@ -168,7 +168,7 @@ def check_invariance(seed: int, count: int, group: dist.ProcessGroup | None = No
         if dtype != torch.float64:
             draw, through_lse = dataclasses.replace(draw, batch=1 if draw.lengths == "packed" else 4), False
         inputs, expected = expected_of(draw, dtype, through_lse)
-        if dtype != torch.float64 and expected["covered"].sum() < 256:
+        if dtype != torch.float64 and expected["covered"].sum() < ENOUGH_ROWS:
             dtype = torch.float64
             inputs, expected = expected_of(draw, dtype, through_lse)
         schemes = ("gather", "ring", "all_to_all", "auto") if ranks.size > 1 else ("auto",)
