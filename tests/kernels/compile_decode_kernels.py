@@ -1,14 +1,12 @@
-"""Compile the decoding kernels for compute capability 9.0 as launched for a head dim and a number of new tokens."""
+"""Compile the decoding kernels for compute capability 9.0. An argument is a case, `HEAD_DIM,NEW_TOKENS`."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 
 
 def main(head_dim: str, tokens: str) -> None:
-    from compile_plain_kernels import CompilesInstead  # beside this script, which pytest collects from elsewhere
+    from compile_plain_kernels import compile_instead  # beside this script, which pytest collects from elsewhere
 
     from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
     from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -19,7 +17,7 @@ def main(head_dim: str, tokens: str) -> None:
         (cache_chunks, ("store_kernel", "after_cached_kernel")),
     ):
         for name in names:
-            setattr(module, name, CompilesInstead(getattr(module, name)))
+            compile_instead(module, name)
     spec = DilatedSpec.of([2048, 4096], [1, 2])
     rows = CacheRows(spec, spec.offsets(4))
     keys, values = torch.zeros(2, 1, rows.total, int(head_dim), dtype=torch.bfloat16).unbind(0)
@@ -33,4 +31,6 @@ def main(head_dim: str, tokens: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from compile_plain_kernels import run_cases
+
+    run_cases(main)

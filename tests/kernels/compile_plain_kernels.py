@@ -1,4 +1,7 @@
-"""Compile the plain kernels for compute capability 9.0 as launched for a head dim, mask, pattern and block size."""
+"""Compile the plain kernels for compute capability 9.0.
+
+An argument is a case, `HEAD_DIM,MASK,PATTERN,BLOCK_SIZE`.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,17 @@ class CompilesInstead:
         print(self.kernel.__name__, "mma" if "mma" in compiled.asm["ptx"] else "plain", flush=True)
 
 
+def compile_instead(module, name: str) -> None:
+    if not isinstance(getattr(module, name), CompilesInstead):
+        setattr(module, name, CompilesInstead(getattr(module, name)))
+
+
+def run_cases(main) -> None:
+    for case in sys.argv[1:]:
+        print(case, flush=True)
+        main(*case.split(","))
+
+
 def type_of(argument) -> str:
     """As Triton's front end writes types."""
     if isinstance(argument, torch.Tensor):
@@ -55,7 +69,7 @@ def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
     from dilated_attention_pytorch.kernels.triton import engine
 
     for name in ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"):
-        setattr(engine, name, CompilesInstead(getattr(engine, name)))
+        compile_instead(engine, name)
     config = None
     if pattern != "dense":
         config = SparsePatternConfig(pattern, sparsity_ratio=0.25, block_size=int(block_size))
@@ -67,4 +81,4 @@ def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_cases(main)

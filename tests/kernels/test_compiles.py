@@ -1,0 +1,72 @@
+"""The kernels compile for compute capability 9.0, which takes no GPU.
+
+In processes of their own: Triton's interpreter, which tests without a GPU run in, is chosen when a kernel is defined.
+One process compiles all cases of a script.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import dilated_attention_pytorch
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+FOLDER = Path(__file__).parent
+PLAIN = ["forward_kernel mma", "delta_kernel plain", "dkdv_kernel mma", "dq_kernel mma"]
+DECODE = ["append_kernel plain", "split_kernel mma", "combine_kernel plain"]
+
+
+def compiled(script: str, cases: list[str]) -> dict[str, list[str]]:
+    """The lines that a script prints for each of its cases, which it is given as `A,B,C`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = str(Path(dilated_attention_pytorch.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(FOLDER / script), *cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line in cases:
+            lines = found[line] = []
+        else:
+            lines.append(line)
+    return found
+
+
+def test_plain_kernels_compile_with_lists_of_tiles_and_without() -> None:
+    cases = ["64,causal,content_adaptive,128", "128,whole,random,256", "64,causal,dense,0"]
+    assert compiled("compile_plain_kernels.py", cases) == dict.fromkeys(cases, PLAIN)
+
+
+def test_decoding_kernels_compile() -> None:
+    append, *attend = DECODE
+    assert compiled("compile_decode_kernels.py", ["64,1", "128,5", "48,100"]) == {
+        "64,1": DECODE,
+        "128,5": [*attend, append],  # several tokens are stored after they have attended
+        "48,100": ["store_kernel plain", "after_cached_kernel plain"],
+    }
+
+
+def has_gluon() -> bool:
+    return find_spec("triton.experimental.gluon.nvidia") is not None
+
+
+@pytest.mark.skipif(not has_gluon(), reason="needs Gluon: pip install 'triton>=3.6'")
+def test_hopper_kernels_compile_to_matrix_instructions() -> None:
+    # The programs of backward wait for each other, and so must all be running; those of forward work alone.
+    expected = {
+        "forward,64,causal": ["compiled independent"],
+        "forward,128,whole": ["compiled independent"],
+        "forward,64,kept": ["compiled independent"],
+        "backward,64,causal": ["compiled cooperative"],
+        "backward,128,whole": ["compiled cooperative"],
+        "backward,128,kept": ["compiled cooperative"],
+    }
+    assert compiled("compile_hopper_kernels.py", [*expected]) == expected
