@@ -24,8 +24,9 @@ from benchmarks.runner import append_line
 from benchmarks.training_tables import markdown_row
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.parallel import ranks_of, sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import branch_traffic, wires_of
+from dilated_attention_pytorch.parallel.costs import branch_traffic
 from dilated_attention_pytorch.parallel.sharding import Shards
+from dilated_attention_pytorch.parallel.wire import wires_of
 
 RANKS = (2, 4)
 TOKENS = {"cuda": 1_048_576, "cpu": 4096}

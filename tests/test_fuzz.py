@@ -31,7 +31,7 @@ from dilated_attention_pytorch import nn as nn_room
 from dilated_attention_pytorch.core.checks import shown
 from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
 from dilated_attention_pytorch.core.spec import Call
-from dilated_attention_pytorch.parallel.costs import wires_of
+from dilated_attention_pytorch.parallel.wire import wires_of
 
 from .thorough import examples
 

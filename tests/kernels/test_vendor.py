@@ -9,7 +9,8 @@ from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import dense, vendor
-from dilated_attention_pytorch.parallel.blocks import block_backward, block_forward
+from dilated_attention_pytorch.parallel.exchange import _backward as block_backward
+from dilated_attention_pytorch.parallel.exchange import _forward as block_forward
 
 
 def test_what_the_vendors_kernel_cannot_do_is_left_to_others() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import Traffic, Wire, branch_traffic
+from dilated_attention_pytorch.parallel.costs import branch_traffic
 from dilated_attention_pytorch.parallel.group import RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
@@ -21,6 +21,7 @@ from dilated_attention_pytorch.parallel.sharding import (
     zigzag_lengths,
     zigzag_order,
 )
+from dilated_attention_pytorch.parallel.wire import Traffic, Wire
 
 from ..conformance.checks import BASE, CORNERS, ENOUGH_ROWS, check_errors, keys_per_row
 from ..conformance.draws import HEADS, LENGTHS, Draw

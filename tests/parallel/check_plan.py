@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch.core import DilatedSpec
 from dilated_attention_pytorch.parallel import Ranks, ranks_of, sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import Traffic
 from dilated_attention_pytorch.parallel.plan import Job, make_plan
+from dilated_attention_pytorch.parallel.wire import Traffic
 
 
 class LiveBytes(TorchDispatchMode):

@@ -5,7 +5,7 @@ from dilated_attention_pytorch.parallel.block_sparse import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
 )
-from dilated_attention_pytorch.parallel.costs import Scheme, Traffic, Wire, branch_traffic, choose_scheme
+from dilated_attention_pytorch.parallel.costs import Scheme, branch_traffic, choose_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.modules import (
@@ -29,6 +29,7 @@ from dilated_attention_pytorch.parallel.sharding import (
     zigzag_order,
     zigzag_places,
 )
+from dilated_attention_pytorch.parallel.wire import Traffic, Wire
 
 Ranks = RankGroup  # its earlier name
 

@@ -6,7 +6,7 @@ came. Backward does the same against the merged out and lse. Whatever the scheme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,21 +38,21 @@ from dilated_attention_pytorch.functional import (
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
-from dilated_attention_pytorch.parallel.blocks import Exchange, Rows, Tensors
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Scheme,
     check_gathered,
     check_scheme,
     choose_scheme,
-    wires_of,
 )
+from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, Pass
 from dilated_attention_pytorch.parallel.gather import Gather
 from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
 from dilated_attention_pytorch.parallel.ring import Ring
 from dilated_attention_pytorch.parallel.sharding import Document, Shards, TokenLayout, local_calls
 from dilated_attention_pytorch.parallel.sparse import SparseGather
+from dilated_attention_pytorch.parallel.wire import wires_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -300,8 +300,7 @@ def _schedule(
             elsewhere.add(index)
         mine = [(number, segment) for number, segment in enumerate(segments) if {*pieces} & {*segment.ranks}]
         if mine:
-            rows = Rows(call, index, wire, shards.bounds(ranks.rank)[0])
-            exchanges.append(_EXCHANGES[chosen](rows, mine, ranks))
+            exchanges.append(_EXCHANGES[chosen](call, index, wire, mine, ranks))
     found = [
         (piece, local)
         for piece in pieces
@@ -337,8 +336,12 @@ class _Sharded(torch.autograd.Function):
         ranks: RankGroup,
         agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
+        def compute() -> tuple[Tensor, Tensor]:
+            with resources.message_buffers() as take:
+                return _forward(schedule, Pass(query, key, value, seed, backend, resources, take))
+
         with _waited_for(ranks, schedule):
-            out, lse = kept(lambda: _forward(schedule, query, key, value, seed, backend, resources))
+            out, lse = kept(compute)
         ctx.save_for_backward(query, key, value, out, lse, seed)
         ctx.rest = schedule, backend, resources, ranks, agreed
         ctx.set_materialize_grads(False)
@@ -352,108 +355,83 @@ class _Sharded(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         schedule, backend, resources, ranks, agreed = ctx.rest
         ranks.begin(agreed, "backward")
-        with _waited_for(ranks, schedule):
-            grads = _backward(schedule, grad_out, grad_lse, query, key, value, out, lse, seed, backend, resources)
+        with _waited_for(ranks, schedule), resources.message_buffers() as take:
+            inputs = (query, key, value, seed, backend, resources, take, out, lse, grad_out, grad_lse)
+            grads = _backward(schedule, BackwardPass(*inputs))
         return (*grads, None, None, None, None, None, None)
 
 
 def _waited_for(ranks: RankGroup, schedule: Schedule) -> AbstractContextManager[None]:
-    """Tells the others of an error where they wait for this rank's rows, and it has left some on the way."""
+    """Tell the other ranks of an error if they wait for this rank's rows."""
     return ranks.agreement.told() if schedule.exchanges else nullcontext()
 
 
-def _forward(
-    schedule: Schedule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seed: Tensor | None,
-    backend: str,
-    resources: Resources,
-) -> tuple[Tensor, Tensor]:
-    with resources.message_buffers() as take:
-        empty = query.new_empty(0)
-        x = Tensors(
-            query, key, value, empty, empty, seed, backend, empty, None, empty, empty, empty, resources, take
-        )  # fmt: skip
-        return _merged(schedule, x)
-
-
-def _merged(schedule: Schedule, x: Tensors) -> tuple[Tensor, Tensor]:
+def _forward(schedule: Schedule, x: Pass) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of a rank's rows; neither is lent."""
-    query, key, value, seed, empty = x.q, x.k, x.v, x.seed, x.out
-    begun = [exchange.begin_forward(x) for exchange in schedule.exchanges]
-    for local in schedule.calls:
-        q, k, v = (local.of(y) for y in (query, key, value))
-        partial = op.forward(q, k, v, local.spans, seed, local.call, x.backend, x.resources, local.tiles(q, k))
-        if x.out is empty and len(local.at) == query.shape[1]:
-            x.out, x.lse = partial
-            continue
-        if x.out is empty:
-            x.out, x.lse = _nothing_seen(query, x.take)
-        merge_(local.of(x.out), local.of(x.lse), *partial)
-    if x.out is empty:
-        x.out, x.lse = _nothing_seen(query, x.take)
-    with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
+
+    def run(local: LocalCall) -> tuple[Tensor, ...]:
+        q, k, v = map(local.of, (x.q, x.k, x.v))
+        return op.forward(q, k, v, local.spans, x.seed, local.call, x.backend, x.resources, local.tiles(q, k))
+
+    def nothing() -> tuple[Tensor, ...]:
+        out = _sums(x.q, x.take)
+        return out, out.new_full(x.q.shape[:3], -torch.inf)
+
+    begun = [exchange.begin(x) for exchange in schedule.exchanges]
+    out, lse = _over_calls(schedule, x, run, nothing, lambda total, found: merge_(*total, *found))
+    with op.no_autocast(x.q.device.type), tf32(schedule.allow_tf32, x.q.device):
         for exchange, pending in zip(schedule.exchanges, begun):
-            exchange.end_forward(pending, x)
-    return x.out.to(query.dtype), x.lse
+            exchange.end_forward(pending, x, out, lse)
+    return out.to(x.q.dtype), lse
 
 
-def _backward(
-    schedule: Schedule,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor | None,
-    backend: str,
-    resources: Resources,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with resources.message_buffers() as take:
-        empty = query.new_empty(0)
-        x = Tensors(
-            query, key, value, out, lse, seed, backend, grad_out, grad_lse, empty, empty, empty, resources, take
-        )  # fmt: skip
-        return _gradients(schedule, x)
-
-
-def _gradients(schedule: Schedule, x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(schedule: Schedule, x: BackwardPass) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of a rank's rows; none is lent."""
-    query, key, value, empty = x.q, x.k, x.v, x.dq
-    begun = [exchange.begin_backward(x) for exchange in schedule.exchanges]
-    for local in schedule.calls:
-        above = None if x.through_lse is None else local.of(x.through_lse)
-        do, q, k, v, mine, its_lse = (local.of(y) for y in (x.do, query, key, value, x.out, x.lse))
+
+    def run(local: LocalCall) -> tuple[Tensor, ...]:
+        do, q, k, v, out, lse = map(local.of, (x.do, x.q, x.k, x.v, x.out, x.lse))
+        through_lse = None if x.through_lse is None else local.of(x.through_lse)
         rest = (local.spans, x.seed, local.call, x.backend, x.resources, local.tiles(q, k))
-        grads = op.backward(do, above, q, k, v, mine, its_lse, *rest)
-        if x.dq is empty and len(local.at) == query.shape[1]:
-            x.dq, x.dk, x.dv = grads
-            continue
-        if x.dq is empty:
-            x.dq, x.dk, x.dv = (_sums(y, x.take) for y in (query, key, value))
-        for total, grad in zip((x.dq, x.dk, x.dv), grads):
-            local.of(total).add_(grad)
-        del grads, grad  # before the next call makes as many
-    if x.dq is empty:
-        x.dq, x.dk, x.dv = (_sums(y, x.take) for y in (query, key, value))
-    with op.no_autocast(query.device.type), tf32(schedule.allow_tf32, query.device):
+        return op.backward(do, through_lse, q, k, v, out, lse, *rest)
+
+    def nothing() -> tuple[Tensor, ...]:
+        return tuple(_sums(y, x.take) for y in (x.q, x.k, x.v))
+
+    def add(totals: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        for total, grad in zip(totals, found):
+            total += grad
+
+    begun = [exchange.begin(x) for exchange in schedule.exchanges]
+    dq, dk, dv = _over_calls(schedule, x, run, nothing, add)
+    with op.no_autocast(x.q.device.type), tf32(schedule.allow_tf32, x.q.device):
         for exchange, pending in zip(schedule.exchanges, begun):
-            exchange.end_backward(pending, x)
-    return x.dq.to(query.dtype), x.dk.to(key.dtype), x.dv.to(value.dtype)
+            exchange.end_backward(pending, x, (dq, dk, dv))
+    return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
+
+
+def _over_calls(
+    schedule: Schedule,
+    x: Pass,
+    run: Callable[[LocalCall], tuple[Tensor, ...]],
+    nothing: Callable[[], tuple[Tensor, ...]],
+    add: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+) -> tuple[Tensor, ...]:
+    """The sum of what a rank computes alone; the first result is the sum so far if it has all of the rank's rows."""
+    total = None
+    for local in schedule.calls:
+        found = run(local)
+        if total is None and len(local.at) == x.q.shape[1]:
+            total = found
+        else:
+            total = nothing() if total is None else total
+            add([local.of(y) for y in total], found)
+        del found  # before the next call makes as many
+    return nothing() if total is None else total
 
 
 def _sums(x: Tensor, take: Take) -> Tensor:
-    """Zeros to add into: lent where the result has another dtype, else the result itself."""
+    """Zeros to add into: lent where the result has another dtype, otherwise the result itself."""
     dtype = op.lse_dtype(x.dtype)
     if x.dtype == dtype:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
     return take(x.shape, dtype=dtype, device=x.device).zero_()
-
-
-def _nothing_seen(q: Tensor, take: Take) -> tuple[Tensor, Tensor]:
-    out = _sums(q, take)
-    return out, out.new_full(q.shape[:3], -torch.inf)

@@ -1,198 +1,219 @@
-"""Gather: every rank of a segment gets the grid rows of K and V that its queries see, and attends to them at once.
+"""Gather: every rank of a segment fetches the grid rows of K and V that its queries see, and attends to them at once.
 
 Forward, each rank sends its packed rows to the ranks that see them: `2(R - 1)u` bytes arrive. Backward, the rows come
-again rather than being kept, and each rank sends the gradients it finds back to the rows' owners, who add them up.
-A rank that holds several pieces of a segment attends from each, also to its own other ones, which do not travel.
+again rather than being kept, and each rank sends the gradients that it finds back to the rows' owners, who add them up.
+A rank that holds several pieces of a segment attends from each of them, also to its own other pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.parallel.blocks import Block, Exchange, Piece, Rows, Tensors
-from dilated_attention_pytorch.parallel.costs import addressees, fetched_pieces, held_pieces, sources
-from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
-from dilated_attention_pytorch.parallel.sharding import SharedSegment
+from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, Grads, Pass
+from dilated_attention_pytorch.parallel.group import Mail, Posted
+from dilated_attention_pytorch.parallel.sharding import (
+    Shards,
+    SharedSegment,
+    addressees,
+    fetched_pieces,
+    held_pieces,
+    sources,
+)
+from dilated_attention_pytorch.parallel.wire import Block, GridRows
 
 Buffers = dict[int, Tensor]
 """Packed rows by the piece that holds them."""
+Parts = dict[int, dict[int, list[Tensor]]]
+"""Unpacked rows by piece and offset."""
 
 
-@dataclass
-class Fetched:
-    """Rows under way: those of this rank, and buffers for those of others, by segment."""
+class Round(NamedTuple):
+    """Messages of one rank that are under way together: pieces, and the ranks that they go to or come from.
 
-    posted: Posted
-    sent: list[Tensor]
-    received: list[Buffers]
+    Backward, the gradients of the pieces that came go to their owners, and those of the rank's own pieces return.
+    """
 
-    def settle(self, x: Tensors) -> list[Buffers]:
-        """The rows that came; the buffers of those that were sent go back."""
-        self.posted.wait()
-        x.take.give_back(*self.sent)
-        self.sent.clear()
-        return self.received
+    sends: list[tuple[int, int]]
+    receives: list[tuple[int, int]]
+    returns: list[tuple[int, int]]
+
+
+def gather_rounds(shards: Shards, segment: SharedSegment, rank: int, is_causal: bool) -> list[Round]:
+    """All pieces in one round, from their owners."""
+    held = held_pieces(shards, segment, rank)
+    sends = [(piece, to) for piece in held for to in addressees(shards, segment, piece, is_causal)]
+    fetched = fetched_pieces(shards, segment, rank, is_causal)
+    return [Round(sends, [(piece, shards.rank_of(piece)) for piece in fetched], sends)]
 
 
 @dataclass(frozen=True)
 class Share:
-    """A segment as one rank sees it; blocks by piece."""
+    """A shared segment as one rank sees it; blocks by piece."""
 
+    number: int
     segment: SharedSegment
-    tags: dict[int, int]
     own: dict[int, Block]
-    seen: dict[int, Block]  # other ranks'
-    sources: dict[int, list[int]]  # the pieces that each of its own sees
-    to: dict[int, list[int]]  # the ranks that see each of its own
+    seen: dict[int, Block]  # of other ranks
+    rounds: list[Round]
+
+    def round(self, number: int) -> Round:
+        return self.rounds[number] if number < len(self.rounds) else Round([], [], [])
+
+
+@dataclass
+class Moving:
+    """Rows under way, by segment: what this rank sends, until it has left, and what it receives."""
+
+    posted: Posted
+    held: list[Buffers]
+    received: list[Buffers]
+
+    def settle(self, x: Pass) -> list[Buffers]:
+        """The rows that came; the buffers of those that left go back."""
+        self.posted.wait()
+        for buffers in self.held:
+            x.take.give_back(*buffers.values())
+            buffers.clear()
+        return self.received
 
 
 class Gather(Exchange):
-    def __init__(self, rows: Rows, segments: Sequence[tuple[int, SharedSegment]], ranks: RankGroup) -> None:
-        super().__init__(rows, segments, ranks)
-        wire, causal, shards = rows.wire, rows.wire.is_causal, rows.wire.shards
-        self.shares = []
-        for number, segment in segments:
-            mine = held_pieces(shards, segment, ranks.rank)
-            seen = fetched_pieces(shards, segment, ranks.rank, causal)
-            self.shares.append(
-                Share(
-                    segment,
-                    {piece: self.tag(number, piece) for piece in segment.ranks},
-                    {piece: Block(wire, segment, piece) for piece in mine},
-                    {piece: Block(wire, segment, piece) for piece in seen},
-                    {piece: sources(segment, piece, causal) for piece in mine},
-                    {piece: addressees(shards, segment, piece, causal) for piece in mine},
-                )
-            )
-        self.rows_of = {
-            piece: replace(rows, first=shards.bounds(piece)[0] - shards.held_at(piece).start)
-            for piece in shards.pieces_of(ranks.rank)
-        }
-        self.rank_of = shards.rank_of
-        self.trailing: tuple[tuple[int, ...], ...] = ((wire.head_dim,),) * 2
-        self.groups: tuple[int, ...] = (1, 1)
+    plan_rounds: Callable[..., list[Round]] = staticmethod(gather_rounds)
 
-    def sent(self, x: Tensors) -> tuple[Tensor, ...]:
-        """What travels forward, and again before backward; gradients are of K and V in any case."""
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        wire, shards, rank = self.wire, self.wire.shards, self.ranks.rank
+        self.shares = []
+        for number, segment in self.segments:
+            rounds = self.plan_rounds(shards, segment, rank, wire.is_causal)
+            own = {piece: Block(wire, segment, piece) for piece in held_pieces(shards, segment, rank)}
+            seen = {piece: Block(wire, segment, piece) for one in rounds for piece, _ in one.receives}
+            self.shares.append(Share(number, segment, own, seen, rounds))
+        self.rounds = max(len(share.rounds) for share in self.shares)
+
+    def sent(self, x: Pass) -> tuple[Tensor, ...]:
+        """What travels forward, and again before backward."""
         return x.k, x.v
 
-    def begin_forward(self, x: Tensors) -> Fetched:
-        return self._fetch(x, "forward")
-
-    def begin_backward(self, x: Tensors) -> Fetched:
-        return self._fetch(x, "backward")
-
-    def _fetch(self, x: Tensors, stage: str) -> Fetched:
-        sends, receives, sent, received = [], [], [], []
+    def begin(self, x: Pass) -> Moving:
+        held = []
         for share in self.shares:
-            for piece, to in share.to.items():
-                if to:
-                    packed = self._pack(share, piece, x)
-                    sends += [Mail(rank, packed, share.tags[piece]) for rank in to]
-                    sent.append(packed)
-            blocks = share.seen.items()
-            buffers = {piece: block.buffer(self.trailing, self.groups, x.k, x.take) for piece, block in blocks}
-            receives += [Mail(self.rank_of(piece), buffer, share.tags[piece]) for piece, buffer in buffers.items()]
+            leaving = dict.fromkeys(piece for piece, _ in share.round(0).sends)
+            held.append({piece: share.own[piece].pack(self.sent(x), self.first[piece], x.take) for piece in leaving})
+        return self._post(0, held, x)
+
+    def _post(self, number: int, held: list[Buffers], x: Pass) -> Moving:
+        """Start the messages of one round, which sends rows that this rank holds."""
+        sends, receives, received = [], [], []
+        for share, mine in zip(self.shares, held):
+            one = share.round(number)
+            buffers = {piece: share.seen[piece].buffer(self.sent(x), x.take) for piece, _ in one.receives}
+            sends += [Mail(to, mine[piece], self.tag(share.number, piece)) for piece, to in one.sends]
+            receives += [Mail(rank, buffers[piece], self.tag(share.number, piece)) for piece, rank in one.receives]
             received.append(buffers)
-        return Fetched(self.post(sends, receives, stage, x), sent, received)
+        return Moving(self.post(sends, receives, x), held, received)
 
-    def end_forward(self, begun: Fetched, x: Tensors) -> None:
-        for share, buffers in zip(self.shares, begun.settle(x)):
-            self.attend(share, buffers, x)
-            x.take.give_back(*buffers.values())
+    def _arrivals(self, moving: Moving, x: Pass) -> Iterator[tuple[int, list[Buffers]]]:
+        """The rows that arrive in each round, by segment; those of the next round are under way."""
+        for number in range(self.rounds):
+            received = moving.settle(x)
+            moving = self._post(number + 1, received, x)
+            yield number, received
+        moving.settle(x)
 
-    def end_backward(self, begun: Fetched, x: Tensors) -> None:
-        sends, receives, returned = [], [], []
-        for share, buffers in zip(self.shares, begun.settle(x)):
-            grads = {piece: _gradients_of(block, x).zero_() for piece, block in share.seen.items()}
-            into = {piece: _gradients_in(share.seen[piece], grad, x) for piece, grad in grads.items()}
-            for offset, holders, found in self.gradients(share, buffers, x):
-                split = [grad.split(list(holders.values()), 1) for grad in found]
-                for at, holder in enumerate(holders):
-                    totals = (
-                        into[holder][offset]
-                        if holder in into
-                        else self.views(share.own[holder][offset], holder, x.dk, x.dv)
-                    )
-                    for total, grad in zip(totals, split):
-                        total += grad[at]
-                x.take.give_back(*found)
-            x.take.give_back(*buffers.values())
-            sends += [Mail(self.rank_of(piece), grad, share.tags[piece]) for piece, grad in grads.items()]
-            back = [(piece, rank, _gradients_of(share.own[piece], x)) for piece, to in share.to.items() for rank in to]
-            receives += [Mail(rank, buffer, share.tags[piece]) for piece, rank, buffer in back]
-            returned.append(back)
-        self.post(sends, receives, "backward", x).wait()
-        x.take.give_back(*(mail.buffer for mail in sends))
-        for share, back in zip(self.shares, returned):
-            for piece, _, buffer in back:
-                add_gradients(share.own[piece], buffer, x, self.rows_of[piece].first)
+    def end_forward(self, begun: Moving, x: Pass, out: Tensor, lse: Tensor) -> None:
+        for _, received in self._arrivals(begun, x):
+            for share, buffers in zip(self.shares, received):
+                self.merge_rows(share, buffers, x, out, lse)
+
+    def end_backward(self, begun: Moving, x: BackwardPass, grads: Grads) -> None:
+        dq, *own = grads
+        returning: list[tuple[Block, int, Tensor]] = []
+        sent: list[Mail] = []
+        posted = self.post((), (), x)
+
+        def settle() -> None:
+            posted.wait()
+            x.take.give_back(*(mail.buffer for mail in sent))
+            for block, piece, buffer in returning:
+                block.add_to(own, buffer, self.first[piece])
                 x.take.give_back(buffer)
 
-    def attend(self, share: Share, buffers: Buffers, x: Tensors) -> None:
-        """Merge what this rank's rows of a segment see of the pieces that came."""
-        for mine, _, queries, k, v, grids in self._joined(share, buffers, x):
-            self.rows_of[mine].forward(x, queries, k, v, [*grids.values()])
+        for number, received in self._arrivals(begun, x):
+            found, back = [], []
+            for share, buffers in zip(self.shares, received):
+                found += self._found(share, buffers, x, dq, own)
+                back += [(share, piece, rank) for piece, rank in share.round(number).returns]
+            settle()
+            sent = found
+            returning = [(share.own[piece], piece, share.own[piece].buffer(own, x.take)) for share, piece, _ in back]
+            receives = [
+                Mail(rank, buffer, self.tag(share.number, piece))
+                for (share, piece, rank), (_, _, buffer) in zip(back, returning)
+            ]
+            posted = self.post(sent, receives, x)
+        settle()
 
-    def gradients(
-        self, share: Share, buffers: Buffers, x: Tensors
+    def _found(self, share: Share, buffers: Buffers, x: BackwardPass, dq: Tensor, own: Sequence[Tensor]) -> list[Mail]:
+        """The gradients of the rows that came, to be sent to their owners; those of the rank's own rows are added."""
+        packed = {piece: share.seen[piece].buffer(own, x.take).zero_() for piece in buffers}
+        into = {piece: share.seen[piece].unpack(buffer, own) for piece, buffer in packed.items()}
+        for offset, holders, found in self.found_gradients(share, buffers, x, dq):
+            for holder, *parts in zip(holders, *(grad.split(list(holders.values()), 1) for grad in found)):
+                if holder in into:
+                    totals = into[holder][offset]
+                else:
+                    totals = [share.own[holder][offset].view(y, self.first[holder]) for y in own]
+                for total, part in zip(totals, parts):
+                    total += part
+            x.take.give_back(*found)
+        rank_of = self.wire.shards.rank_of
+        return [Mail(rank_of(piece), buffer, self.tag(share.number, piece)) for piece, buffer in packed.items()]
+
+    def merge_rows(self, share: Share, buffers: Buffers, x: Pass, out: Tensor, lse: Tensor) -> None:
+        """Merge what this rank's rows of a segment see of the rows that came."""
+        for piece, _, rows, k, v, grids in self._joined(share, buffers, x):
+            q, own_out, own_lse = (rows.view(y, self.first[piece]) for y in (x.q, out, lse))
+            self.attend(x, rows, (q, k, v), [*grids.values()], own_out, own_lse)
+
+    def found_gradients(
+        self, share: Share, buffers: Buffers, x: BackwardPass, dq: Tensor
     ) -> Iterator[tuple[int, dict[int, int], tuple[Tensor, Tensor]]]:
-        """An offset, how many of its rows each piece holds, and these rows' dk and dv in order; adds to dq."""
-        for mine, offset, queries, k, v, grids in self._joined(share, buffers, x):
-            found = self.rows_of[mine].backward(x, queries, k, v, [*grids.values()])
-            yield offset, {piece: len(grid) for piece, grid in grids.items()}, found
+        """An offset, the number of its rows in each piece, and these rows' dk and dv in order; adds to dq."""
+        for piece, offset, rows, k, v, grids in self._joined(share, buffers, x):
+            q, do, lse, delta, out, own_dq = (
+                rows.view(y, self.first[piece]) for y in (x.q, x.do, x.lse, x.delta, x.out, dq)
+            )
+            found = self.gradients(x, rows, own_dq, (q, k, v, do, lse, delta, out), [*grids.values()])
+            yield offset, {holder: len(grid) for holder, grid in grids.items()}, found
 
     def _joined(
-        self, share: Share, buffers: Buffers, x: Tensors
-    ) -> Iterator[tuple[int, int, Piece, Tensor, Tensor, dict[int, range]]]:
-        """The rank's own rows, by piece and offset, with all keys and values they see, and the grids of these."""
-        parts = self.parts(share, buffers, x if len(share.own) > 1 else None)
+        self, share: Share, buffers: Buffers, x: Pass
+    ) -> Iterator[tuple[int, int, GridRows, Tensor, Tensor, dict[int, range]]]:
+        """The rank's own rows, by piece and offset, with all keys and values that they see, and the grids of these."""
+        parts = self.parts(share, buffers, x, with_own=len(share.own) > 1)
         blocks = share.own | share.seen
-        for mine, seen in share.sources.items():
-            for offset, rows in share.own[mine].items():
-                holders = [piece for piece in seen if offset in parts[piece]]
+        for piece, own in share.own.items():
+            seen = [other for other in sources(share.segment, piece, self.wire.is_causal) if other in parts]
+            for offset, rows in own.items():
+                holders = [other for other in seen if offset in parts[other]]
                 if holders:
-                    k, v = (joined([parts[piece][offset][i] for piece in holders]) for i in range(2))
-                    yield mine, offset, rows, k, v, {piece: blocks[piece][offset].grid for piece in holders}
+                    k, v = (joined([parts[holder][offset][i] for holder in holders]) for i in range(2))
+                    yield piece, offset, rows, k, v, {holder: blocks[holder][offset].grid for holder in holders}
 
-    def parts(self, share: Share, buffers: Buffers, own: Tensors | None) -> dict[int, dict[int, list[Tensor]]]:
-        """By piece and offset: the rows that came, and those of the rank's `own` tensors."""
-        found = {
-            piece: share.seen[piece].unpack(buffer, self.trailing, self.groups) for piece, buffer in buffers.items()
-        }
-        if own is not None:
-            for piece, block in share.own.items():
-                found[piece] = {offset: self.views(rows, piece, *self.sent(own)) for offset, rows in block.items()}
+    def parts(self, share: Share, buffers: Buffers, x: Pass, *, with_own: bool) -> Parts:
+        """The rows that came, and the rank's own."""
+        like = self.sent(x)
+        found = {piece: share.seen[piece].unpack(buffer, like) for piece, buffer in buffers.items()}
+        for piece, block in share.own.items() if with_own else ():
+            first = self.first[piece]
+            found[piece] = {offset: [rows.view(y, first) for y in like] for offset, rows in block.items()}
         return found
-
-    def views(self, rows: Piece, piece: int, *tensors: Tensor) -> list[Tensor]:
-        """A piece's rows of the rank's tensors, of which the third, if any, has query heads."""
-        first = self.rows_of[piece].first
-        return [rows.view(x, first, groups=groups) for x, groups in zip(tensors, self.groups)]
-
-    def _pack(self, share: Share, piece: int, x: Tensors) -> Tensor:
-        return share.own[piece].pack(self.sent(x), self.rows_of[piece].first, self.groups, x.take)
-
-
-def _gradients_of(block: Block, x: Tensors) -> Tensor:
-    """A buffer for a block's packed gradients of K and V."""
-    return block.buffer(((x.dk.shape[3],),) * 2, (1, 1), x.dk, x.take)
-
-
-def _gradients_in(block: Block, buffer: Tensor, x: Tensors) -> dict[int, list[Tensor]]:
-    """Views of packed gradients of K and V, by offset."""
-    return block.unpack(buffer, ((x.dk.shape[3],),) * 2, (1, 1))
-
-
-def add_gradients(own: Block, buffer: Tensor, x: Tensors, first: int) -> None:
-    """Add packed gradients of a rank's own rows to its dk and dv."""
-    for offset, views in _gradients_in(own, buffer, x).items():
-        for total, view in zip((x.dk, x.dv), views):
-            own[offset].view(total, first).add_(view)
 
 
 def joined(tensors: list[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from dilated_attention_pytorch.core.checks import check_instance, check_whole, s
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.profile import Profile
 from dilated_attention_pytorch.parallel.agreement import MOST_KNOWN, Agreement, Description, digest_of, in_words
-from dilated_attention_pytorch.parallel.costs import Traffic
+from dilated_attention_pytorch.parallel.wire import Traffic
 
 if TYPE_CHECKING:  # some builds of PyTorch have none
     from torch.distributed import ProcessGroup

@@ -34,12 +34,12 @@ from dilated_attention_pytorch.parallel.costs import (
     check_scheme,
     choose_scheme,
     message_bytes,
-    wires_of,
 )
 from dilated_attention_pytorch.parallel.group import ALONE, Place, RankGroup, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.options import AXIS_OF, OPTIONS, RunOptions
 from dilated_attention_pytorch.parallel.sharding import Shards, TokenLayout
 from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
+from dilated_attention_pytorch.parallel.wire import wires_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

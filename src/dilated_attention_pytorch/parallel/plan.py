@@ -26,17 +26,20 @@ from dilated_attention_pytorch.core.pattern import grid_rows, training_bytes, vi
 from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
-    Traffic,
-    Wire,
     branch_traffic,
     check_scheme,
     choose_scheme,
+    message_bytes,
+)
+from dilated_attention_pytorch.parallel.sharding import (
+    TOKEN_LAYOUTS,
+    Shards,
+    SharedSegment,
     fetched_pieces,
     held_pieces,
-    message_bytes,
-    wires_of,
+    local_calls,
 )
-from dilated_attention_pytorch.parallel.sharding import TOKEN_LAYOUTS, Shards, SharedSegment, local_calls
+from dilated_attention_pytorch.parallel.wire import Traffic, Wire, wires_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # What kernels reach on an H200 in bfloat16 with heads of 64, and one 400-gigabit port a GPU.

@@ -209,6 +209,34 @@ def shared_segments(branch: Branch, shards: Shards, documents: Sequence[Document
     return tuple(found)
 
 
+def sources(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
+    """The other ranks whose rows a rank's queries see; the other pieces, where a rank holds several."""
+    return [j for j in segment.ranks if j != rank and (j < rank or not is_causal)]
+
+
+def viewers(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
+    """The other ranks whose queries see a rank's rows; the other pieces, where a rank holds several."""
+    return [j for j in segment.ranks if j != rank and (j > rank or not is_causal)]
+
+
+def held_pieces(shards: Shards, segment: SharedSegment, rank: int) -> list[int]:
+    """The pieces of a segment that a rank holds."""
+    return [piece for piece in shards.pieces_of(rank) if piece in segment.ranks]
+
+
+def fetched_pieces(shards: Shards, segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
+    """The pieces of other ranks that a rank's queries see: each comes once, whichever of its own pieces see it."""
+    mine = held_pieces(shards, segment, rank)
+    seen = sources(segment, mine[-1], is_causal) if mine else []
+    return [piece for piece in seen if shards.rank_of(piece) != rank]
+
+
+def addressees(shards: Shards, segment: SharedSegment, piece: int, is_causal: bool) -> list[int]:
+    """The other ranks whose queries see a piece's rows."""
+    ranks = {shards.rank_of(viewer) for viewer in viewers(segment, piece, is_causal)}
+    return sorted(ranks - {shards.rank_of(piece)})
+
+
 @dataclass(frozen=True)
 class LocalCall:
     """What a rank computes alone, as one call of an engine on some tokens of its shard: their rows against their keys.

@@ -7,8 +7,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from dilated_attention_pytorch.core.reach import reach_lines
-from dilated_attention_pytorch.parallel.costs import Traffic
 from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, Plan, RankPlan
+from dilated_attention_pytorch.parallel.wire import Traffic
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

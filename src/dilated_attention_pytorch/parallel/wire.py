@@ -1,0 +1,158 @@
+"""What one branch of a call puts on the wire: the grid rows of shared segments, and the buffers they are packed into.
+
+A *block* is what one rank holds of a shared segment. Heads with the same offset have the same grid rows, so a block has
+one set of rows and heads per offset. The rows of several ranks at one offset, one after another, are the rows of the
+segment's grid in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.memory_pool import Take
+from dilated_attention_pytorch.core.pattern import heads_by_offset
+from dilated_attention_pytorch.core.spec import Branch, Call
+from dilated_attention_pytorch.parallel.sharding import Document, Shards, SharedSegment, shared_segments
+
+
+class Traffic(NamedTuple):
+    """Bytes."""
+
+    sent: int
+    received: int
+
+    def __add__(self, other: tuple[int, ...]) -> Traffic:  # type: ignore[override]
+        return Traffic(self.sent + other[0], self.received + other[1])
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One branch on the wire: the offsets of its key/value heads, and the sizes of what travels."""
+
+    branch: Branch
+    offsets: tuple[int | None, ...]
+    groups: int  # query heads per key/value head
+    head_dim: int
+    itemsize: int
+    sum_itemsize: int
+    is_causal: bool
+    shards: Shards
+
+    def rows(self, segment: SharedSegment, rank: int, heads: range | None = None) -> int:
+        """The number of (batch row, grid row, key/value head) triples that a rank holds, of all heads or of some."""
+        mine = self.offsets if heads is None else self.offsets[heads.start : heads.stop]
+        rate = self.branch.dilation_rate
+        counts = {o: len(segment.grid(self.shards, rank, rate, o)) for o in {*mine} if o is not None}
+        return len(segment.rows) * sum(counts[o] for o in mine if o is not None)
+
+    def bytes_of(self, segment: SharedSegment, rank: int) -> int:
+        """`u`: the bytes of a rank's grid rows of K."""
+        place = segment.rows.start, segment.start, rank
+        if place not in self._bytes:
+            self._bytes[place] = self.rows(segment, rank) * self.head_dim * self.itemsize
+        return self._bytes[place]
+
+    @cached_property
+    def _bytes(self) -> dict[tuple[int, int, int], int]:
+        """Sums over all ranks, for each rank, ask for the same bytes many times."""
+        return {}
+
+    def head_share(self, segment: SharedSegment, rank: int) -> range:
+        """The key/value heads that a rank computes under all-to-all."""
+        share = len(self.offsets) // len(segment.ranks)
+        index = segment.ranks.index(rank)
+        return range(index * share, (index + 1) * share)
+
+
+def wires_of(
+    call: Call,
+    shards: Shards,
+    documents: Sequence[Document],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+) -> Iterator[tuple[int, tuple[SharedSegment, ...], Wire]]:
+    """The branches of a call that ranks share: the branch's index, its shared segments, and what travels."""
+    for index, (branch, offsets) in enumerate(zip(call.spec.branches, call.offsets(heads, kv_heads))):
+        segments = shared_segments(branch, shards, documents)
+        if segments and any(offset is not None for offset in offsets):
+            groups, sums = heads // kv_heads, max(4, itemsize)
+            yield index, segments, Wire(branch, offsets, groups, head_dim, itemsize, sums, call.is_causal, shards)
+
+
+@dataclass(frozen=True)
+class GridRows:
+    """The grid positions of some batch rows that key/value heads of one offset have within a block."""
+
+    rows: range
+    grid: range
+    heads: range
+    kv_heads: int  # of the whole call
+
+    def view(self, x: Tensor, first: int) -> Tensor:
+        """These rows of `(B, L, H, ...)`, whose token 0 is at position `first`: `(S, M, heads, groups, ...)`.
+
+        `groups` are the heads of `x` per key/value head: 1 for keys and values.
+        """
+        grid = slice(self.grid.start - first, self.grid.stop - first, self.grid.step)
+        x = x[self.rows.start : self.rows.stop, grid].unflatten(2, (self.kv_heads, -1))
+        return x[:, :, self.heads.start : self.heads.stop : self.heads.step]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return len(self.rows), len(self.grid), len(self.heads)
+
+
+class Block(dict[int, GridRows]):
+    """What a rank holds of a shared segment, by offset; offsets without any rows are left out.
+
+    A packed block is one flat buffer with the rows of several tensors. Tensors like those that were packed say how to
+    read it: they may differ in tokens and values only.
+    """
+
+    def __init__(self, wire: Wire, segment: SharedSegment, rank: int, heads: range | None = None) -> None:
+        self.kv_heads = len(wire.offsets)
+        heads = range(self.kv_heads) if heads is None else heads
+        for offset, found in heads_by_offset(wire.offsets[heads.start : heads.stop]):
+            grid = segment.grid(wire.shards, rank, wire.branch.dilation_rate, offset)
+            if grid:
+                self[offset] = GridRows(segment.rows, grid, heads[found], self.kv_heads)
+        self.rows = sum(torch.Size(rows.shape).numel() for rows in self.values())
+
+    def buffer(self, like: Sequence[Tensor], take: Take) -> Tensor:
+        """An uninitialised packed block from `take`."""
+        size = self.rows * sum(x.shape[2:].numel() // self.kv_heads for x in like)
+        return take((size,), dtype=like[0].dtype, device=like[0].device)
+
+    def pack(self, tensors: Sequence[Tensor], first: int, take: Take) -> Tensor:
+        """The block's rows of tensors `(B, L, heads, ...)`."""
+        buffer = self.buffer(tensors, take)
+        for offset, parts in self.unpack(buffer, tensors).items():
+            for part, x in zip(parts, tensors):
+                part.copy_(self[offset].view(x, first))
+        return buffer
+
+    def unpack(self, buffer: Tensor, like: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """Views of a packed block by offset: one tensor `(S, M, heads, groups, ...)` for each that was packed."""
+        found, at = {}, 0
+        for offset, rows in self.items():
+            parts = []
+            for x in like:
+                shape = torch.Size((*rows.shape, x.shape[2] // self.kv_heads, *x.shape[3:]))
+                parts.append(buffer[at : at + shape.numel()].view(shape))
+                at += shape.numel()
+            found[offset] = parts
+        return found
+
+    def add_to(self, totals: Sequence[Tensor], buffer: Tensor, first: int) -> None:
+        """Add a packed block to the rank's own tensors."""
+        for offset, parts in self.unpack(buffer, totals).items():
+            for total, part in zip(totals, parts):
+                self[offset].view(total, first).add_(part)
