@@ -9,12 +9,12 @@ rewinding `capacity` is `rows`: row `t` of every segment has the same place, and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.pattern import grid_rows
 from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable
@@ -136,7 +136,9 @@ class Rings(NamedTuple):
 
 def rings_on(rows: CacheRows, like: Tensor) -> Rings:
     """The rings as tensors on the device of `like`, made once."""
-    return _remembered_rings(rows, like.device) if is_plain(like) else _rings(rows, like.device)
+    if not is_plain(like):
+        return _rings(rows, like.device)
+    return plans.remember("decode table", ("rings", rows, like.device), lambda: _rings(rows, like.device))
 
 
 def _rings(rows: CacheRows, device: torch.device) -> Rings:
@@ -147,9 +149,6 @@ def _rings(rows: CacheRows, device: torch.device) -> Rings:
         for h, offset in enumerate(branch.offsets)
     ]  # fmt: skip
     return Rings(*torch.tensor(table, dtype=torch.int64, device=device).reshape(-1, len(Rings._fields)).unbind(1))
-
-
-_remembered_rings = lru_cache(256)(_rings)
 
 
 class CacheState(NamedTuple):

@@ -53,7 +53,6 @@ KINDS = (
     "ring schedule",
     "decode plan",
     "decode table",
-    "zero keys",
 )
 """What the library remembers. Making one costs more than twice as much as a hit: `bench cache` measures both."""
 

@@ -7,12 +7,12 @@ picked, in the bounded cache's own order, and the rest is its mathematics and it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, is_plain
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec
@@ -143,9 +143,9 @@ def _attend_full_cache(
 ) -> Tensor:
     new = begin + torch.arange(query.shape[1], device=query.device)
     new_key, new_value = key.index_select(1, new), value.index_select(1, new)
-    rows = CacheRows(_within(call.spec, key.shape[1]), call.offsets(query.shape[2], key.shape[2]))
+    rows, places = _rows_within(call, query.shape[2], key)
     lengths = begin - start
-    held = CacheState(*_picked(rows, key, value, lengths, start, new[-1]), lengths, rows)
+    held = CacheState(*_picked(places, key, value, lengths, start, new[-1]), lengths, rows)
     out, _ = attend_cached(query, new_key, new_value, held, call, backend, NO_RESOURCES)
     return out
 
@@ -159,21 +159,34 @@ class _Places(NamedTuple):
 
 
 def _picked(
-    rows: CacheRows, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor, newest: Tensor
+    places: _Places, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor, newest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values `(B, places, D)` as a bounded cache has them after `lengths` tokens.
 
     Places that this segment has not reached yet get some other token, which no query sees: one up to the newest, as
     a weight of 0 does not undo what memory that nobody has written may hold.
     """
-    head, w, within = _places(rows, key.device)
+    head, w, within = places
     position = lengths.clamp_min(0)[:, None] // w * w + within + start[:, None]  # (B, places)
     position = position.clamp_min(0).minimum(newest)
     batch_row = torch.arange(key.shape[0], device=key.device)[:, None]
     return key[batch_row, position, head], value[batch_row, position, head]
 
 
-@lru_cache(64)
+def _rows_within(call: Call, heads: int, key: Tensor) -> tuple[CacheRows, _Places]:
+    """The rows of a bounded cache whose segments are no longer than the keys, in few sizes as a cache grows."""
+    spec, kv_heads, device = call.spec, key.shape[2], key.device
+    longest = 1 << (key.shape[1] - 1).bit_length()
+
+    def make() -> tuple[CacheRows, _Places]:
+        lengths = [min(w, longest) for w in spec.segment_lengths]
+        cut = DilatedSpec.of(lengths, spec.dilation_rates, spec.head_layout)
+        rows = CacheRows(cut, call.offsets(heads, kv_heads))
+        return rows, _places(rows, device)
+
+    return plans.remember("decode table", ("rows", call, heads, kv_heads, longest, device), make)
+
+
 def _places(rows: CacheRows, device: torch.device) -> _Places:
     head, segment_length, within = [], [], []
     for branch in rows.branches:
@@ -185,13 +198,3 @@ def _places(rows: CacheRows, device: torch.device) -> _Places:
         within.append(place.flatten())
     one = torch.ones(1, dtype=torch.int64, device=device)  # the last place is never read
     return _Places(torch.cat([*head, one - 1]), torch.cat([*segment_length, one]), torch.cat([*within, one - 1]))
-
-
-def _within(spec: DilatedSpec, tokens: int) -> DilatedSpec:
-    """The same attention on that many tokens, with no segments beyond them, in few sizes as a cache grows."""
-    return _cut(spec, 1 << (tokens - 1).bit_length())
-
-
-@lru_cache(256)
-def _cut(spec: DilatedSpec, longest: int) -> DilatedSpec:
-    return DilatedSpec.of([min(w, longest) for w in spec.segment_lengths], spec.dilation_rates, spec.head_layout)

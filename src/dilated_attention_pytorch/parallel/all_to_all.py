@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.kernels import op
@@ -195,8 +196,8 @@ def _sent(x: Pass) -> list[tuple[Tensor, ...]]:
     return [(x.q, x.k, x.v)]
 
 
-# Remembered, because engines know a kind of call by its description.
-@functools.lru_cache(maxsize=1024)
 def _dense_call(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None) -> Call:
-    spec = DilatedSpec.of([rows], [1])
-    return Call(spec=spec, is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
+    def make() -> Call:
+        return Call(spec=DilatedSpec.of([rows], [1]), is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
+
+    return plans.remember("call", ("dense", rows, is_causal, scale, allow_tf32), make)
