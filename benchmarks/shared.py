@@ -22,8 +22,8 @@ from benchmarks.results import describe
 from benchmarks.runner import append_line
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.memory_pool import WorkspacePool, reset_global_memory_pool
 from dilated_attention_pytorch.core.plans import KINDS, PatternCache, reset_global_pattern_cache
+from dilated_attention_pytorch.core.pool import WorkspacePool, reset_global_memory_pool
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec

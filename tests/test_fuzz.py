@@ -29,7 +29,7 @@ from dilated_attention_pytorch import core as core_room
 from dilated_attention_pytorch import functional, models, parallel, train
 from dilated_attention_pytorch import nn as nn_room
 from dilated_attention_pytorch.core.checks import shown
-from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
+from dilated_attention_pytorch.core.pool import is_out_of_memory
 from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.parallel.wire import wires_of
 

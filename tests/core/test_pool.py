@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.core import Resources, WorkspacePool, get_global_memory_pool, reset_global_memory_pool
-from dilated_attention_pytorch.core import memory_pool as pooling
+from dilated_attention_pytorch.core import pool as pooling
 from dilated_attention_pytorch.core.optimized_pattern_cache import OptimizedPatternCache
 from dilated_attention_pytorch.core.profile import Profile
 
@@ -310,7 +310,7 @@ def test_sixteen_threads_mix_operations_on_cache_and_pool() -> None:
     assert sum(done) == 20_000
     stats = pool.get_stats()
     assert (stats["live_buffers"], stats["live_bytes"]) == (0, 0)
-    idle = sum(block.nbytes for shelf in pool._shelves.values() for block in shelf.take_idle())
+    idle = sum(block.nbytes for shelf in pool._shelves.values() for block in shelf.idle)
     assert idle == stats["total_allocated"]
     assert cache._hot_bytes == sum(entry.bytes for entry in cache._hot.values())
 

@@ -156,7 +156,7 @@ def test_no_result_shares_memory_with_the_pool(settings) -> None:
                     take((n,), dtype=torch.float64, device="cpu").fill_(torch.nan)
                 for one, other in zip(first, kept):
                     assert torch.equal(one, other)
-            blocks = [b for shelf in resources.pool._shelves.values() for bucket in shelf.idle.values() for b in bucket]
+            blocks = [b for shelf in resources.pool._shelves.values() for b in shelf.idle]
             places = {block.memory.untyped_storage().data_ptr() for block in blocks}
             assert places.isdisjoint(x.untyped_storage().data_ptr() for x in first)
 

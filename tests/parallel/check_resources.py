@@ -59,7 +59,7 @@ def check_the_pool_lends_buffers(rank: int, size: int) -> None:
                 stats = pool.get_stats()
                 assert (stats["live_buffers"], stats["live_bytes"]) == (0, 0), scheme
                 assert stats["reuse_count"] >= stats["allocation_count"] > 0, scheme
-                idle = [b for shelf in pool._shelves.values() for bucket in shelf.idle.values() for b in bucket]
+                idle = [b for shelf in pool._shelves.values() for b in shelf.idle]
                 places = {block.memory.untyped_storage().data_ptr() for block in idle}
                 assert places.isdisjoint(x.untyped_storage().data_ptr() for x in found), scheme
 

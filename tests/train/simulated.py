@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch import LongNetLM, functional
 from dilated_attention_pytorch.core.kept import kept
-from dilated_attention_pytorch.core.memory_pool import WorkspacePool
+from dilated_attention_pytorch.core.pool import WorkspacePool
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, prepare
 

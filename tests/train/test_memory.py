@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import LongNet, LongNetLM
-from dilated_attention_pytorch.core.memory_pool import WorkspacePool
+from dilated_attention_pytorch.core.pool import WorkspacePool
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train import memory

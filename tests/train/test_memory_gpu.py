@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dilated_attention_pytorch import LongNetLM
-from dilated_attention_pytorch.core.memory_pool import get_global_memory_pool
+from dilated_attention_pytorch.core.pool import get_global_memory_pool
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, prepare
 from dilated_attention_pytorch.train.offload import Offload
 

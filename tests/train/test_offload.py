@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dilated_attention_pytorch.core.memory_pool import WorkspacePool
+from dilated_attention_pytorch.core.pool import WorkspacePool
 from dilated_attention_pytorch.train.offload import Offload
 
 

@@ -5,11 +5,6 @@ PyTorch only.
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, PatternType, SparsePatternConfig
-from dilated_attention_pytorch.core.memory_pool import (
-    WorkspacePool,
-    get_global_memory_pool,
-    reset_global_memory_pool,
-)
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.optimized_pattern_cache import (
     OptimizedPatternCache,
@@ -30,6 +25,11 @@ from dilated_attention_pytorch.core.plans import (
     PatternCache,
     get_global_pattern_cache,
     reset_global_pattern_cache,
+)
+from dilated_attention_pytorch.core.pool import (
+    WorkspacePool,
+    get_global_memory_pool,
+    reset_global_memory_pool,
 )
 from dilated_attention_pytorch.core.reach import ReachWarning, branches_for, reach_shares
 from dilated_attention_pytorch.core.reference import reference_forward

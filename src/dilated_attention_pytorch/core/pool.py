@@ -1,16 +1,17 @@
 """Workspaces that calls borrow and give back: large buffers, reused instead of allocated anew.
 
-A buffer belongs to one borrower from `checkout` to `give_back`, and no result of a call may share its memory. `lease`
-is the way to borrow within a call: what was taken goes back when the block ends, also when it ends in an error.
+A buffer belongs to one borrower from `checkout` to `give_back`, and no result of a call may share its memory. Within a
+call, borrow with `lease`: its buffers go back when the block ends, also when it ends in an error.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -32,14 +33,14 @@ from dilated_attention_pytorch.core.profile import LOCK, Profile
 Result = TypeVar("Result")
 
 LEAST_THRESHOLD = 1 << 20
-# Of a device's memory. The host's allocator gives large buffers back to the system, and their pages are cleared anew;
-# a GPU's keeps them, and only such as it would have to search for are worth a pool: 160 MiB of 80 GiB. That of pinned
-# memory keeps them too, rounded up to powers of two: 64 MiB of 128 GiB.
+# The threshold as a share of a device's memory. The host's allocator returns large buffers to the system, which clears
+# their pages anew. A GPU's allocator keeps them, so a pool pays only for buffers that it would have to search for:
+# 160 MiB of 80 GiB. The allocator of pinned memory keeps them too, rounded up to powers of two: 64 MiB of 128 GiB.
 _THRESHOLD_SHARES = {"cpu": 1 << 14, "cuda": 1 << 9, "pinned": 1 << 11}
 _MOST_BYTES = 2**62
-_STEPS = 16  # of bucket sizes between powers of two: at most a sixteenth of a buffer is not asked for
-
-Place = tuple[torch.device, bool]  # and whether it is pinned host memory
+_STEPS = 16  # bucket sizes between powers of two: at most a sixteenth of a buffer is unused
+_MOST_TOO_LARGE = 8  # times what is asked for: a block that a small workspace takes is missing for a large one
+_STALE_AFTER = 64  # checkouts
 
 
 class WorkspacePool:
@@ -49,12 +50,12 @@ class WorkspacePool:
         limit_bytes: what the pool may hold, idle and borrowed buffers together; None for no limit.
         threshold_bytes: smaller workspaces are left to PyTorch's allocator. None adapts it to the device's memory: a
             share of it, and at least 1 MiB.
-        lightweight: keeps every buffer until it is released and leaves a returned handle as it is. Otherwise a handle
-            is emptied when it is given back, so that using it afterwards fails instead of writing into another's
-            buffer, and buffers that nobody took for 64 checkouts are freed.
+        lightweight: keep every buffer until it is released, and leave a returned handle as it is. Otherwise a handle
+            is emptied when it is given back, so that using it afterwards fails instead of writing into another
+            borrower's buffer, and buffers that nobody took for 64 checkouts are freed.
 
-    On CUDA, buffers come from a `torch.cuda.MemPool` of the pool's own, and whoever takes one is ordered behind the
-    stream that used it last.
+    On CUDA, buffers come from a `torch.cuda.MemPool` of the pool's own, and the next borrower's stream waits for the
+    stream that used the buffer last.
 
     >>> pool = WorkspacePool(threshold_bytes=1 << 20)
     >>> for _ in range(3):
@@ -79,16 +80,16 @@ class WorkspacePool:
         self.threshold_bytes = threshold_bytes
         self.lightweight = lightweight
         self._profile = Profile()
-        self._shelves: dict[Place, _Shelf] = {}
-        self._counts = _Counts()
-        self._thresholds: dict[Place, int] = {}
+        self._shelves: dict[tuple[torch.device, bool], _Shelf] = {}
+        self._thresholds: dict[tuple[torch.device, bool], int] = {}
+        self._stats = dict.fromkeys(_COUNTS, 0)
 
     def __reduce__(self) -> Any:
         # A copy of a module shares the global pools; a pool of its own is made again, empty.
-        for lightweight, pool in _global.items():
-            if self is pool:
-                return get_global_memory_pool, (lightweight,)
-        return _made_again, (self.limit_bytes, self.threshold_bytes, self.lightweight)
+        if _global.get(self.lightweight) is self:
+            return get_global_memory_pool, (self.lightweight,)
+        settings = {name: getattr(self, name) for name in ("limit_bytes", "threshold_bytes", "lightweight")}
+        return functools.partial(WorkspacePool, **settings), ()
 
     def threshold(self, device: torch.device | str, *, pinned: bool = False) -> int:
         """Bytes from which a workspace on this device, or in pinned memory of the host, is pooled."""
@@ -105,10 +106,10 @@ class WorkspacePool:
     def lease(self, *, keep_after_error: bool = True, profile: Profile | None = None) -> AbstractContextManager[Loans]:
         """`take(shape, dtype=, device=)` for the length of the block: uninitialised, from the pool where it serves.
 
-        PyTorch's allocator serves instead where a workspace is below the threshold or beyond the limit, and while a
-        CUDA graph is captured, whose memory must be its own. `take.give_back(buffer)` ends a loan before the block
-        does. Without `keep_after_error`, a block that fails leaves its buffers to whoever still uses them, such as a
-        message under way, and the pool forgets them. `profile` notes the loans of a module.
+        PyTorch's allocator serves where a workspace is below the threshold or beyond the limit, and while a CUDA graph
+        is captured, whose memory must be its own. `take.give_back(buffer)` ends a loan before the block does. Without
+        `keep_after_error`, a block that fails leaves its buffers to whoever still uses them, such as a message under
+        way, and the pool forgets them. `profile` notes the loans of a module.
         """
         return _Lease(self, keep_after_error, profile)
 
@@ -130,41 +131,40 @@ class WorkspacePool:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """End a loan. What is not borrowed from this pool, or no longer, is refused."""
-        shelf, block = self._end_loan(buffer)
+        """End a loan. A tensor that is not borrowed from this pool, or no longer, is refused."""
+        block = self._end_loan(buffer)
         if not self.lightweight:
             buffer.set_()  # type: ignore[call-overload]
-        shelf.note_use(block)
+        block.shelf.note_use(block)
         with LOCK:
-            shelf.idle.setdefault(block.nbytes, []).append(block)
-            stale = [] if self.lightweight else shelf.stale()
-            self._counts.held -= sum(block.nbytes for block in stale)
+            block.shelf.idle.append(block)
+            stale = [] if self.lightweight else block.shelf.take_stale()
+            self._stats["total_allocated"] -= sum(one.nbytes for one in stale)
         if stale:
-            log.debug("freed %d buffers on %s that lay idle", len(stale), shelf.device)
-        shelf.free(stale)
+            log.debug("freed %d buffers on %s that lay idle", len(stale), block.shelf.device)
+        block.shelf.free(stale)
 
     def abandon(self, buffer: Tensor) -> None:
         """End a loan and leave the memory to whoever still uses it; it is freed with the last tensor that has it."""
-        shelf, block = self._end_loan(buffer)
+        block = self._end_loan(buffer)
         with LOCK:
-            self._counts.held -= block.nbytes
-        shelf.free([block])
+            self._stats["total_allocated"] -= block.nbytes
+        block.shelf.free([block])
 
-    def _end_loan(self, buffer: Tensor) -> tuple[_Shelf, _Block]:
-        loan = getattr(check_tensor("buffer", buffer), "_loan", None)
-        if loan is None or loan.pool is not self:
-            raise ValueError(
-                f"a tensor of shape {tuple(buffer.shape)} was not borrowed from this pool: give back the tensor that "
-                "checkout returned, not a view or a copy"
-            )
+    def _end_loan(self, buffer: Tensor) -> _Block:
         with LOCK:
-            block, loan.block = loan.block, None
-        if block is None:
-            raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
-        with LOCK:
-            self._counts.live -= block.nbytes
-            self._counts.buffers -= 1
-        return loan.shelf, block
+            shelf, block = getattr(check_tensor("buffer", buffer), "_loan", (None, None))
+            if shelf is None or shelf not in self._shelves.values():
+                raise ValueError(
+                    f"a tensor of shape {tuple(buffer.shape)} was not borrowed from this pool: give back the tensor "
+                    "that checkout returned, not a view or a copy"
+                )
+            if block is None:
+                raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
+            buffer._loan = (shelf, None)  # type: ignore[attr-defined]
+            self._stats["live_bytes"] -= block.nbytes
+            self._stats["live_buffers"] -= 1
+        return block
 
     @checked()
     def release_idle(self, device: torch.device | str | None = None) -> int:
@@ -175,19 +175,20 @@ class WorkspacePool:
             if wanted is not None and (place.type, place.index or 0) != (wanted.type, wanted.index or 0):
                 continue
             with LOCK:
-                blocks = shelf.take_idle()
-                self._counts.held -= sum(block.nbytes for block in blocks)
-                self._counts.cleanups += bool(blocks)
-            released += sum(block.nbytes for block in blocks)
+                blocks, shelf.idle = shelf.idle, []
+                size = sum(block.nbytes for block in blocks)
+                self._stats["total_allocated"] -= size
+                self._stats["cleanups"] += bool(blocks)
+            released += size
             shelf.free(blocks)
         return released
 
     def retrying(self, run: Callable[[], Result]) -> Result:
-        """`run()`; if memory runs out, once more after freeing what the pool holds idle."""
+        """`run()`; if memory runs out, once more after freeing the pool's idle buffers."""
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or self._counts.held == self._counts.live:
+            if not is_out_of_memory(error) or self._stats["total_allocated"] == self._stats["live_bytes"]:
                 raise
         # Outside the handler: the error is gone, and with it the tensors that its traceback kept alive.
         log.debug("memory ran out: released %d idle bytes of the pool, trying once more", self.release_idle())
@@ -200,29 +201,20 @@ class WorkspacePool:
 
         With loans of a module that has `enable_profiling`, also `profile`: their number, bytes and seconds.
         """
-        profile = self._profile.totals()
         with LOCK:
-            counts = replace(self._counts)
-        asked = counts.allocations + counts.reuses
-        stats = {
-            "total_allocated": counts.held,
-            "peak_allocated": counts.peak,
-            "allocation_count": counts.allocations,
-            "reuse_count": counts.reuses,
-            "reuse_rate": counts.reuses / asked if asked else 0.0,
-            "live_buffers": counts.buffers,
-            "live_bytes": counts.live,
-            "cleanups": counts.cleanups,
-            "limit_bytes": self.limit_bytes,
-        }
+            stats: dict[str, Any] = dict(self._stats)
+        asked = stats["allocation_count"] + stats["reuse_count"]
+        stats |= {"reuse_rate": stats["reuse_count"] / asked if asked else 0.0, "limit_bytes": self.limit_bytes}
+        profile = self._profile.totals()
         return stats | {"profile": profile} if profile else stats
 
     def reset(self) -> None:
-        """Free what is idle and start the statistics anew; buffers that are borrowed stay their owners'."""
+        """Free what is idle and restart the statistics; borrowed buffers stay with their owners."""
         self.release_idle()
         with LOCK:
-            now = self._counts
-            self._counts = _Counts(held=now.held, peak=now.held, live=now.live, buffers=now.buffers)
+            held = self._stats["total_allocated"]
+            self._stats |= dict.fromkeys(("allocation_count", "reuse_count", "cleanups"), 0)
+            self._stats["peak_allocated"] = held
         self._profile.clear()
 
     def _checkout(
@@ -234,59 +226,69 @@ class WorkspacePool:
         profile: Profile | None = None,
     ) -> Tensor | None:
         """A buffer, or None where the limit leaves no room."""
-        clock = _no_time if profile is None else time.perf_counter
-        began = clock()
+        began = time.perf_counter()
         if pinned and (device.type != "cpu" or not torch.cuda.is_available()):
             raise ValueError(f"pinned is for host memory that a CUDA GPU copies from or to, got device {device}")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         size = _bucket(_size(shape, dtype))
-        dropped: list[_Block] = []
         with LOCK:
             shelf = self._shelves.get((device, pinned))
             if shelf is None:
                 shelf = self._shelves[device, pinned] = _Shelf(device, pinned)
             block = shelf.take(size)
-            if block is None:
-                dropped = self._drop_for(shelf, size)
-            room = block is not None or self.limit_bytes is None or self._counts.held + size <= self.limit_bytes
-            if room:
-                self._counts.lend(size if block is None else block.nbytes, block is None)
-        shelf.free(dropped)
-        if not room:
-            return None
-        new, waits_from = block is None, clock()
+            new = block is None
+            if new and not self._make_room(shelf, size):
+                return None
+            self._count_loan(size if block is None else block.nbytes, new)
+        waits_from = time.perf_counter()
         if block is not None:
             shelf.wait_until_free(block)
-        waits_to = clock()
+        waits_to = time.perf_counter()
         if block is None:
             try:
                 block = self.retrying(lambda: shelf.allocate(size))
             except BaseException:
-                with LOCK:
-                    self._counts.lend(size, True, -1)
+                self._count_loan(size, new, -1)
                 raise
         with torch.inference_mode(False):
-            # No view, which would keep the block after it was given back, for as long as somebody has the handle.
+            # No view, which would keep the block after it is given back, for as long as somebody has the handle.
             buffer = torch.empty(0, dtype=dtype, device=device)
             buffer.set_(block.memory.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
-        buffer._loan = _Loan(self, shelf, block)  # type: ignore[attr-defined]
+        buffer._loan = (shelf, block)  # type: ignore[attr-defined]
         if profile is not None:
-            times = {"seconds": clock() - began, "seconds_waiting": waits_to - waits_from}
+            times = {"seconds": time.perf_counter() - began, "seconds_waiting": waits_to - waits_from}
             for one in (self._profile, profile):
                 one.add("loans", new=int(new), reused=int(not new), bytes=block.nbytes, **times)
         if debugging():
             log.debug("lent %d bytes on %s, %s", block.nbytes, device, "new" if new else "reused")
         return buffer
 
-    def _drop_for(self, shelf: _Shelf, size: int) -> list[_Block]:
-        """The idle blocks that must go for `size` more bytes, those of the same device first."""
-        dropped: list[_Block] = []
-        for other in (shelf, *self._shelves.values()) if self.limit_bytes is not None else ():
-            while self._counts.held + size > (self.limit_bytes or 0) and (block := other.pop_oldest()) is not None:
-                dropped.append(block)
-                self._counts.held -= block.nbytes
-        return dropped
+    def _make_room(self, shelf: _Shelf, size: int) -> bool:
+        """Whether `size` more bytes are within the limit, after freeing idle blocks, those of this shelf first."""
+        if self.limit_bytes is None:
+            return True
+        for other in (shelf, *self._shelves.values()):
+            while other.idle and self._stats["total_allocated"] + size > self.limit_bytes:
+                oldest = min(other.idle, key=lambda block: block.used_at)
+                other.idle.remove(oldest)
+                self._stats["total_allocated"] -= oldest.nbytes
+                other.free([oldest])
+        return self._stats["total_allocated"] + size <= self.limit_bytes
+
+    def _count_loan(self, size: int, new: bool, times: int = 1) -> None:
+        with LOCK:
+            stats = self._stats
+            stats["live_bytes"] += size * times
+            stats["live_buffers"] += times
+            stats["allocation_count" if new else "reuse_count"] += times
+            stats["total_allocated"] += size * times if new else 0
+            stats["peak_allocated"] = max(stats["peak_allocated"], stats["total_allocated"])
+
+
+_COUNTS = (
+    "total_allocated", "peak_allocated", "allocation_count", "reuse_count", "live_buffers", "live_bytes", "cleanups",
+)  # fmt: skip
 
 
 class Take(Protocol):
@@ -303,16 +305,6 @@ class Loans(Take, Protocol):
     def give_back(self, *buffers: Tensor) -> None: ...
 
 
-class Lends(Protocol):
-    """What a call needs of a pool."""
-
-    def lease(self, *, keep_after_error: bool = True) -> AbstractContextManager[Loans]: ...
-
-    def threshold(self, device: torch.device | str, *, pinned: bool = False) -> int: ...
-
-    def retrying(self, run: Callable[[], Result]) -> Result: ...
-
-
 class ProfiledPool:
     """A pool as a module with `enable_profiling` sees it: its loans are noted in the module's profile."""
 
@@ -322,6 +314,9 @@ class ProfiledPool:
 
     def lease(self, *, keep_after_error: bool = True) -> AbstractContextManager[Loans]:
         return self._pool.lease(keep_after_error=keep_after_error, profile=self._profile)
+
+
+Lends = WorkspacePool | ProfiledPool
 
 
 class _Lease:
@@ -362,94 +357,58 @@ class _Lease:
                 self._pool.give_back(buffer)
 
 
-@dataclass
-class _Counts:
-    """What the statistics are made of; sizes in bytes."""
-
-    held: int = 0
-    peak: int = 0
-    live: int = 0
-    buffers: int = 0
-    allocations: int = 0
-    reuses: int = 0
-    cleanups: int = 0
-
-    def lend(self, size: int, new: bool, times: int = 1) -> None:
-        self.live += size * times
-        self.buffers += times
-        if new:
-            self.allocations += times
-            self.held += size * times
-            self.peak = max(self.peak, self.held)
-        else:
-            self.reuses += times
-
-
-class _Loan:
-    """Owner of a lent buffer; without a block after it is returned."""
-
-    __slots__ = ("block", "pool", "shelf")
-
-    def __init__(self, pool: WorkspacePool, shelf: _Shelf, block: _Block) -> None:
-        self.pool, self.shelf = pool, shelf
-        self.block: _Block | None = block
-
-
 class _Block:
     """Bytes, when they were taken last, and on a GPU by which stream and until when."""
 
-    __slots__ = ("memory", "nbytes", "stream", "until", "used_at")
+    __slots__ = ("memory", "nbytes", "shelf", "stream", "until", "used_at")
 
-    def __init__(self, memory: Tensor, used_at: int) -> None:
-        self.memory = memory
+    def __init__(self, memory: Tensor, shelf: _Shelf) -> None:
+        self.memory, self.shelf = memory, shelf
         self.nbytes = memory.numel()
-        self.used_at = used_at
+        self.used_at = shelf.clock
         self.stream: Any = None
         self.until: Any = None
 
 
-_STALE_AFTER = 64  # checkouts
-_MOST_TOO_LARGE = 8  # times what is asked for: a block that a small workspace takes is missing for a large one
-
-
 class _Shelf:
-    """The idle blocks of one device, and how its memory is got, ordered and freed."""
+    """The idle blocks of one device in the order of their return, and how its memory is got, ordered and freed."""
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self.device = device
         self.pinned = pinned
-        self.clock = 0
-        self.idle: dict[int, list[_Block]] = {}
+        self.clock = 0  # checkouts
+        self.idle: list[_Block] = []
         self._blocks = 0  # allocated and not freed
         self._cuda_pool: Any = None
 
     def take(self, size: int) -> _Block | None:
+        """The smallest idle block that fits: a larger one costs nothing, and parts of a call differ in size."""
         self.clock += 1
-        # A larger one that lies idle costs nothing; parts of a call differ in size, and would each keep their own.
-        fitting = (
-            nbytes for nbytes, bucket in self.idle.items() if bucket and size <= nbytes <= _MOST_TOO_LARGE * size
-        )
-        bucket = self.idle.get(min(fitting, default=size))
-        if not bucket:
-            return None
-        if not self.pinned:
-            block = bucket.pop()
-        elif bucket[0].until is None or bucket[0].until.query():
-            block = bucket.pop(0)
-        else:
-            return None  # copies still use it, and the host, which is to write to it, would have to wait for them
+        # Of several, the one that was used last. Copies may still use pinned ones: of those, the one used first.
+        order = self.idle if self.pinned else reversed(self.idle)
+        fitting = (block for block in order if size <= block.nbytes <= _MOST_TOO_LARGE * size)
+        block = min(fitting, key=lambda block: block.nbytes, default=None)
+        if block is None or (self.pinned and block.until is not None and not block.until.query()):
+            return None  # the host, which is to write to pinned memory, would have to wait for copies from it
+        self.idle.remove(block)
         block.used_at = self.clock
         return block
 
+    def take_stale(self) -> list[_Block]:
+        """The blocks that have lain idle for long, taken off the shelf."""
+        stale = [block for block in self.idle if self.clock - block.used_at > _STALE_AFTER]
+        self.idle = [block for block in self.idle if block not in stale] if stale else self.idle
+        return stale
+
     def allocate(self, size: int) -> _Block:
-        with self._own_memory(), torch.inference_mode(False):  # what inference made, training could not write to
+        with self._own_memory(), torch.inference_mode(False):  # training cannot write to tensors of inference
             memory = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
         with LOCK:
             self._blocks += 1
-        return _Block(memory, self.clock)
+        return _Block(memory, self)
 
     def _own_memory(self) -> AbstractContextManager[Any]:
-        """On CUDA an allocator's pool of our own, so that buffers that stay do not split blocks that others share."""
+        """On CUDA a pool of our own within the allocator, so that buffers that stay do not split blocks of others."""
         if self.device.type != "cuda":
             return nullcontext()
         with LOCK:
@@ -482,26 +441,8 @@ class _Shelf:
         blocks.clear()
         with LOCK:
             self._blocks -= count
-            # PyTorch gives a pool's memory to nobody else while the pool exists.
-            dropped, self._cuda_pool = (None, self._cuda_pool) if self._blocks else (self._cuda_pool, None)
-        del dropped
-
-    def take_idle(self) -> list[_Block]:
-        blocks = [block for bucket in self.idle.values() for block in bucket]
-        self.idle.clear()
-        return blocks
-
-    def pop_oldest(self) -> _Block | None:
-        buckets = [bucket for bucket in self.idle.values() if bucket]
-        return min(buckets, key=lambda bucket: bucket[0].used_at).pop(0) if buckets else None
-
-    def stale(self) -> list[_Block]:
-        """What has lain idle for long, taken off the shelf."""
-        old: list[_Block] = []
-        for bucket in self.idle.values():
-            while bucket and self.clock - bucket[0].used_at > _STALE_AFTER:
-                old.append(bucket.pop(0))
-        return old
+            if not self._blocks:
+                self._cuda_pool = None  # while it exists, PyTorch gives its memory to nobody else
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -511,15 +452,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
-def _no_time() -> float:
-    return 0.0
-
-
 def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
-    elements = 1
-    for n in shape:
-        elements *= n
-    return elements * dtype.itemsize
+    return prod(shape) * dtype.itemsize
 
 
 def _bucket(size: int) -> int:
@@ -554,10 +488,6 @@ def get_global_memory_pool(lightweight: bool = False) -> WorkspacePool:
 
 
 def reset_global_memory_pool() -> None:
-    """Free what the global pools hold idle, and start their statistics anew; modules go on using them."""
+    """Free what the global pools hold idle, and restart their statistics; modules go on using them."""
     for pool in list(_global.values()):
         pool.reset()
-
-
-def _made_again(limit_bytes: int | None, threshold_bytes: int | None, lightweight: bool) -> WorkspacePool:
-    return WorkspacePool(limit_bytes=limit_bytes, threshold_bytes=threshold_bytes, lightweight=lightweight)

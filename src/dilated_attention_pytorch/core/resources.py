@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dilated_attention_pytorch.core.memory_pool import Lends, Loans, ProfiledPool, Take, WorkspacePool
 from dilated_attention_pytorch.core.plans import PatternCache, ProfiledCache, Remembers
+from dilated_attention_pytorch.core.pool import Lends, Loans, ProfiledPool, Take, WorkspacePool
 from dilated_attention_pytorch.core.profile import Profile
 
 Result = TypeVar("Result")
@@ -44,26 +44,25 @@ class Resources(NamedTuple):
 
     def message_buffers(self) -> AbstractContextManager[Loans]:
         """As `workspaces`, and `take.give_back`; if the block fails, messages under way keep their buffers."""
-        return _loans_from_allocator if self.pool is None else self.pool.lease(keep_after_error=False)
+        return _from_allocator if self.pool is None else self.pool.lease(keep_after_error=False)
 
     def retrying(self, run: Callable[[], Result]) -> Result:
         """`run()`, which has no side effects; where memory runs out, once more after freeing what the pool can."""
         return run() if self.pool is None else self.pool.retrying(run)
 
 
-FROM_ALLOCATOR: Take = torch.empty  # type: ignore[assignment]
-_from_allocator: AbstractContextManager[Take] = nullcontext(FROM_ALLOCATOR)
+class _FromAllocator:
+    """Loans where there is no pool: PyTorch's allocator has a buffer back when its last tensor goes."""
 
-
-class _LoansFromAllocator:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.empty(*args, **kwargs)
 
     def give_back(self, *buffers: Tensor) -> None:
-        """PyTorch has a buffer back when its last tensor goes."""
+        pass
 
 
-_loans_from_allocator: AbstractContextManager[Loans] = nullcontext(_LoansFromAllocator())
+FROM_ALLOCATOR: Loans = _FromAllocator()
+_from_allocator: AbstractContextManager[Loans] = nullcontext(FROM_ALLOCATOR)
 
 NO_RESOURCES = Resources()
 

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, rings_on
-from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
+from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec, OffsetTable
 from dilated_attention_pytorch.core.tangents import refuse_tangents

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.memory_pool import Take
+from dilated_attention_pytorch.core.pool import Take
 
 # Scores held at once by the chunked path, whatever the sequence length: 16 MiB in float32, several times that with
 # dropout, whose hash is kept in int64.

@@ -19,8 +19,8 @@ from torch import Tensor
 from dilated_attention_pytorch.core.block_layout import BlockLayout
 from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.core.dropout import keep_mask
-from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.kernels import dense, tiles, vendor

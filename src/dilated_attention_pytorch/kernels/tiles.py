@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_pattern import tiles_of
-from dilated_attention_pytorch.core.memory_pool import Take
+from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.kernels.dense import Keep
 
 # Scores, or elements of gathered keys, held at once: 16 MiB in float32, several times that with dropout.

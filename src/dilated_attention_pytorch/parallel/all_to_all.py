@@ -198,6 +198,7 @@ def _sent(x: Pass) -> list[tuple[Tensor, ...]]:
 
 def _dense_call(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None) -> Call:
     def make() -> Call:
-        return Call(spec=DilatedSpec.of([rows], [1]), is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
+        spec = DilatedSpec.of([rows], [1])
+        return Call(spec=spec, is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
 
     return plans.remember("call", ("dense", rows, is_causal, scale, allow_tf32), make)

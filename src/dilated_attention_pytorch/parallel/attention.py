@@ -20,9 +20,9 @@ from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.kept import kept
-from dilated_attention_pytorch.core.memory_pool import Take
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
+from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.dropout import keep_mask
-from dilated_attention_pytorch.core.memory_pool import Loans, Take
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.pool import Loans, Take
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.kernels import dense, vendor

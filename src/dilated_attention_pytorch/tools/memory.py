@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import POSITIVE, checked
-from dilated_attention_pytorch.core.memory_pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.core.plans import global_caches
+from dilated_attention_pytorch.core.pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.measuring import host_memory, peak_resident, resident, size
 from dilated_attention_pytorch.tools.pictures import check_picture, write_timeline
 

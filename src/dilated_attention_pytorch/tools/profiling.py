@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dilated_attention_pytorch.core.checks import COUNT, check_module, checked
-from dilated_attention_pytorch.core.memory_pool import is_out_of_memory
+from dilated_attention_pytorch.core.pool import is_out_of_memory
 from dilated_attention_pytorch.measuring import measure, size
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import DilatedAttention

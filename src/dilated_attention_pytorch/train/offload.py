@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.memory_pool import LEAST_THRESHOLD, WorkspacePool, get_global_memory_pool
+from dilated_attention_pytorch.core.pool import LEAST_THRESHOLD, WorkspacePool, get_global_memory_pool
 
 # Groups whose copies may be under way: one is copied while the next computes.
 _IN_FLIGHT = 2

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
-from dilated_attention_pytorch.core.memory_pool import Lends, Take
 from dilated_attention_pytorch.core.plans import Remembers, spans_key
+from dilated_attention_pytorch.core.pool import Lends, Take
 from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
