@@ -13,7 +13,7 @@ from benchmarks.contenders import NO_CHECKOUT, OURS, TORCHSCALE, Ready, Setup, n
 from benchmarks.harness import Case
 from benchmarks.peers import build_torchscale, load_torchscale
 from benchmarks.results import Row
-from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
+from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
 EXACT, EXACT_FORWARD = "ours, exact", "ours, exact fwd"
@@ -87,11 +87,9 @@ def _encoder(change_for: Callable[[Case], Change]) -> Setup:
 
 def _pad(detached_merge: bool) -> Callable[[Case], Change]:
     def change_for(case: Case) -> Change:
-        zero_keys = ZeroKeys()
-
         def change(layer: DilatedTransformerEncoderLayer) -> None:
             layer.self_attn.attention = PaddedAttention(
-                case.segment_lengths, case.dilation_rates, detached_merge=detached_merge, zero_keys=zero_keys
+                case.segment_lengths, case.dilation_rates, detached_merge=detached_merge
             )
 
         return change

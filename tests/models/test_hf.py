@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
+import importlib
 import itertools
 
 import transformers
@@ -25,6 +26,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import dilated_attention_pytorch.models.hf
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf import dilated_cache, register, use_dilated_attention
 from dilated_attention_pytorch.models.hf.attention import dilated_attention_forward
@@ -621,7 +623,7 @@ def test_a_config_of_models_without_the_interface_is_refused_before_they_lose_th
 def test_transformers_that_is_too_old_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.3.1")
     with refused("needs transformers >= 5.4, this is 5.3.1: pip install", ImportError):
-        register()
+        importlib.reload(dilated_attention_pytorch.models.hf)
 
 
 def test_a_bounded_cache_refuses_what_it_is_not_for() -> None:

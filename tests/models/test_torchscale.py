@@ -17,11 +17,12 @@ from torch import nn
 
 from dilated_attention_pytorch import LongNet, LongNetLM, cls_attention, patch_gigapath
 from dilated_attention_pytorch.core.reference import reference_forward
+from dilated_attention_pytorch.core.spans import LatestOf
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec
-from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
+from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.models.position_table import SlidePositions
 from dilated_attention_pytorch.models.slide_attention import on_slide
-from dilated_attention_pytorch.models.torchscale import MaskSpans, TorchscaleAttention, load_torchscale_weights
+from dilated_attention_pytorch.models.torchscale import TorchscaleAttention, load_torchscale_weights
 
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 # The same shape of pattern at a 128th of the length: several segments in several branches, and 1448 % 8 = 0.
@@ -256,34 +257,26 @@ def test_by_default_a_patched_model_computes_the_definition_and_honours_padding(
 
 
 class Interrupted(torch.Tensor):
-    """A tensor that another thread's call comes between when it is asked for this, once."""
+    """A tensor during whose first use another thread's call comes between."""
 
-    asked, meanwhile = "", None
-
-    def _answer(self, asked, answer):
-        if asked == self.asked:
-            self.asked = ""
-            self.meanwhile()
-        return answer
+    meanwhile = None
 
     def is_inference(self):
-        return self._answer("is_inference", False)
-
-    @property
-    def device(self):
-        return self._answer("device", torch.device("cpu"))
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        return False
 
 
 def test_what_layers_share_is_right_when_threads_take_turns() -> None:
-    spans, zeros = MaskSpans(), ZeroKeys()
-    mask, other = (torch.arange(32)[None] >= length for length in (9, 11))
-    mask = mask.as_subclass(Interrupted)
-    mask.asked, mask.meanwhile = "is_inference", lambda: spans(other, 1, 32)
-    assert spans(mask, 1, 32).tolist() == MaskSpans()(mask, 1, 32).tolist() != spans(other, 1, 32).tolist()
-    branches = DilatedSpec.of([8, 8], [1, 2]).branches
-    like = torch.empty(1).as_subclass(Interrupted)
-    like.asked, like.meanwhile = "device", lambda: zeros.logs(branches, 11, 2, torch.empty(1))
-    assert zeros.logs(branches, 9, 2, like).shape == (9, 2)
+    latest, other = LatestOf(), torch.zeros(1)
+    mask = torch.zeros(1).as_subclass(Interrupted)
+    mask.meanwhile = lambda: latest(other, lambda: "the other's")
+    assert latest(mask, lambda: "the mask's") == "the mask's"
+    assert latest(mask, lambda: pytest.fail("it is remembered")) == "the mask's"
+    assert latest(other, lambda: "the other's, anew") == "the other's, anew"
+    other += 1
+    assert latest(other, lambda: "changed") == "changed"
 
 
 def test_patching_again_changes_the_semantics() -> None:

@@ -1,10 +1,11 @@
-"""Generation, token by token: where the next logits come from, and how a token is chosen from them."""
+"""Generation token by token: where the next logits come from, and how a token is chosen from them."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,25 +13,14 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import MOST_TOKENS, NOT_NEGATIVE, check_fields, check_instance, check_whole
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.models.longnet import LongNetLM
 
 Steps = Generator[Tensor, Tensor, None]
-"""Yields logits `(B, vocab)`, and is sent the tokens `(B,)` that were chosen from them."""
-
+"""Yields logits `(B, vocab)` and is sent the tokens `(B,)` that were chosen from them."""
 
 _LOOK_EVERY = 64  # new tokens
-
-
-class LanguageModel(Protocol):
-    """What generation asks of a model."""
-
-    head: nn.Linear
-
-    def hidden(
-        self, tokens: Tensor, *, key_padding_mask: Tensor | None = None, cache: list[DilatedKVCache] | None = None
-    ) -> Tensor: ...
-
-    def new_cache(self, batch: int, *, padding: Tensor | None = None) -> list[DilatedKVCache]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +62,12 @@ class Sampling:
             falling, order = chances.sort(-1, descending=True)
             before = falling.cumsum(-1) - falling  # the likeliest token always stays
             chances = chances.scatter(-1, order, falling.masked_fill(before >= self.top_p, 0.0))
-        # Without NaN, which would end the process on a GPU before `generated_tokens` can say what is wrong.
+        # Without NaN, which would end the process on a GPU before `generated_tokens` can report it.
         return torch.multinomial(chances.nan_to_num(1.0), 1, generator=generator)[:, 0]
 
 
-def cached_logits(model: LanguageModel, tokens: Tensor, key_padding_mask: Tensor | None, chunk: int | None) -> Steps:
-    """Logits from a bounded cache, which takes the prompt in chunks."""
+def cached_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | None, chunk: int | None) -> Steps:
+    """Logits from a bounded cache, which reads the prompt in chunks of `chunk` tokens."""
     if chunk is not None:
         check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
     cache = model.new_cache(tokens.shape[0], padding=_left_padding(tokens, key_padding_mask))
@@ -88,8 +78,8 @@ def cached_logits(model: LanguageModel, tokens: Tensor, key_padding_mask: Tensor
         last = model.hidden(chosen[:, None], cache=cache)[:, -1]
 
 
-def recomputed_logits(model: LanguageModel, tokens: Tensor, key_padding_mask: Tensor | None) -> Steps:
-    """Logits from the whole sequence every time."""
+def recomputed_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | None) -> Steps:
+    """Logits computed from the whole sequence at every token."""
     _left_padding(tokens, key_padding_mask)
     mask = key_padding_mask
     while True:
@@ -107,18 +97,18 @@ def generated_tokens(
     max_new_tokens: int,
     eos: int | None,
 ) -> Iterator[Tensor]:
-    """The chosen tokens, `(B,)` at a time; the model is in eval mode for as long as it computes.
+    """The chosen tokens, `(B,)` at a time; the model is in eval mode while it computes.
 
-    Logits that are not finite are a `FloatingPointError`: on a CPU before their token is chosen, elsewhere within 64.
+    Logits that are not finite raise a `FloatingPointError`: on a CPU at once, on a GPU within 64 tokens.
     """
     ended: Tensor | None = None
     chosen: Tensor | None = None
-    greatest: list[Tensor] = []  # logit of each row: NaN or infinite if one is NaN, one infinite, or all are -inf
+    greatest: list[Tensor] = []  # logit per row: not finite if one is NaN or +inf, or if all are -inf
     for number in range(max_new_tokens):
         with _evaluating(model):
             logits = next(steps) if chosen is None else steps.send(chosen)
         greatest.append(logits.amax(-1))
-        # Looking at them waits for a GPU, so not for every token: for the first, then now and then, and for the last.
+        # Reading them waits for a GPU, so they are read for the first token, then every 64, and for the last.
         if logits.device.type == "cpu" or number % _LOOK_EVERY == 0 or number == max_new_tokens - 1:
             _check_finite(greatest, number)
             greatest.clear()
@@ -135,7 +125,7 @@ def generated_tokens(
 
 
 def _check_finite(greatest: list[Tensor], number: int) -> None:
-    """Raise where the logits of the last tokens, up to that of this number, cannot be drawn from."""
+    """Raise if the logits of one of the last tokens, up to token `number`, are not finite."""
     broken = ~torch.stack(greatest).isfinite()  # (tokens, B)
     if broken.any():
         token, row = broken.nonzero()[0].tolist()
@@ -146,18 +136,15 @@ def _check_finite(greatest: list[Tensor], number: int) -> None:
         )
 
 
-class _evaluating:
-    """Eval mode within the block, then every module in its own mode again."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __enter__(self) -> None:
-        self._modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self._modes:
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode within the block; afterwards every module is in its earlier mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
             module.training = training
 
 

@@ -1,8 +1,8 @@
 """Dilated attention as torchscale computes it, its padding included: what weights trained with torchscale expect.
 
-torchscale cuts each branch into segments of `min(w, N)` rows, fills the last one up with rows of zeros, and every
-segment up to a multiple of the rate. A key of zeros has score 0 and value 0: the softmax counts it, and it adds
-nothing. So `c` of them are one more partial, `out = 0` and `lse = log c`, which `merge` adds to what has none.
+torchscale cuts each branch into segments of `min(w, N)` rows, fills up the last segment with rows of zeros, and every
+segment to a multiple of the rate. A key of zeros has score 0 and value 0: it counts in the softmax and adds nothing to
+the sum. So `c` keys of zeros are one more partial, `out = 0` and `lse = log c`, which `merge` adds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.pattern import grid_rows
+from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.nn.attention import DilatedAttention
@@ -25,37 +26,15 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention
 Branches = tuple[Branch, ...]
 
 
-class ZeroKeys:
-    """How many keys of zeros each row sees, as logarithms; remembered for one length, for all layers of a model."""
+def log_zero_keys(
+    branches: Branches, tokens: int, heads: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """The logarithm of the number of zero keys that each row of a non-causal call sees, `(tokens, heads)`.
 
-    def __init__(self) -> None:
-        # One tuple, replaced whole: nn.DataParallel's threads share this.
-        self._known: tuple[int, dict[tuple[Any, ...], Tensor | None]] = (0, {})
-
-    def __reduce__(self) -> tuple[type[ZeroKeys], tuple[()]]:
-        return ZeroKeys, ()  # a copy counts anew
-
-    def logs(self, branches: Branches, tokens: int, heads: int, like: Tensor) -> Tensor | None:
-        """`(tokens, heads)`, -inf where there are none; None where no row sees any."""
-        if torch.compiler.is_compiling():
-            return log_zero_keys(branches, tokens, heads, like)
-        known, found = self._known
-        if tokens != known:
-            found = {}
-            self._known = tokens, found
-        key = (branches, heads, like.device, like.dtype)
-        if key not in found:
-            with torch.inference_mode(False):  # what inference made, training could not save for backward
-                found[key] = log_zero_keys(branches, tokens, heads, like)
-        return found[key]
-
-
-def log_zero_keys(branches: Branches, tokens: int, heads: int, like: Tensor) -> Tensor | None:
-    """The logarithm of the zeros that every row of a non-causal call sees, `(tokens, heads)`, as `like` is.
-
-    Only a branch's last segment has any: `ceil(segment / r)` rows a head in all, fewer of them real.
+    It is -inf for a row that sees none; None where no row sees any. Only the last segment of a branch has zero keys:
+    `ceil(segment / r)` grid rows per head, fewer of them real.
     """
-    counts = torch.zeros(tokens, heads, dtype=like.dtype, device=like.device)
+    counts = torch.zeros(tokens, heads, dtype=dtype, device=device)
     any_zeros = False
     for branch, offsets in zip(branches, DilatedSpec(branches, "blocked").offsets(heads)):
         segment, r = min(branch.segment_length, tokens), branch.dilation_rate
@@ -69,16 +48,19 @@ def log_zero_keys(branches: Branches, tokens: int, heads: int, like: Tensor) -> 
     return counts.log() if any_zeros else None
 
 
+# The layers of a model ask the same. Tensors made in inference mode could not be saved for backward.
+_remembered_log_zero_keys = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(log_zero_keys))
+
+
 class PaddedAttention(DilatedAttention):
     """`DilatedAttention(head_layout="blocked")` with torchscale's padding counted in the softmax.
 
-    Lengths cannot be stated: torchscale's attention ignores padding masks, and so does what calls this.
+    Lengths cannot be stated: torchscale's attention ignores padding masks.
 
     Args:
-        settings: those of `DilatedAttention` but for `head_layout` and `attention_dropout`.
-        detached_merge: backward takes the branches' weights for constants, as torchscale's does: its gradients, and
-            an attention for each branch. False is the true gradient of the same outputs, in one call.
-        zero_keys: counts that layers share.
+        detached_merge: backward takes the weights of the branches as constants, as torchscale's does; this gives its
+            gradients, by one attention per branch. False gives the true gradient of the same outputs, in one call.
+        settings: those of `DilatedAttention` except `head_layout` and `attention_dropout`.
 
     >>> attention = PaddedAttention([16, 128], [1, 4])
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
@@ -92,7 +74,6 @@ class PaddedAttention(DilatedAttention):
         dilation_rates: Sequence[int],
         *,
         detached_merge: bool = True,
-        zero_keys: ZeroKeys | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(segment_lengths, dilation_rates, head_layout="blocked", **settings)
@@ -102,7 +83,6 @@ class PaddedAttention(DilatedAttention):
                 "set it to 0, or leave exact_torchscale out"
             )
         self.detached_merge = detached_merge
-        self._zero_keys = ZeroKeys() if zero_keys is None else zero_keys
         with warnings.catch_warnings():  # a branch alone leaves rows out, which others of the merge cover
             warnings.simplefilter("ignore")
             for branch in self.spec.branches:
@@ -124,19 +104,25 @@ class PaddedAttention(DilatedAttention):
         together = [(b,) for b in placed] if detached else [placed] if placed else []
         partials = [self._padded(query, key, value, branches, is_causal) for branches in together]
         partials += [self._moved(query, key, value, branch, is_causal) for branch in moved]
-        if detached:
-            return _mix(partials)
-        return functools.reduce(lambda a, b: merge(*a, *b), partials)[0]
+        dtype = partials[0][0].dtype
+        if (
+            detached
+        ):  # the weights of a merge depend on lse alone; partials of many branches are rounded once, at the end
+            partials = [(out.to(lse.dtype), lse.detach()) for out, lse in partials]
+        return functools.reduce(lambda a, b: merge(*a, *b), partials)[0].to(dtype)
 
     def _padded(
         self, query: Tensor, key: Tensor, value: Tensor, branches: Branches, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """The partial of some branches, their keys of zeros included; under causality no real row sees any."""
+        """The partial of some branches, with their zero keys; under causality no real row sees any."""
         out, lse = self._call(query, key, value, branches, is_causal)
-        zeros = None if is_causal else self._zero_keys.logs(branches, query.shape[1], query.shape[2], lse)
-        return (
-            (out, lse) if zeros is None else merge(out, lse, out.new_zeros(()).expand_as(out), zeros.expand(lse.shape))
-        )
+        if is_causal:
+            return out, lse
+        count = _remembered_log_zero_keys if is_plain(lse) else log_zero_keys
+        zeros = count(branches, query.shape[1], query.shape[2], lse.dtype, lse.device)
+        if zeros is None:
+            return out, lse
+        return merge(out, lse, out.new_zeros(()).expand_as(out), zeros.expand(lse.shape))
 
     def _moved(
         self, query: Tensor, key: Tensor, value: Tensor, branch: Branch, is_causal: bool
@@ -179,14 +165,3 @@ class PaddedAttention(DilatedAttention):
 def _filled_up(branch: Branch) -> Branch:
     """The branch with segments of a multiple of its rate."""
     return Branch(-(-branch.segment_length // branch.dilation_rate) * branch.dilation_rate, branch.dilation_rate)
-
-
-def _mix(partials: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The merge of partials in which no gradient goes through their weights."""
-    with torch.no_grad():
-        lses = torch.stack([lse for _, lse in partials])
-        total = torch.logsumexp(lses, 0)
-        weights = (lses - total.masked_fill(total == -torch.inf, 0.0)).exp().unsqueeze(-1)
-    mixed = sum(out * weight for (out, _), weight in zip(partials, weights))
-    assert isinstance(mixed, Tensor)
-    return mixed.to(partials[0][0].dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -13,16 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import checked
-from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.core.spans import LatestOf, document_spans
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
-from dilated_attention_pytorch.models.padded_attention import PaddedAttention, ZeroKeys
+from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.models.position_table import compute_positions
+from dilated_attention_pytorch.models.weights import misfits
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 
 Module = TypeVar("Module", bound=nn.Module)
 Exact = bool | Literal["forward"]
 
-# By these torchscale's DilatedAttention is known, whichever copy of it a model was built from.
+# What marks torchscale's DilatedAttention, whichever copy of its code a model was built from.
 _METHODS = ("dense_to_sparse", "sparse_to_dense", "gathering", "scattering")
 _PARTS = ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads", "embed_dim", "args")
 
@@ -57,9 +57,9 @@ def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: s
             f"{', '.join(_METHODS)}, and segment_length and dilated_ratio in its args); its attentions are "
             f"{', '.join(kinds) or 'none'}"
         )
-    zero_keys, lengths = ZeroKeys(), MaskSpans()
-    # Shared by several parents, one attention stays one; and all must be fit before any is swapped.
-    swapped = {child: _swap(child, exact_torchscale, backend, zero_keys, lengths) for _, _, child in places}
+    spans = LatestOf()  # which all layers share
+    # An attention with several parents is swapped once, and no attention is swapped before all are known to fit.
+    swapped = {child: _swap(child, exact_torchscale, backend, spans) for _, _, child in places}
     for parent, name, child in places:
         setattr(parent, name, swapped[child])
     compute_positions(model)
@@ -71,34 +71,6 @@ def is_torchscale_attention(module: nn.Module) -> bool:
     if not all(hasattr(module, name) for name in (*_METHODS, *_PARTS)):
         return False
     return hasattr(module.args, "segment_length") and hasattr(module.args, "dilated_ratio")
-
-
-class MaskSpans:
-    """The spans of a padding mask, read once for all layers that are given the same mask; None where nothing is padded.
-
-    torchscale's encoder hands every layer a mask, also where it is False throughout.
-    """
-
-    def __init__(self) -> None:
-        # One tuple, replaced whole: nn.DataParallel's threads share this, each with a mask of its own.
-        self._known: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
-
-    def __reduce__(self) -> tuple[type[MaskSpans], tuple[()]]:
-        return MaskSpans, ()
-
-    def __call__(self, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-        if mask is None:
-            return None
-        if torch.compiler.is_compiling():
-            return document_spans(batch, tokens, key_padding_mask=mask.bool())
-        known = self._known
-        if known is not None and known[0]() is mask and not mask.is_inference() and known[1] == mask._version:
-            return known[2]
-        stated = document_spans(batch, tokens, key_padding_mask=mask.bool())
-        spans = stated if bool(mask.any()) else None
-        if not mask.is_inference():  # whose changes nobody counts
-            self._known = weakref.ref(mask), mask._version, spans
-        return spans
 
 
 class TorchscaleAttention(nn.Module):
@@ -114,17 +86,17 @@ class TorchscaleAttention(nn.Module):
     inner_attn_ln: nn.Module | None
     xpos: nn.Module | None
 
-    def __init__(self, replaced: nn.Module, attention: DilatedAttention, lengths: MaskSpans) -> None:
+    def __init__(self, replaced: nn.Module, attention: DilatedAttention, latest_spans: LatestOf) -> None:
         super().__init__()
         self.args, self.embed_dim, self.num_heads = replaced.args, int(replaced.embed_dim), int(replaced.num_heads)  # type: ignore[arg-type]
         self.head_dim = self.embed_dim // self.num_heads
-        for name, child in replaced.named_children():  # in their order, which optimizers know parameters by
+        for name, child in replaced.named_children():  # in the same order, by which optimizers know parameters
             if name != "attention":
                 self.add_module(name, child)
         for name in {"inner_attn_ln", "xpos"} - self._modules.keys():  # which not every model has
             self.register_module(name, None)
         self.attention = attention
-        self._lengths = lengths
+        self._latest_spans = latest_spans
         self.train(replaced.training)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,10 +113,17 @@ class TorchscaleAttention(nn.Module):
         return turned.unflatten(0, (-1, self.num_heads)).transpose(1, 2)
 
     def spans(self, key_padding_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-        """What the mask states; torchscale ignores it, so its exact semantics do."""
-        if isinstance(self.attention, PaddedAttention):
+        """The spans that the mask states, or None where nothing is padded. torchscale's exact semantics ignore it."""
+        mask = key_padding_mask
+        if mask is None or isinstance(self.attention, PaddedAttention):
             return None
-        return self._lengths(key_padding_mask, batch, tokens)
+
+        def stated() -> Tensor | None:
+            spans = document_spans(batch, tokens, key_padding_mask=mask.bool())
+            # torchscale's encoder passes a mask to every layer, also one that is False throughout.
+            return spans if torch.compiler.is_compiling() or bool(mask.any()) else None
+
+        return self._latest_spans(mask, stated)
 
     def forward(
         self,
@@ -187,9 +166,7 @@ class TorchscaleAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
 
-def _swap(
-    replaced: nn.Module, exact: Exact, backend: str, zero_keys: ZeroKeys, lengths: MaskSpans
-) -> TorchscaleAttention:
+def _swap(replaced: nn.Module, exact: Exact, backend: str, latest_spans: LatestOf) -> TorchscaleAttention:
     their: Any = replaced
     if getattr(their, "encoder_decoder_attention", False):
         raise ValueError("dilated attention relates the rows of one sequence: keep a dense attention for two")
@@ -201,20 +178,20 @@ def _swap(
     dropout = their.attention.attention_dropout if isinstance(their, TorchscaleAttention) else float(their.dropout)
     if exact:
         attention: DilatedAttention = PaddedAttention(
-            w, r, attention_dropout=dropout, backend=backend, detached_merge=exact is True, zero_keys=zero_keys
+            w, r, attention_dropout=dropout, backend=backend, detached_merge=exact is True
         )
     else:
         attention = DilatedAttention(w, r, attention_dropout=dropout, backend=backend, head_layout="blocked")
-    return TorchscaleAttention(replaced, attention, lengths)
+    return TorchscaleAttention(replaced, attention, latest_spans)
 
 
 def _whole_numbers(name: str, stated: Any) -> list[int]:
-    """A list of torchscale's settings, which may still be text."""
+    """A list in torchscale's settings, which may be text."""
     try:
         values = ast.literal_eval(stated) if isinstance(stated, str) else stated
         return [int(value) for value in values]
     except (TypeError, ValueError, SyntaxError):
-        raise ValueError(f"{name} must list whole numbers, one a branch, got {stated!r}") from None
+        raise ValueError(f"{name} must list whole numbers, one per branch, got {stated!r}") from None
 
 
 _IN_A_LAYER = {
@@ -267,13 +244,10 @@ def load_torchscale_weights(
     names = dict(_named(model, is_decoder))
     found = {name: x for name, x in found.items() if not name.endswith(("self_attn.xpos.scale", "version"))}
     own = model.state_dict()
-    problems = [f"missing {prefix}{name}" for name in names.keys() - found.keys()]
-    problems += [f"unexpected {prefix}{name}" for name in found.keys() - names.keys()]
-    problems += [
-        f"{prefix}{name} is {tuple(found[name].shape)}, not {tuple(own[names[name]].shape)}"
-        for name in found.keys() & names.keys()
-        if found[name].shape != own[names[name]].shape
-    ]
+    problems = misfits(
+        {f"{prefix}{name}": tuple(x.shape) for name, x in found.items()},
+        {f"{prefix}{name}": tuple(own[ours].shape) for name, ours in names.items()},
+    )
     if problems:
         shown = "; ".join(sorted(problems)[:8])
         raise ValueError(f"the weights do not fit {type(model).__name__} ({len(problems)} problems): {shown}")
@@ -288,7 +262,7 @@ def load_torchscale_weights(
 
 
 def _named(model: LongNet | LongNetLM, is_decoder: bool) -> Iterator[tuple[str, str]]:
-    """torchscale's name of each of our weights, and ours."""
+    """Pairs of torchscale's name and our name of each weight."""
     layers, norm = ("layers", "norm") if is_decoder else ("encoder", "encoder_norm")
     if is_decoder:
         yield "embed_tokens.weight", "embedding.weight"
@@ -301,5 +275,5 @@ def _named(model: LongNet | LongNetLM, is_decoder: bool) -> Iterator[tuple[str, 
 
 
 def _pairs_apart(x: Tensor, head_dim: int) -> Tensor:
-    """Rows of a projection whose heads turn neighbouring dimensions, as ours turn them: the halves of a head."""
+    """Reorder a projection for our rotation: torchscale turns neighbouring dimensions, we turn the halves of a head."""
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,8 +1,8 @@
-"""Weights on disk: safetensors beside a JSON config, written whole or not at all, loaded without unpickling."""
+"""Weights on disk: safetensors beside a JSON config, each file written atomically and loaded without unpickling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -14,10 +14,11 @@ from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.files import CHECKSUMS, write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# What a model computes in, by the name that safetensors has for it.
+# The dtypes of a model's weights, by safetensors' name.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Model = TypeVar("Model", bound=nn.Module)
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def save_weights(model: nn.Module, config: str, folder: Path) -> None:
@@ -25,7 +26,7 @@ def save_weights(model: nn.Module, config: str, folder: Path) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], config: str, folder: Path) -> None:
-    """Write the weights of a model that are no longer in one: each shared tensor under its first name only."""
+    """Write weights that were gathered from a model, each shared tensor under its first name only (`untied_names`)."""
     safetensors = _safetensors()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CHECKSUMS).unlink(missing_ok=True)  # those of a checkpoint whose weights are replaced
@@ -40,7 +41,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def load_model(build: Callable[[], Model], layers: int, folder: Path, device: torch.device | str | None) -> Model:
-    """The model of `layers` layers that `build` makes, with the weights in `folder`; others are refused beforehand."""
+    """The model of `layers` layers that `build` makes, with the weights in `folder`.
+
+    Weights that do not fit are refused before memory is allocated for the model.
+    """
     path = _weights_file(folder)
     with _opened(path) as file:
         count = len(file.keys())
@@ -49,32 +53,27 @@ def load_model(build: Callable[[], Model], layers: int, folder: Path, device: to
     with torch.device("meta"):
         model = build()
     found = load_tensors(folder, model)
-    # Copied, for a tensor that safetensors gives is the mapped file; the same object under each name that shares it.
+    # Copies, because a tensor of safetensors is the mapped file; names that share a parameter share one object.
     loaded = {name: tensor.to(device, copy=True) for name, tensor in found.items()}
     own = {id(p): nn.Parameter(loaded[name], requires_grad=p.requires_grad) for name, p in model.named_parameters()}
     state = loaded | {name: own[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     if all(name in state for name, _ in model.named_buffers()):
         model.load_state_dict(state, assign=True)
-    else:  # a subclass computes some that are not saved
+    else:  # a subclass computes buffers that are not saved
         model = build().to(device, _dtype_of(found))
         model.load_state_dict(state)
     return model
 
 
 def load_tensors(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The weights in `folder`; before they are read, they are checked to fit `model` by name, shape and type."""
+    """The weights in `folder`. Names, shapes and dtypes are compared with `model` before anything is read."""
     path = _weights_file(folder)
     expected = _without_ties(model)
     with _opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
         found = {name: (tuple(one.get_shape()), str(one.get_dtype())) for name, one in slices.items()}
-    problems = [f"missing {name}" for name in expected.keys() - found.keys()]
-    problems += [f"unexpected {name}" for name in found.keys() - expected.keys()]
-    problems += [
-        f"{name} is {found[name][0]}, not {tuple(expected[name].shape)}"
-        for name in expected.keys() & found.keys()
-        if found[name][0] != tuple(expected[name].shape)
-    ]
+    shapes = {name: shape for name, (shape, _) in found.items()}
+    problems = misfits(shapes, {name: tuple(x.shape) for name, x in expected.items()})
     dtypes = {dtype for name, (_, dtype) in found.items() if name in expected and expected[name].is_floating_point()}
     if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
         problems.append(f"its tensors are {', '.join(sorted(dtypes))}, not all of one of {', '.join(_DTYPES)}")
@@ -84,6 +83,14 @@ def load_tensors(folder: Path, model: nn.Module) -> dict[str, Tensor]:
         return _safetensors().load_file(path)
     except Exception as error:
         raise _unreadable(path, error) from error
+
+
+def misfits(found: Shapes, expected: Shapes) -> list[str]:
+    """What is wrong with weights of these shapes, in words."""
+    missing = [f"missing {name}" for name in expected.keys() - found.keys()]
+    unexpected = [f"unexpected {name}" for name in found.keys() - expected.keys()]
+    both = [name for name in expected if name in found and found[name] != expected[name]]
+    return [*missing, *unexpected, *(f"{name} is {found[name]}, not {expected[name]}" for name in both)]
 
 
 def _weights_file(folder: Path) -> Path:
@@ -101,7 +108,7 @@ def _opened(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> Exception:
-    """What to raise where safetensors could not read a file: the disk and the memory are not the file's fault."""
+    """The error to raise where safetensors could not read a file, unless the disk or the memory is at fault."""
     if isinstance(error, (OSError, MemoryError)):
         return error
     return ValueError(f"{path} is broken or truncated ({error}): use another copy of the checkpoint")
@@ -117,7 +124,7 @@ def _without_ties(model: nn.Module) -> dict[str, Tensor]:
 
 
 def untied_names(model: nn.Module) -> list[str]:
-    """The names in the state dict, each shared parameter under its first name only, as safetensors stores it."""
+    """The names in the state dict; a shared parameter has its first name only, as safetensors requires."""
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     again = all_names - {name for name, _ in model.named_parameters()}
     return [name for name in model.state_dict() if name not in again]

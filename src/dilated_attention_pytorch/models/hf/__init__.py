@@ -1,8 +1,19 @@
 """Dilated attention in models of Hugging Face's transformers, and LongNet as one of them; needs the extra `hf`."""
 
-from dilated_attention_pytorch.models.hf.requirement import require_transformers
+from dilated_attention_pytorch.core.extras import install_extra
 
-require_transformers()
+try:
+    from transformers import __version__
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"models.hf works with transformers: {install_extra('hf')}") from error
+
+from packaging.version import Version  # which transformers needs
+
+OLDEST = "5.4"  # earlier ones tell a mask function neither where queries begin nor how many there are
+if Version(__version__).release < Version(OLDEST).release:
+    raise ImportError(
+        f"models.hf needs transformers >= {OLDEST}, this is {__version__}: pip install 'transformers>={OLDEST}'"
+    )
 
 from dilated_attention_pytorch.models.hf.attention import register  # noqa: E402
 from dilated_attention_pytorch.models.hf.cache import DilatedCache, dilated_cache  # noqa: E402

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.core.spans import LatestOf, document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf.cache import layer_of
@@ -21,7 +20,6 @@ from dilated_attention_pytorch.models.hf.masks import (
     read_mask,
 )
 from dilated_attention_pytorch.models.hf.pattern import is_no_window, read_pattern
-from dilated_attention_pytorch.models.hf.requirement import require_transformers
 from dilated_attention_pytorch.nn.full_cache import attend_full_cache, reordered
 
 NAME = "dilated"
@@ -43,9 +41,6 @@ _CANNOT_HONOUR = {
 
 def register() -> None:
     """Make `attn_implementation="dilated"` known to transformers; calling it again changes nothing."""
-    require_transformers()
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     AttentionInterface.register(NAME, dilated_attention_forward)
     AttentionMaskInterface.register(NAME, dilated_mask)
 
@@ -173,25 +168,7 @@ def _of_one_document(q: Tensor, told: Told, asked: dict[str, Any]) -> Tensor:
     return of_one_document(q, positions)
 
 
-class _Latest:
-    """What was last made from a tensor, so that the layers of a forward make it once."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
-
-    def __call__(self, tensor: Tensor, make: Callable[[], Tensor | None]) -> Tensor | None:
-        if torch.compiler.is_compiling() or tensor.is_inference():  # which does not count its changes
-            return make()
-        version = tensor._version
-        kept = self._kept  # at once: threads share it
-        if kept is not None and kept[0]() is tensor and kept[1] == version:
-            return kept[2]
-        made = make()
-        self._kept = (weakref.ref(tensor), version, made)
-        return made
-
-
-_latest_lengths, _latest_positions = _Latest(), _Latest()
+_latest_lengths, _latest_positions = LatestOf(), LatestOf()
 
 
 def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, asked: dict[str, Any]) -> None:

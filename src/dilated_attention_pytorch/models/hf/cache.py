@@ -188,11 +188,6 @@ class DilatedCache(Cache):
 
     @checked(num_layers=COUNT, batch=COUNT, rewindable=SIZE)
     def __init__(self, spec: DilatedSpec, num_layers: int, batch: int, rewindable: int = 0) -> None:
-        if num_layers < 1 or batch < 1 or rewindable < 0:
-            raise ValueError(
-                "num_layers and batch must be at least 1 and rewindable at least 0, "
-                f"got {num_layers}, {batch} and {rewindable}"
-            )
         super().__init__(layers=[DilatedLayer(spec, batch, rewindable, index == 0) for index in range(num_layers)])
 
     @property

@@ -12,8 +12,15 @@ from torch import Tensor
 from dilated_attention_pytorch.core.checks import COUNT, check_fields, checked
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.models.hf.attention import NAME, register
-from dilated_attention_pytorch.models.hf.pattern import NO_WINDOW, is_no_window, read_pattern, write_pattern
-from dilated_attention_pytorch.models.hf.requirement import require_interface, require_interface_by_config
+from dilated_attention_pytorch.models.hf.pattern import (
+    FIELD,
+    NO_WINDOW,
+    is_no_window,
+    pattern_values,
+    read_pattern,
+    require_interface,
+    require_interface_by_config,
+)
 
 ModelOrConfig = TypeVar("ModelOrConfig")
 
@@ -43,7 +50,7 @@ def use_dilated_attention(
         require_interface(model)
     else:
         require_interface_by_config(text)
-    DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # before anything is changed
+    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # before anything is changed
     windows = _windows(text)
     if windows and (is_model or not replace_sliding_window):
         raise ValueError(
@@ -52,7 +59,7 @@ def use_dilated_attention(
         )
     if windows:
         _remove_windows(text)
-    write_pattern(text, segment_lengths, dilation_rates, head_layout)
+    setattr(text, FIELD, pattern_values(spec))
     # Of a model with several parts, such as images and text, only the one for text.
     parts = [part for part in getattr(config, "sub_configs", {}) if getattr(config, part, None) is text]
     implementation = {parts[0]: NAME} if parts else NAME

@@ -29,7 +29,7 @@ from dilated_attention_pytorch.models.hf.masks import (
     packed_by_positions,
     read_mask,
 )
-from dilated_attention_pytorch.models.hf.pattern import FIELD, read_pattern, write_pattern
+from dilated_attention_pytorch.models.hf.pattern import FIELD, pattern_values, read_pattern
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.nn.full_cache import reordered
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
@@ -74,8 +74,7 @@ class LongNetConfig(PreTrainedConfig):
         for name, value in own.items():
             setattr(self, name, value)
         setattr(self, FIELD, pattern)
-        spec = read_pattern(self)  # says what a hand-written pattern should hold
-        write_pattern(self, spec.segment_lengths, spec.dilation_rates, spec.head_layout)
+        setattr(self, FIELD, pattern_values(read_pattern(self)))  # which refuses a wrong hand-written pattern
 
     def model_config(self) -> ModelConfig:
         """The same sizes as `LongNetLM` takes them, checked."""
@@ -91,13 +90,8 @@ class LongNetConfig(PreTrainedConfig):
     @classmethod
     def of(cls, config: ModelConfig, **values: Any) -> LongNetConfig:
         """The config of a `LongNetLM`; `values` are those that transformers adds, such as `eos_token_id`."""
-        own = {name: getattr(config, name) for name in _OWN_FIELDS}
-        pattern = {
-            "segment_lengths": list(config.segment_lengths),
-            "dilation_rates": list(config.dilation_rates),
-            "head_layout": config.head_layout,
-        }
-        return cls(**own, **{FIELD: pattern}, tie_word_embeddings=config.tie_weights, **values)
+        own = {name: getattr(config, name) for name in _OWN_FIELDS} | {FIELD: pattern_values(config.spec)}
+        return cls(**own, tie_word_embeddings=config.tie_weights, **values)
 
 
 # Beside the named ones. Where tokens stand in a cache and how long documents are at most, it knows by itself.

@@ -30,8 +30,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.models.hf.pattern import is_no_window
-from dilated_attention_pytorch.models.hf.requirement import require_interface_by_config
+from dilated_attention_pytorch.models.hf.pattern import is_no_window, require_interface_by_config
 
 _SPANS, _SPANS_AND_BEGIN, _DOCUMENTS = (3, 2), (4, 3), (5, 2)
 _UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK = (1, 0), (2, 0), (3, 0)

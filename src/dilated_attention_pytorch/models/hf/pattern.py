@@ -1,32 +1,28 @@
-"""The pattern of a model in its config: `config.dilated_attention`, plain values that JSON keeps."""
+"""The pattern in a model's config, `config.dilated_attention`, in plain values; and which models can have one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+import torch
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from dilated_attention_pytorch.core.spec import DilatedSpec
 
 FIELD = "dilated_attention"
-# A window that no text fills, so that transformers' caches keep every key. There is no other way to have none: layers
-# whose window is None rotate otherwise in some models.
+# A window that no text fills, so that transformers' caches keep every key. A window of None would not do: in some
+# models it changes how a layer rotates.
 NO_WINDOW = 2**40
 
 
-def write_pattern(
-    config: Any,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    head_layout: HeadLayout = "interleaved",
-) -> None:
-    """State the pattern in `config`, which saves it with the model."""
-    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
-    values = {
+def pattern_values(spec: DilatedSpec) -> dict[str, Any]:
+    """The value of `config.dilated_attention` for this pattern."""
+    return {
         "segment_lengths": list(spec.segment_lengths),
         "dilation_rates": list(spec.dilation_rates),
         "head_layout": spec.head_layout,
     }
-    setattr(config, FIELD, values)
 
 
 def is_no_window(window: int | None) -> bool:
@@ -49,3 +45,42 @@ def read_pattern(config: Any) -> DilatedSpec:
             f"config.{FIELD} holds segment_lengths, dilation_rates and, if not interleaved, head_layout; "
             f"got {values!r}: {error}"
         ) from None
+
+
+def require_interface(model: Any) -> None:
+    """Raise unless `attn_implementation` chooses the attention of this model."""
+    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        raise ValueError(_without_interface(type(model).__name__))
+
+
+def require_interface_by_config(config: Any) -> None:
+    """Raise unless it does so for the models of this config, as far as transformers knows them."""
+    name = _class_without_interface(type(config))
+    if name is not None:
+        raise ValueError(_without_interface(name))
+
+
+def _without_interface(name: str) -> str:
+    return (
+        f"{name} computes attention by itself and not through transformers' AttentionInterface, so "
+        "that nothing would be switched: use a model that does, such as Llama, Qwen, Mistral or ModernBERT"
+    )
+
+
+# A constant in a trace: tracing would follow it into the source files that it reads.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _class_without_interface(config_class: type) -> str | None:
+    return _read_class_without_interface(config_class)
+
+
+@functools.cache
+def _read_class_without_interface(config_class: type) -> str | None:
+    try:
+        known = MODEL_MAPPING[config_class]
+    except (KeyError, ValueError):  # not in the mapping, or there by a name that transformers does not have
+        return None
+    for model_class in known if isinstance(known, (list, tuple)) else (known,):
+        # A placeholder for a class whose packages are missing has no such method.
+        if not getattr(model_class, "_can_set_attn_implementation", lambda: True)():
+            return str(model_class.__name__)
+    return None
