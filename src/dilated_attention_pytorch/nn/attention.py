@@ -31,21 +31,20 @@ class DilatedAttention(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: one entry per branch.
-        max_length: in place of them: the longest sequence, of which `branches_for` connects all tokens.
-        softmax_scale: of the scores; `D ** -0.5` by default.
+        max_length: instead of them: the longest sequence; `branches_for` chooses branches that connect all its tokens.
+        softmax_scale: factor of the scores; `D ** -0.5` by default.
         attention_dropout: probability of dropping an attention weight while training.
         head_layout: `interleaved`, `blocked` or `grouped`.
         backend: `auto`, or the engine to run.
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
         enable_profiling: count calls, lookups and loans with their seconds and bytes (`get_profile`), and name each
             call in `torch.profiler` traces.
-        enable_memory_pool: borrow large workspaces from the global pool; `lightweight_pool` chooses its simpler twin.
-            On a CPU, bfloat16, float16, dropout and block sparsity take workspaces; plain float32 takes none. On a GPU
-            only workspaces above 1/512 of its memory come from the pool: for smaller ones PyTorch's allocator is as
-            good.
+        enable_memory_pool: borrow large workspaces from the global pool, or with `lightweight_pool` from its simpler
+            twin. On a CPU, bfloat16, float16, dropout and block sparsity need workspaces; plain float32 needs none. On
+            a GPU only workspaces above 1/512 of its memory come from the pool.
         use_pattern_cache: share tables of lengths and segments between calls through the global cache.
-        device, dtype: where inputs must be, and what dtype the call must have, after autocast; other inputs are an
-            error. There are no parameters to place. Both follow `module.to(...)`.
+        device, dtype: the device of the inputs, and their dtype after autocast; other inputs are refused. There are no
+            parameters to place. Both follow `module.to(...)`.
 
     >>> attention = DilatedAttention(segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
@@ -54,7 +53,7 @@ class DilatedAttention(nn.Module):
     """
 
     _place: Tensor | None
-    sparse_config: SparsePatternConfig | None = None  # all tiles are kept, unless a subclass says otherwise
+    sparse_config: SparsePatternConfig | None = None  # a subclass keeps only some tiles
 
     @checked(attention_dropout=PROBABILITY)
     def __init__(
@@ -93,13 +92,13 @@ class DilatedAttention(nn.Module):
         self._pattern_cache: PatternCache | None = get_global_pattern_cache() if use_pattern_cache else None
         self._profile = Profile() if enable_profiling else None
         self._stated = tuple(name for name, x in (("device", device), ("dtype", dtype)) if x is not None)
-        # An empty buffer, so that `module.to(...)` changes what was stated, as it moves parameters.
+        # An empty buffer, so that `module.to(...)` changes it as it moves parameters.
         place = torch.empty(0, device=device, dtype=dtype) if self._stated else None
         self.register_buffer("_place", place, persistent=False)
 
     @property
     def resources(self) -> Resources:
-        """What this module's calls share with others: for `attend`."""
+        """The cache, the pool and the counters of this module's calls."""
         if self._profile is not None:
             return Resources.profiled(self._pattern_cache, self._memory_pool, self._profile)
         if self._pattern_cache is None and self._memory_pool is None:
@@ -107,11 +106,11 @@ class DilatedAttention(nn.Module):
         return Resources(self._pattern_cache, self._memory_pool)
 
     def get_profile(self) -> dict[str, dict[str, float]]:
-        """What `enable_profiling` has counted of this module's calls, by event; `reset_profile` starts anew.
+        """What `enable_profiling` has counted since the last `reset_profile`, by event.
 
-        `calls` of forward, with the seconds of the host; `lookups of` each kind of entry in the pattern cache; `loans`
-        from the memory pool and `workspaces left to PyTorch`; across ranks, the bytes of `messages` and the seconds of
-        waiting for them. Compiled calls are not counted.
+        The events are `calls` of forward, with seconds on the host; `lookups of` each kind of entry in the pattern
+        cache; `loans` from the memory pool and `workspaces left to PyTorch`; across ranks, the bytes of `messages` and
+        the seconds spent waiting for them. Compiled calls are not counted.
 
         >>> attention = DilatedAttention([16, 128], [1, 4], use_pattern_cache=True, enable_profiling=True)
         >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
@@ -169,19 +168,13 @@ class DilatedAttention(nn.Module):
             return self.attend(query, key, value, is_causal=is_causal, spans=spans)
 
     def _profiling(self) -> AbstractContextManager[Any]:
-        """Names a call in traces and counts it, if asked to; a compiled call is left as it is."""
-        return _NOT_PROFILING if self._profile is None or torch.compiler.is_compiling() else self._profiled_call()
-
-    @contextmanager
-    def _profiled_call(self) -> Iterator[None]:
-        assert self._profile is not None
-        began = time.perf_counter()
-        with torch.profiler.record_function(repr(self)):
-            yield
-        self._profile.add("calls", count=1, seconds=time.perf_counter() - began)
+        """Counts a call and names it in traces if profiling is on, except a compiled one."""
+        if self._profile is None or torch.compiler.is_compiling():
+            return _NOT_PROFILING
+        return _counted_call(repr(self), self._profile)
 
     def _check_place(self, query: Tensor) -> None:
-        """Refuse inputs that are not where the module was told they would be."""
+        """Refuse inputs of another device or dtype than the stated ones."""
         if self._place is None:
             return
         found = autocast_inputs(query)[0]
@@ -194,7 +187,7 @@ class DilatedAttention(nn.Module):
                 )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None) -> Tensor:
-        """The one seam: what a subclass replaces to attend across devices or tiles."""
+        """The seam that a subclass overrides to attend across ranks or in another way."""
         return dilated_attention(
             query,
             key,
@@ -213,7 +206,7 @@ class DilatedAttention(nn.Module):
         )
 
     def attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: DilatedKVCache) -> Tensor:
-        """The causal rows `(B, m, H, D)` of the next `m` tokens of the cache's rows, which it has when this returns."""
+        """The causal rows `(B, m, H, D)` of the next `m` tokens of the cache's rows, which it then holds."""
         check_instance("cache", cache, DilatedKVCache)
         if type(self).attend is not DilatedAttention.attend:
             raise ValueError(
@@ -267,8 +260,16 @@ class ImprovedDilatedAttention(DilatedAttention):
         self.use_tf32 = use_tf32
 
 
+@contextmanager
+def _counted_call(name: str, profile: Profile) -> Iterator[None]:
+    began = time.perf_counter()
+    with torch.profiler.record_function(name):
+        yield
+    profile.add("calls", count=1, seconds=time.perf_counter() - began)
+
+
 class SharesResources:
-    """Shows the cache and the pool of the attention within, which `_attention` gives, as the module's own."""
+    """Shows the cache and the pool of the attention within, which `_attention` returns, as the module's own."""
 
     def _attention(self) -> DilatedAttention:
         raise NotImplementedError
@@ -282,7 +283,7 @@ class SharesResources:
         return self._attention().enable_memory_pool
 
     def get_profile(self) -> dict[str, dict[str, float]]:
-        """As `DilatedAttention.get_profile`, of all attention within."""
+        """The sum of `DilatedAttention.get_profile` over all attention within."""
         total = Profile()
         for attention in self._all_attention():
             for event, amounts in attention.get_profile().items():

@@ -1,4 +1,4 @@
-"""Dilated attention that keeps some tiles of every branch only, as modules."""
+"""Modules of dilated attention that compute only the kept tiles of every branch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class BlockSparseDilatedAttention(DilatedAttention):
     """`DilatedAttention` over the kept tiles of a pattern, with one softmax over all of them.
 
     Args:
-        segment_lengths, dilation_rates: one entry a branch.
+        segment_lengths, dilation_rates: one entry per branch.
         sparse_config: the pattern; see `SparsePatternConfig`.
         dropout: probability of dropping an attention weight while training.
-        use_pattern_cache: share layouts between calls through the global cache; False builds them anew in every call.
+        use_pattern_cache: share layouts between calls through the global cache; False builds them in every call.
         settings: passed on to `DilatedAttention` (`softmax_scale`, `head_layout`, `backend`, ...).
 
     >>> import torch
@@ -56,7 +56,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
 
 
 class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """`MultiheadDilatedAttention` over `BlockSparseDilatedAttention`, whose keywords it takes as well.
+    """`MultiheadDilatedAttention` around `BlockSparseDilatedAttention`; takes the keywords of both.
 
     >>> import torch
     >>> config = SparsePatternConfig(pattern_type="global_local", sparsity_ratio=0.25, block_size=16)
@@ -66,9 +66,4 @@ class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
     torch.Size([2, 300, 32])
     """
 
-    _attention_class: type[BlockSparseDilatedAttention] = BlockSparseDilatedAttention
-
-    def _make_attention(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
-    ) -> DilatedAttention:
-        return self._attention_class(segment_lengths, dilation_rates, dropout=dropout, **settings)
+    _attention_class = BlockSparseDilatedAttention

@@ -1,4 +1,4 @@
-"""Attention by name and sequence length: a factory chooses the class, the cache and the pool."""
+"""Factories that choose the class by name, and the cache and the pool by sequence length."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def create_dilated_attention(
     attention_type: str = ..., /, *pattern: Sequence[int], sequence_length: int | None = ..., **settings: Any
 ) -> DilatedAttention: ...
 def create_dilated_attention(*args: Any, sequence_length: int | None = None, **settings: Any) -> DilatedAttention:
-    """A `DilatedAttention`, or the class that `attention_type` names, with cache and pool where length pays.
+    """A `DilatedAttention`, or the class that `attention_type` names, with cache and pool for long sequences.
 
     Args:
         attention_type: `auto` (`standard`), `standard`, `improved`, `block_sparse`, `ring`, `distributed` or
             `block_sparse_ring`; by position it comes first.
         segment_lengths, dilation_rates: as the class takes them.
-        sequence_length: what the module will usually see; by default the longest segment.
-        settings: those of the class. `use_pattern_cache`, `enable_memory_pool` are taken as stated.
+        sequence_length: the usual length of the inputs; by default the longest segment.
+        settings: those of the class. A stated `use_pattern_cache` or `enable_memory_pool` overrides the choice.
 
     >>> attention = create_dilated_attention([2048, 4096], [1, 2], sequence_length=65_536)
     >>> attention.use_pattern_cache, attention.enable_memory_pool
@@ -55,7 +55,7 @@ def create_dilated_attention(*args: Any, sequence_length: int | None = None, **s
     """
     name, args = _type_of(args, settings)
     kind = ATTENTION_TYPES[name][0]
-    if kind is DilatedAttention and "dropout" in settings:  # which all the other classes call it
+    if kind is DilatedAttention and "dropout" in settings:  # the name in all other classes
         settings["attention_dropout"] = settings.pop("dropout")
     return kind(*args, **_chosen(name, args, sequence_length, settings))
 
@@ -77,7 +77,7 @@ def create_multihead_dilated_attention(
 def create_multihead_dilated_attention(
     *args: Any, sequence_length: int | None = None, **settings: Any
 ) -> MultiheadDilatedAttention:
-    """As `create_dilated_attention`, with projections around it: `embed_dim` and `num_heads` precede the pattern.
+    """Like `create_dilated_attention`, with projections: `embed_dim` and `num_heads` precede the pattern.
 
     >>> attention = create_multihead_dilated_attention(32, 4, [512], [1], attention_type="improved")
     >>> type(attention).__name__, attention.use_pattern_cache, attention.enable_memory_pool
@@ -90,7 +90,7 @@ def create_multihead_dilated_attention(
 
 
 def _type_of(args: tuple[Any, ...], settings: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """The type, which comes first or by name, and the arguments after it."""
+    """The type, given first or by name, and the arguments after it."""
     first = args and isinstance(args[0], str)
     if first and "attention_type" in settings:
         raise TypeError(
@@ -113,6 +113,6 @@ def _chosen(
         tokens = 1 if segments is None else max(check_sequence("segment_lengths", segments, check_whole), default=1)
     pool = settings.get("lightweight_pool") or tokens >= POOL_FROM_TOKENS
     chosen = {"enable_memory_pool": bool(pool)}
-    if name in ("standard", "improved"):  # layouts and schedules of the others cost more than a search at any length
+    if name in ("standard", "improved"):  # the others make layouts or schedules, which cost more than any lookup
         chosen["use_pattern_cache"] = tokens >= CACHE_FROM_TOKENS
     return chosen | settings

@@ -1,4 +1,4 @@
-"""A bounded key/value cache for causal decoding: what later tokens can still see, and nothing else."""
+"""A bounded key/value cache for causal decoding: it holds only what later tokens can still see."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dilated_attention_pytorch.kernels.decode import attend_cached
 
 
 class _Known(NamedTuple):
-    """Lengths that the host has counted, and of which tensor they are true as long as it has had no other change."""
+    """Lengths that the host has counted; they hold while `tensor` still has this version."""
 
     lengths: tuple[int, ...]
     tensor: Tensor
@@ -35,16 +35,16 @@ class _Known(NamedTuple):
 
 
 class DilatedKVCache:
-    """The keys and values of one attention layer that later tokens can see: at most `sum(w / r)` rows a head.
+    """The keys and values of one attention layer that later tokens can see: at most `sum(w / r)` rows per head.
 
-    Its size depends neither on the number of tokens so far nor on those to come. Tensors keep their shapes and their
-    places in memory, so that a step with a few tokens can be compiled or captured in a CUDA graph.
+    Its size does not depend on the number of tokens. Tensors keep their shapes and addresses, so that a step with a few
+    tokens can be compiled or captured in a CUDA graph.
 
     Args:
         segment_lengths, dilation_rates, head_layout: as in the attention it serves.
         batch, num_heads, head_dim, num_kv_heads: of its tensors; `num_kv_heads` is `num_heads` by default.
-        padding: `(B,)`, how many of each row's first tokens are left padding; the grid starts after them.
-        rewindable: how many tokens `rewind` can take back at any time, for speculative decoding; a few more rows.
+        padding: `(B,)`, the number of left-padded tokens per row; the grid starts after them.
+        rewindable: how many tokens `rewind` can always take back, for speculative decoding; it takes a few more rows.
         head_offset, total_heads: under head sharding, as in `functional.dilated_attention`.
         dtype, device: of keys and values.
 
@@ -90,7 +90,7 @@ class DilatedKVCache:
         self.head_offset, self.total_heads = head_offset, total_heads
         call = Call(spec=self.spec, is_causal=True, head_offset=head_offset, total_heads=total_heads)
         self.rows = CacheRows(self.spec, call.offsets(num_heads, num_kv_heads), rewindable)
-        # Rows that nobody has written yet meet weights of 0, and 0 times what empty memory may hold need not be 0.
+        # Zeros: rows that are not written yet have weight 0, and 0 times uninitialised memory may be NaN.
         self.keys = torch.zeros(batch, self.rows.total, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
@@ -109,7 +109,7 @@ class DilatedKVCache:
         return self.keys.nbytes + self.values.nbytes
 
     def reset(self, padding: Tensor | None = None) -> None:
-        """Forget every token; `padding` is that of the next prompt."""
+        """Forget every token; `padding` describes the next prompt."""
         before = (0,) * self.batch
         if padding is None:
             self.lengths.zero_()
@@ -128,7 +128,7 @@ class DilatedKVCache:
         self._count(before)
 
     def go_on_from(self, tokens: int) -> None:
-        """Let the next token of every row come after so many, as a model that counts them says."""
+        """Continue every row after its first `tokens` tokens, for a model that counts them itself."""
         every = (check_whole("tokens", tokens, least=0, most=MOST_TOKENS),) * self.batch
         if self.known_lengths == every:
             return
@@ -149,7 +149,7 @@ class DilatedKVCache:
     ) -> Tensor:
         """The rows of a full causal forward for the next `m` tokens, `(B, m, H, D)`, which the cache then holds.
 
-        `key` and `value` are `(B, m, Hkv, D)`; `m` is 1, or any number of tokens of a prompt.
+        `key` and `value` are `(B, m, Hkv, D)`; `m` is 1 in decoding, or the length of a prompt or a part of it.
         """
         check_instance("resources", resources, Resources)
         query, key, value = autocast_inputs(query, key, value)
@@ -160,7 +160,7 @@ class DilatedKVCache:
         self._check(query, key, value)
         self._note_recording(query)
         known = self.known_lengths
-        if query.shape[1] > 1 and is_plain(query):  # a prompt: a single token must not wait for the question
+        if query.shape[1] > 1 and is_plain(query):  # only for a prompt, as the check costs time
             heads = (self.total_heads or self.num_heads) * self.num_kv_heads // self.num_heads
             warn_of_reach(self.spec, max(known or (0,)) + query.shape[1], heads)
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
@@ -172,7 +172,7 @@ class DilatedKVCache:
         return out
 
     def _note_recording(self, x: Tensor) -> None:
-        """What is recorded now moves the lengths whenever it is replayed, and the host does not see it."""
+        """Note that a graph is being recorded: when it is replayed, lengths change and the host does not see it."""
         if not is_plain(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._replayed = True
 
@@ -182,18 +182,18 @@ class DilatedKVCache:
 
     @property
     def known_lengths(self) -> tuple[int, ...] | None:
-        """The lengths as the host counted them, or None where something else may have changed them meanwhile."""
+        """The lengths as the host counted them, or None if something else may have changed them."""
         if self._replayed or self._known is None:
             return None
         lengths, tensor, version = self._known
         return lengths if tensor is self.lengths and tensor._version == version else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The tensors of a copy count their changes anew: what was counted for this one says nothing of them.
+        # The tensors of a copy have versions of their own.
         return {**self.__dict__, "_known": None}
 
     def rewind(self, tokens: int | Tensor) -> None:
-        """Take back the last `tokens` tokens, of all rows or `(B,)` of each; waits for the device."""
+        """Take back the last tokens: one number for all rows, or `(B,)`; waits for the device."""
         if isinstance(tokens, Tensor):
             _check_values("tokens", tokens)
         else:
@@ -220,7 +220,7 @@ class DilatedKVCache:
         self._count(tuple(length - count for count, length, _ in found))
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row `b` continue what row `rows[b]` has been, as beam search does; in place."""
+        """Make row `b` a copy of row `rows[b]`, in place, as beam search does."""
         if _check_values("rows", rows).shape != (self.batch,) or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(
                 f"reorder takes the ({self.batch},) rows to continue from, got {rows.dtype} {tuple(rows.shape)}"
@@ -261,7 +261,7 @@ class DilatedKVCache:
 
 
 def _check_values(name: str, x: Any) -> Tensor:
-    """Refuse what is no tensor, or one without values."""
+    """Refuse anything but a tensor with values."""
     if check_tensor(name, x).device.type == "meta" and not torch.compiler.is_compiling():
         raise ValueError(f"{name} must have values, got a tensor on the device meta")
     return x

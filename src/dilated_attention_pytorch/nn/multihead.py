@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,20 +32,20 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     Follows MAGNETO: an extra LayerNorm before the output projection, and value and output projections initialised with
     gain `gamma_init`.
 
-    `load_state_dict` takes the projections apart, as here; fused, as in `ImprovedMultiheadDilatedAttention`; and, with
-    `layer_norm=False`, those of `nn.MultiheadAttention`.
+    `load_state_dict` accepts separate projections, as here; fused ones, as in `ImprovedMultiheadDilatedAttention`; and,
+    with `layer_norm=False`, those of `nn.MultiheadAttention`.
 
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
         segment_lengths, dilation_rates: one entry per branch.
-        max_length: in place of them: the longest sequence, of which `branches_for` connects all tokens with as many
-            key/value heads as the module has.
+        max_length: instead of them: the longest sequence; `branches_for` chooses branches that connect all its tokens
+            with this number of key/value heads.
         dropout: of the attention weights, while training.
         bias: whether projections have a bias.
-        layer_norm: whether the output projection is preceded by a LayerNorm (with `layer_norm_eps`).
+        layer_norm: whether a LayerNorm (with `layer_norm_eps`) precedes the output projection.
         gamma_init: gain of the initial value and output projections.
         num_kv_heads: fewer key/value heads than query heads (grouped-query attention).
-        batch_first: inputs and outputs are `(B, N, E)`; False for `(N, B, E)`.
+        batch_first: inputs and outputs are `(B, N, E)`, with False `(N, B, E)`.
         settings: passed on to `DilatedAttention` (`head_layout`, `use_pattern_cache`, `backend`, ...).
 
     >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
@@ -55,7 +55,9 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     (torch.Size([2, 100, 32]), None)
     """
 
-    # What nn.TransformerEncoder(Layer) looks at to see that its own fused path does not apply.
+    _attention_class: Callable[..., DilatedAttention] = DilatedAttention  # takes the pattern and `settings`
+
+    # What nn.TransformerEncoder(Layer) reads to see that its own fused path does not apply.
     _qkv_same_embed_dim = False
     in_proj_weight = None
     in_proj_bias = None
@@ -103,14 +105,12 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self.gamma_init = gamma_init
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._make_projections(bias, factory)
+        head_layout = settings.get("head_layout", "interleaved")
         branches = stated_branches(
-            segment_lengths,
-            dilation_rates,
-            max_length,
-            heads=num_kv_heads,
-            head_layout=settings.get("head_layout", "interleaved"),
+            segment_lengths, dilation_rates, max_length, heads=num_kv_heads, head_layout=head_layout
         )
-        self.attention = self._make_attention(*branches, dropout, settings)
+        self.attention = self._attention_class(*branches, **settings)
+        self.attention.attention_dropout = dropout
         self.norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **factory) if layer_norm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
@@ -118,11 +118,6 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
         for name, features in zip(_APART, self._qkv_dims):
             setattr(self, name, nn.Linear(self.embed_dim, features, bias=bias, **factory))
-
-    def _make_attention(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
-    ) -> DilatedAttention:
-        return DilatedAttention(segment_lengths, dilation_rates, attention_dropout=dropout, **settings)
 
     def _attention(self) -> DilatedAttention:
         return self.attention
@@ -137,13 +132,13 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _to_own_layout(self, state: dict[str, Any], prefix: str) -> None:
-        """Split or join the projections of a state dict, in place; what does not fit is left for PyTorch to report."""
+        """Split or join the projections of a state dict, in place; PyTorch reports what does not fit."""
         fuses = "qkv_proj" in self._modules
         for kind in ("weight", "bias"):
             fused, apart = f"{prefix}qkv_proj.{kind}", [f"{prefix}{name}.{kind}" for name in _APART]
             for name in (f"{prefix}in_proj_{kind}", *([] if fuses else [fused])):
                 if name in state and state[name].shape[0] == sum(self._qkv_dims):
-                    # Copies: parameters that `assign=True` makes of them must not share memory.
+                    # Copies: parameters that `assign=True` makes from them must not share memory.
                     state |= zip(apart, (part.clone() for part in state.pop(name).split(self._qkv_dims)))
             if fuses and all(name in state for name in apart):
                 state[fused] = torch.cat([state.pop(name) for name in apart])
@@ -189,11 +184,11 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     ) -> tuple[Tensor, None]:
         """`(out, None)` with `out` `(B, N, E)`, or `(N, E)` for an unbatched input.
 
-        With `batch_first=False` it is `(N, B, E)`, as are the inputs; masks and lengths stay as they are.
+        With `batch_first=False` inputs and output are `(N, B, E)`; masks and lengths stay as they are.
 
         `rotation` turns queries and keys by their positions (`RotaryPositions`, `XPosPositions`). With a `cache` the
         inputs are the next tokens of its rows. Weights would take O(N^2) memory, so `need_weights=True` is refused;
-        `average_attn_weights` only concerns them.
+        `average_attn_weights` has no effect without them.
         """
         check_flag("is_causal", is_causal)
         if check_flag("need_weights", need_weights):
@@ -202,29 +197,13 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
                 "functional.attention_rows gives those of some rows"
             )
         self._check(query, key, value)
-        if query.dim() == 3 and not self.batch_first:
-            q = query.transpose(0, 1)  # inputs that are one tensor stay one, for a fused projection
-            k = q if key is query else key.transpose(0, 1)
-            query, key, value = q, k, k if value is key else value.transpose(0, 1)
-        if query.dim() == 2:
-            batch = 0 if self.batch_first else 1
-            mask = None if key_padding_mask is None else key_padding_mask[None]
-            out, _ = MultiheadDilatedAttention.forward(
-                self,
-                query.unsqueeze(batch),
-                key.unsqueeze(batch),
-                value.unsqueeze(batch),
-                mask,
-                attn_mask=attn_mask,
-                is_causal=is_causal,
-                seqlens=seqlens,
-                cu_seqlens=cu_seqlens,
-                spans=spans,
-                rotation=rotation,
-                cache=cache,
-            )
-            return out.squeeze(batch), None
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(query, key, value))  # (B, N, heads, D)
+        if query.dim() == 2 and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[None]
+        # Inputs that are one tensor stay one, for a fused projection.
+        rows_q = self._batched(query)
+        rows_k = rows_q if key is query else self._batched(key)
+        rows_v = rows_k if value is key else self._batched(value)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(rows_q, rows_k, rows_v))  # (B, N, H, D)
         if rotation is not None:
             q, k = rotate(q, k, rotation)
         if cache is None:
@@ -251,7 +230,14 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         if self.norm is not None:
             out = self.norm(out)
         out = self.out_proj(out)
+        if query.dim() == 2:
+            return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
+
+    def _batched(self, x: Tensor) -> Tensor:  # to (B, N, E)
+        if x.dim() == 2:
+            return x[None]
+        return x if self.batch_first else x.transpose(0, 1)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         rows = "batch, tokens" if self.batch_first else "tokens, batch"
@@ -277,8 +263,10 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
 class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` with one fused QKV projection, and TF32 for float32 on GPUs unless `use_tf32=False`.
 
-    TF32 here concerns the attention products; the projections follow `torch.set_float32_matmul_precision`.
+    `use_tf32` applies to the attention products; the projections follow `torch.set_float32_matmul_precision`.
     """
+
+    _attention_class = ImprovedDilatedAttention
 
     @checked()
     def __init__(
@@ -297,13 +285,8 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
         self.qkv_proj = nn.Linear(self.embed_dim, sum(self._qkv_dims), bias=bias, **factory)
 
-    def _make_attention(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
-    ) -> DilatedAttention:
-        return ImprovedDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
-
     def unfuse(self) -> None:
-        """Keep the projections of queries, keys and values apart, in place: each can then be cut by heads.
+        """Split the fused projection into three, in place, so that each can be cut by heads.
 
         State dicts fit both forms.
         """
@@ -320,7 +303,7 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     def _projection_gains(self) -> list[tuple[Tensor, float]]:
         if "qkv_proj" not in self._modules:
             return super()._projection_gains()
-        # Rows of the fused weight are initialised apart, so that fan-in and fan-out are those of each projection.
+        # Each part of the fused weight is initialised with its own fan-in and fan-out.
         return list(zip(self.qkv_proj.weight.split(self._qkv_dims), (1.0, 1.0, self.gamma_init)))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -335,6 +318,6 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
 
 
 def _parts(fused: nn.Linear, dims: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """Weights and biases of the projections that a fused one consists of."""
+    """Weights and biases of the three projections in a fused one."""
     bias = fused.bias
     return fused.weight.split(dims), (None,) * len(dims) if bias is None else bias.split(dims)

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core.spans import check_spans, document_positions
 
 
 class Rotation(NamedTuple):
-    """What positions do to queries and keys: angles as `cos` and `sin`, `(1 or B, N, D/2)`, and xPos's `scale`."""
+    """The rotation of queries and keys: `cos` and `sin` of the angles, `(1 or B, N, D/2)`, and xPos's `scale`."""
 
     cos: Tensor
     sin: Tensor
@@ -30,7 +30,7 @@ class Rotation(NamedTuple):
 
 
 class DocumentSpans(nn.Module):
-    """`document_spans` as a part of a model: the seam at which a sequence over several ranks brings in the whole."""
+    """`document_spans` as a part of a model, which a sequence over several ranks replaces to see all tokens."""
 
     def forward(self, batch: int, tokens: int, **lengths: Any) -> Tensor | None:
         return document_spans(batch, tokens, **lengths)
@@ -39,7 +39,7 @@ class DocumentSpans(nn.Module):
 class RotaryPositions(nn.Module):
     """Rotary position embedding: pairs of query and key dimensions turn by `position * base ** (-2i/D)`.
 
-    Angles are computed in float64: in float32 a position of a million is off by whole hundredths of a turn.
+    Angles are computed in float64: in float32 a position of a million is off by hundredths of a turn.
 
     >>> rotation = RotaryPositions(8)(batch=1, tokens=5)
     >>> rotation.cos.shape
@@ -65,7 +65,7 @@ class RotaryPositions(nn.Module):
     ) -> Rotation:
         """The rotation of `tokens` positions, counted from each document's first token where `spans` are given.
 
-        The positions are those from `first` on, in a row of which the tokens are a part.
+        The tokens are part of a longer row, from its position `first` on.
         """
         if not torch.compiler.is_compiling():  # there a limit would become a constraint on the shapes
             for name, count in (("batch", batch), ("tokens", tokens), ("first", first)):

@@ -15,7 +15,6 @@ from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLa
 
 
 @checked()
-@checked()
 def replace_attention(
     model: nn.Module,
     segment_lengths: Sequence[int] | None = None,
@@ -30,14 +29,14 @@ def replace_attention(
     One segment over all tokens with rate 1 gives the outputs of the original. Weights, device, dtype, dropout,
     `batch_first`, `requires_grad` and training mode stay. The model is changed in place, or not at all.
 
-    Cross-attention relates two sequences and stays as it is: that of `nn.TransformerDecoderLayer` is known, other ones
-    are named by `keep`. Dense masks and attention weights are refused when the model is called: pass `is_causal=True`.
+    Cross-attention relates two sequences and is kept: that of `nn.TransformerDecoderLayer` is known, name others
+    in `keep`. Dense masks and attention weights are refused when the model is called: pass `is_causal=True`.
 
     Args:
         model: any module; an `nn.MultiheadAttention` itself is returned replaced.
-        segment_lengths, dilation_rates: one entry per branch; or `max_length`, among the settings.
+        segment_lengths, dilation_rates: one entry per branch; or pass `max_length`.
         attention_type: as in `create_multihead_dilated_attention`; `improved` has one fused projection.
-        keep: names of modules that stay, also with wildcards, such as `"*.cross_attn"`.
+        keep: names of modules to keep, also with wildcards, such as `"*.cross_attn"`.
         settings: those of `DilatedAttention`, such as `head_layout`.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
@@ -76,13 +75,13 @@ def replace_attention(
         )
     model = replace_parts(model, replaced)
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder):  # which decided by the attention that it was made with
+        if isinstance(part, nn.TransformerEncoder):  # which chose this when it was made, for the earlier attention
             part.use_nested_tensor = False
     return model
 
 
 def replace_parts(model: nn.Module, by: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Put `by(part)` in the place of each part, in all its places alike; nothing is changed if one of them raises."""
+    """Replace each part by `by(part)`, wherever it occurs; nothing is changed if `by` raises."""
     replaced = {part: by(part) for part in list(model.modules())}
     for part in replaced:
         for name, child in part._modules.items():

@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 
 
 def check_features(name: str, x: Tensor, features: int) -> None:
-    """Refuse what a layer of that many features cannot take."""
+    """Refuse inputs that do not fit a layer of this many features."""
     if check_tensor(name, x).dim() not in (2, 3) or x.shape[-1] != features or not x.is_floating_point():
         raise ValueError(
             f"{name} must hold floating-point numbers, (batch, tokens, {features}), got {x.dtype} {tuple(x.shape)}"
@@ -73,7 +73,7 @@ class FeedForward(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., d_model)` of `(..., d_model)`."""
+        """`(..., d_model)` to `(..., d_model)`."""
         check_features("x", x, self.linear1.in_features)
         x = self.dropout(_ACTIVATIONS[self.activation](self.linear1(x)))
         return self.linear2(self.norm(x))
@@ -82,7 +82,7 @@ class FeedForward(nn.Module):
 class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     """`nn.TransformerEncoderLayer(norm_first=True, batch_first=True)` with dilated self-attention.
 
-    With `is_causal=True` it is a decoder-only layer. `settings` go to `MultiheadDilatedAttention`.
+    With `is_causal=True` it is a decoder-only layer. `settings` are those of `MultiheadDilatedAttention`.
 
     >>> layer = DilatedTransformerEncoderLayer(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> layer(torch.randn(2, 100, 32)).shape
@@ -140,34 +140,21 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         rotation: Rotation | None = None,
         cache: DilatedKVCache | None = None,
     ) -> Tensor:
-        """`(B, N, E)`. A dense `src_mask` is refused: use `is_causal`. With a `cache`, `src` are its next tokens."""
+        """`(B, N, E)`. A dense `src_mask` is refused: use `is_causal`. With a `cache`, `src` holds its next tokens."""
         check_features("src", src, self.norm1.normalized_shape[0])
-        x = src + self._attend_to_self(src, src_mask, src_key_padding_mask, is_causal, spans, rotation, cache)
+        x = self._add_self_attention(
+            src, src_key_padding_mask, src_mask, is_causal, spans=spans, rotation=rotation, cache=cache
+        )
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
-    def _attend_to_self(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        spans: Tensor | None,
-        rotation: Rotation | None,
-        cache: DilatedKVCache | None = None,
+    def _add_self_attention(
+        self, x: Tensor, key_padding_mask: Tensor | None, mask: Tensor | None, is_causal: bool, **settings: Any
     ) -> Tensor:
-        x = self.norm1(x)
+        rows = self.norm1(x)
         attended, _ = self.self_attn(
-            x,
-            x,
-            x,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            spans=spans,
-            rotation=rotation,
-            cache=cache,
+            rows, rows, rows, key_padding_mask, attn_mask=mask, is_causal=is_causal, **settings
         )
-        return self.dropout(attended)
+        return x + self.dropout(attended)
 
 
 class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
@@ -210,7 +197,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
     ) -> Tensor:
         """`(B, N, E)` from the target `(B, N, E)` and the encoder's output `(B, any N, E)`.
 
-        A dense `tgt_mask` is refused; `memory_mask` is the cross-attention's.
+        A dense `tgt_mask` is refused; `memory_mask` applies to the cross-attention.
         """
         check_features("tgt", tgt, self.norm1.normalized_shape[0])
         check_features("memory", memory, self.norm1.normalized_shape[0])
@@ -224,7 +211,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         per_head = (math.prod(tgt.shape[:-2]) * self.self_attn.num_heads, *pairs)
         _check_mask("memory_mask", memory_mask, pairs, per_head)
         _check_mask("memory_key_padding_mask", memory_key_padding_mask, tuple(memory.shape[:-1]))
-        x = tgt + self._attend_to_self(tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal, spans, rotation)
+        x = self._add_self_attention(tgt, tgt_key_padding_mask, tgt_mask, tgt_is_causal, spans=spans, rotation=rotation)
         crossed, _ = self.cross_attn(
             self.norm3(x),
             memory,

@@ -387,10 +387,18 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     Takes `ring_size`, `group`, `mesh` and the other settings of `RingDilatedAttention`.
     """
 
-    def _make_attention(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
-    ) -> DilatedAttention:
-        return RingDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
+    _attention_class: Callable[..., DilatedAttention] = RingDilatedAttention
+
+
+def _attention_at(*branches: Sequence[int], places: dict[str, Any], **settings: Any) -> DilatedAttention:
+    """Attention whose sequence and heads are shared as `places` say."""
+    if (sequence := places["sequence"]) is not None:
+        ring = RingDilatedAttention(*branches, group=sequence.group, mesh=sequence.mesh, **settings)
+        ring.heads = places["heads"]
+        return ring
+    if places["heads"] is not None:
+        return AcrossRanks(*branches, sequence=None, heads=places["heads"], **settings)
+    return DilatedAttention(*branches, **settings)
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
@@ -410,6 +418,8 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     >>> attention(x, x, x, is_causal=True).shape, attention.options.resume
     (torch.Size([2, 100, 32]), 'auto')
     """
+
+    _attention_class = staticmethod(_attention_at)
 
     @checked()
     def __init__(
@@ -438,21 +448,6 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
         self.model_parallel, self.sequence_parallel = (places[axis] is not None for axis in ("heads", "sequence"))
         self.data_parallel = data_parallel
         share_projections(self, places["heads"])
-
-    def _make_attention(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
-    ) -> DilatedAttention:
-        places = settings.pop("places")
-        if (sequence := places["sequence"]) is not None:
-            settings |= {"group": sequence.group, "mesh": sequence.mesh}
-            ring = super()._make_attention(segment_lengths, dilation_rates, dropout, settings)
-            assert isinstance(ring, AcrossRanks)
-            ring.heads = places["heads"]
-            return ring
-        settings["attention_dropout"] = dropout
-        if places["heads"] is not None:
-            return AcrossRanks(segment_lengths, dilation_rates, **places, **settings)
-        return DilatedAttention(segment_lengths, dilation_rates, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """`(B, N, E)`; takes what `MultiheadDilatedAttention` takes."""
@@ -501,6 +496,8 @@ class DistributedImprovedMultiheadDilatedAttention(ImprovedMultiheadDilatedAtten
     With `model_parallel` the rank has the projections of its heads; ranks begin with the first one's weights.
     """
 
+    _attention_class = DistributedImprovedDilatedAttention
+
     def __init__(
         self,
         embed_dim: int,
@@ -512,11 +509,6 @@ class DistributedImprovedMultiheadDilatedAttention(ImprovedMultiheadDilatedAtten
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **settings)
         assert isinstance(self.attention, AcrossRanks)
         share_projections(self, self.attention.heads)
-
-    def _make_attention(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float, settings: dict[str, Any]
-    ) -> DilatedAttention:
-        return DistributedImprovedDilatedAttention(segment_lengths, dilation_rates, dropout=dropout, **settings)
 
 
 ATTENTION_TYPES |= {
