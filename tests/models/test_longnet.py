@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from dilated_attention_pytorch import LongNet, LongNetLM, ModelConfig
+from dilated_attention_pytorch.models.config import ModelFields
 
 SIZES = {
     "d_model": 16,
@@ -13,6 +16,11 @@ SIZES = {
     "segment_lengths": (4, 8),
     "dilation_rates": (1, 2),
 }
+
+
+def test_the_keywords_of_a_model_are_the_fields_of_its_config() -> None:
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert ModelFields.__annotations__.keys() == fields | {"max_length"}
 
 
 def test_the_defaults_are_the_papers() -> None:

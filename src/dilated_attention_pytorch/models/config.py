@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from dilated_attention_pytorch.core.checks import (
     COUNT,
@@ -26,13 +26,36 @@ Positions = Literal["rotary", "xpos", "none"]
 _LENGTHS, _RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
 
 
+class ModelFields(TypedDict, total=False):
+    """The fields of `ModelConfig`, as the keywords of a model."""
+
+    vocab_size: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int | None
+    num_layers: int
+    num_decoder_layers: int
+    dim_feedforward: int
+    segment_lengths: Sequence[int]
+    dilation_rates: Sequence[int]
+    head_layout: HeadLayout
+    positions: Positions
+    scale_base: float
+    dropout: float
+    attention_dropout: float
+    activation: str
+    layer_norm_eps: float
+    tie_weights: bool
+    max_length: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes of `LongNetLM` and `LongNet`; the defaults are the LongNet paper's base model.
 
-    `num_layers` are the layers of `LongNetLM` and of `LongNet`'s encoder; `num_decoder_layers` those of `LongNet`'s
-    decoder, 0 for an encoder alone. `vocab_size` concerns `LongNetLM` only. `max_length` takes the place of
-    `segment_lengths` and `dilation_rates`: `branches_for` makes those that connect so many tokens with these heads.
+    `num_layers` is the number of layers of `LongNetLM` and of `LongNet`'s encoder; `num_decoder_layers` that of
+    `LongNet`'s decoder, 0 for an encoder alone. `vocab_size` applies to `LongNetLM` only. `max_length` replaces
+    `segment_lengths` and `dilation_rates`: `branches_for` chooses branches that connect this many tokens.
 
     >>> ModelConfig(d_model=128, num_heads=4, num_layers=2).dim_feedforward
     512
@@ -51,7 +74,7 @@ class ModelConfig:
     dilation_rates: tuple[int, ...] = _RATES
     head_layout: HeadLayout = "interleaved"
     positions: Positions = "rotary"
-    scale_base: float = 512.0  # of xPos: the distance over which scores decay
+    scale_base: float = 512.0  # the distance over which xPos lets scores decay
     dropout: float = 0.0
     attention_dropout: float = 0.0
     activation: str = "gelu"
@@ -102,7 +125,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, path: Path) -> ModelConfig:
-        """The config saved at `path`; unknown or missing content is an error that names it."""
+        """The config saved at `path`; an error names what is unknown or missing."""
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.files import check_files
 from dilated_attention_pytorch.functional import autocast_inputs
-from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.config import ModelConfig, ModelFields
 from dilated_attention_pytorch.models.generation import Sampling, cached_logits, generated_tokens, recomputed_logits
 from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model, save_weights
 from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
@@ -33,15 +33,19 @@ from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, XPosPositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Model = TypeVar("Model", bound="_Pretrained")
 _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
 
 
 class _Pretrained(SharesResources, nn.Module):
-    """What every model here shares: a config, layers that can be checkpointed, saving and loading.
+    """What all models share: a config, layers that can be checkpointed, saving and loading.
 
-    `use_pattern_cache`, `enable_memory_pool`, `lightweight_pool` and `enable_profiling` are no part of the config: they
-    change what a run takes and counts, not what a model is. Neither are `device` and `dtype`, those of the parameters.
+    Pass a `ModelConfig` or its fields. The other keywords are no part of the config: `use_pattern_cache`,
+    `enable_memory_pool`, `lightweight_pool` and `enable_profiling` are passed on to the attention of every layer,
+    `device` and `dtype` are those of the parameters.
     """
 
     @checked()
@@ -55,7 +59,7 @@ class _Pretrained(SharesResources, nn.Module):
         enable_profiling: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **overrides: Any,
+        **fields: Unpack[ModelFields],
     ) -> None:
         super().__init__()
         self._factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -65,25 +69,30 @@ class _Pretrained(SharesResources, nn.Module):
             "lightweight_pool": lightweight_pool,
             "enable_profiling": enable_profiling,
         }
-        if config is not None and overrides:
-            raise TypeError(f"pass a config or its fields, not both: got a config and {sorted(overrides)}")
-        self.config = ModelConfig(**overrides) if config is None else config
+        if config is not None and fields:
+            raise TypeError(f"pass a config or its fields, not both: got a config and {sorted(fields)}")
+        self.config = ModelConfig(**fields) if config is None else config  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.spans = DocumentSpans()
         self._run_checkpointed: Callable[..., Tensor] = _recompute_layer
+        self._build()
+
+    def _build(self) -> None:
+        """Make the layers that the config describes."""
+        raise NotImplementedError
 
     @checked()
     def gradient_checkpointing_enable(self, enable: bool = True, run: Callable[..., Tensor] | None = None) -> None:
-        """Keep only the layers' inputs while training and recompute the rest in backward.
+        """Keep only the layers' inputs while training, and recompute the rest in backward.
 
-        `run(layer, *args, **kwargs)` keeps something else, or elsewhere; see `train.memory`.
+        `run(layer, *args, **kwargs)` may keep other tensors, or keep them elsewhere; see `train.memory`.
         """
         self.gradient_checkpointing = enable
         self._run_checkpointed = _recompute_layer if run is None else run
 
     @checked()
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors` into `folder`, each whole or not at all."""
+        """Write `config.json` and `model.safetensors` into `folder`, each atomically."""
         save_weights(self, self.config.to_json(), Path(folder))
 
     @classmethod
@@ -94,7 +103,7 @@ class _Pretrained(SharesResources, nn.Module):
         """The model that `save_pretrained` or a checkpoint wrote; `shared` are `use_pattern_cache` and so on.
 
         The files of a checkpoint are compared with its checksums. Weights that do not fit the config are refused before
-        memory is allocated for them.
+        memory is allocated for the model.
         """
         folder = Path(folder)
         check_files(folder, (CONFIG, WEIGHTS))
@@ -125,7 +134,7 @@ class _Pretrained(SharesResources, nn.Module):
         return next(module for module in self.modules() if isinstance(module, DilatedAttention))
 
     def _spans(self, x: Tensor, **lengths: Tensor | None) -> Tensor | None:
-        """The spans that all layers take, from lengths that state them."""
+        """The spans for all layers, from `seqlens`, `cu_seqlens` or a padding mask."""
         cache = self._pattern_cache if is_plain(x) else None
         return self.spans(x.shape[0], x.shape[1], **lengths, cache=cache)
 
@@ -139,7 +148,7 @@ class _Pretrained(SharesResources, nn.Module):
         return RotaryPositions(self.config.head_dim)
 
     def _check(self, name: str, x: Tensor) -> None:
-        """Refuse what are no embeddings for this model."""
+        """Refuse a tensor that does not hold embeddings of this model."""
         if check_tensor(name, x).dim() != 3 or x.shape[-1] != self.config.d_model or not x.is_floating_point():
             raise ValueError(
                 f"{name} must hold floating-point numbers, (batch, tokens, {self.config.d_model}), got {x.dtype} "
@@ -162,8 +171,7 @@ class LongNetLM(_Pretrained):
 
     _layer_class = DilatedTransformerEncoderLayer
 
-    def __init__(self, config: ModelConfig | None = None, **overrides: Any) -> None:
-        super().__init__(config, **overrides)
+    def _build(self) -> None:
         c = self.config
         settings = self._layer_settings(gamma=math.sqrt(math.log(2 * c.num_layers)) if c.num_layers > 1 else 1.0)
         self.embedding = nn.Embedding(c.vocab_size, c.d_model, **self._factory)
@@ -174,7 +182,7 @@ class LongNetLM(_Pretrained):
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False, **self._factory)
         if c.tie_weights:
             self.head.weight = self.embedding.weight
-        # With inputs scaled by sqrt(d) and a tied head, this makes both embeddings and first logits of unit variance.
+        # With inputs scaled by sqrt(d) and a tied head, embeddings and first logits then both have unit variance.
         nn.init.normal_(self.embedding.weight, std=c.d_model**-0.5)
 
     def forward(
@@ -189,8 +197,8 @@ class LongNetLM(_Pretrained):
     ) -> Tensor:
         """Logits `(B, N, vocab)` of the token that follows each position.
 
-        `finish(hidden, weight)` takes the place of the head, with the final hidden states and the head's weight: a loss
-        that needs no logits of all tokens at once. It runs within `forward`, where ranks that share the model have it.
+        `finish(hidden, weight)` replaces the head: it gets the final hidden states and the head's weight, for a loss
+        that never holds the logits of all tokens. It runs within `forward`, where sharded weights are gathered.
         """
         if finish is not None:
             check_instance("finish", finish, Callable)
@@ -209,10 +217,10 @@ class LongNetLM(_Pretrained):
         cache: Sequence[DilatedKVCache] | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """The final hidden states `(B, N, d_model)`, before the head. `cache` is one of `new_cache`'s.
+        """The final hidden states `(B, N, d_model)`, before the head.
 
-        With a cache, `tokens` are the next ones of its rows, and it has taken them when this returns. `tokens` may be
-        embeddings `(B, N, d_model)`, as `self.embedding` gives them. Each layer's input is appended to `states`.
+        With a `cache` of `new_cache`, `tokens` are the next ones of its rows, which it then holds. `tokens` may also be
+        embeddings `(B, N, d_model)`, as `self.embedding` returns them. Each layer's input is appended to `states`.
         """
         self._check_tokens(tokens, may_be_embedded=True)
         is_embedded = tokens.dim() == 3
@@ -242,7 +250,7 @@ class LongNetLM(_Pretrained):
                 f"tokens must be (batch, tokens) of whole numbers (int64 or int32), got {tokens.dtype} "
                 f"{tuple(tokens.shape)}"
             )
-        # On a GPU a look at the values would wait for the device: PyTorch's own assertion reports them there.
+        # Reading the values would wait for a GPU, where PyTorch's own assertion reports them.
         if is_plain(tokens) and tokens.device.type == "cpu" and tokens.numel():
             least, most = (int(bound) for bound in tokens.aminmax())
             if least < 0 or most >= self.config.vocab_size:
@@ -257,7 +265,7 @@ class LongNetLM(_Pretrained):
     ) -> list[DilatedKVCache]:
         """An empty cache for each layer; `padding` and `rewindable` as in `DilatedKVCache`.
 
-        `dtype` is that of keys and values: the parameters', or autocast's, unless told otherwise.
+        `dtype` is that of keys and values; by default autocast's, or that of the parameters.
         """
         weight, c = self.embedding.weight, self.config
         if dtype is None:
@@ -315,18 +323,18 @@ class LongNetLM(_Pretrained):
         chunk: int | None = None,
         on_tokens: Callable[[Tensor], object] | None = None,
     ) -> Tensor:
-        """`(B, N + new)`: the prompt and its continuation, of `max_new_tokens` tokens or up to where all rows ended.
+        """`(B, N + new)`: the prompt and at most `max_new_tokens` tokens, fewer if all rows end before.
 
         Args:
             tokens: `(B, N)`, the prompt.
             temperature: divides the logits; 0 takes the likeliest token.
-            top_k, top_p: draw from the `top_k` likeliest tokens, of these from the fewest that together reach `top_p`.
-            seed: of the draws; or `generator`, which goes on where it stands.
-            eos: the token that ends a row; what follows it is `eos` again.
-            key_padding_mask: `(B, N)`, True = ignore, for prompts of several lengths: padding stands on the left.
-            use_cache: False computes every token from the whole sequence: the same tokens, to compare with.
-            chunk: how many tokens of the prompt to take at once; all by default.
-            on_tokens: called with the new tokens, `(B,)`, as soon as they are there; `stream` iterates over them.
+            top_k, top_p: draw from the `top_k` likeliest tokens, and of these from the fewest that reach `top_p`.
+            seed: seeds the draws; or pass `generator`, whose state advances.
+            eos: the token that ends a row; `eos` fills the rest of the row.
+            key_padding_mask: `(B, N)`, True = ignore, for prompts of several lengths, padded on the left.
+            use_cache: False computes every token from the whole sequence, for comparison; the tokens are the same.
+            chunk: how many tokens of the prompt to read at once; all by default.
+            on_tokens: called with the new tokens, `(B,)`, as soon as they are chosen; `stream` iterates over them.
         """
         if on_tokens is not None:
             check_instance("on_tokens", on_tokens, Callable)
@@ -364,7 +372,7 @@ class LongNetLM(_Pretrained):
         use_cache: bool = True,
         chunk: int | None = None,
     ) -> Iterator[Tensor]:
-        """The tokens that `generate` appends, `(B,)` at a time, as they come."""
+        """The tokens that `generate` appends, `(B,)` at a time, as they are chosen."""
         self._check_tokens(tokens)
         check_whole("max_new_tokens", max_new_tokens, least=0, most=MOST_TOKENS)
         if eos is not None:
@@ -393,8 +401,7 @@ class LongNet(_Pretrained):
     torch.Size([2, 100, 32])
     """
 
-    def __init__(self, config: ModelConfig | None = None, **overrides: Any) -> None:
-        super().__init__(config, **overrides)
+    def _build(self) -> None:
         c = self.config
         N, M = c.num_layers, c.num_decoder_layers
         if M:
@@ -423,9 +430,9 @@ class LongNet(_Pretrained):
         tgt_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """The decoder's output on `tgt`, `(B, N of tgt, E)`; the encoder's on `src` when there is no decoder.
+        """The decoder's output on `tgt`, `(B, N of tgt, E)`; without a decoder, the encoder's on `src`.
 
-        `is_causal` concerns the decoder's self-attention; it is causal unless told otherwise.
+        `is_causal` applies to the decoder's self-attention, which is causal by default.
         """
         if is_causal is not None:
             check_flag("is_causal", is_causal)

@@ -1,4 +1,4 @@
-"""The fixed position table of slide encoders, from its two axes instead of 3 GB of their combinations."""
+"""The fixed position table of slide encoders, computed from its two axes instead of stored in 3 GB."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class SlidePositions(nn.Module):
-    """Stands for the buffer `pos_embed` of Prov-GigaPath's slide encoder, `(1, 1 + grids ** 2, E)`, and is indexed so.
+    """Replaces the buffer `pos_embed` of Prov-GigaPath's slide encoder, `(1, 1 + grids ** 2, E)`; indexed like it.
 
-    Row 0 is the CLS token's, zeros; row `1 + x * grids + y` joins the sines and cosines of `y` and of `x`. Those of a
-    single axis are `(grids, E / 2)`: that is all that is stored.
+    Row 0, of the CLS token, is zero; row `1 + x * grids + y` joins the sines and cosines of `y` and of `x`. Only those
+    of a single axis, `(grids, E / 2)`, are stored.
 
     >>> table = SlidePositions(embed_dim=8, grids=1000)
     >>> table.shape, table[:, torch.tensor([[0, 1, 1001]]), :].shape
@@ -78,9 +78,9 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def compute_positions(model: nn.Module) -> int:
-    """Replace every stored table of slide positions in `model`, and say how many; a table of other values stays.
+    """Replace every stored table of slide positions in `model`, and return how many; tables of other values stay.
 
-    State dicts with and without the table load as before; one with other values than the computed ones is refused.
+    State dicts with and without the table still load; a table with other values than the computed ones is refused.
     """
     found = 0
     for module in list(model.modules()):

@@ -1,4 +1,4 @@
-"""What the CLS token of a slide encoder attends to, tile by tile, without any N x N tensor."""
+"""The attention weights of a slide encoder's CLS token over all tiles, without an N x N tensor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dilated_attention_pytorch.models.torchscale import TorchscaleAttention
 
 @checked()
 def cls_attention(model: nn.Module, *inputs: Any, **named: Any) -> Tensor:
-    """The weights that row 0 gives to every token, of each layer and head: `(layers, heads, N)`, on the CPU.
+    """The weights that row 0 gives to every token, per layer and head: `(layers, heads, N)`, on the CPU.
 
-    Runs `model(*inputs, **named)` on one slide; `model` is one that `patch_gigapath` has patched. Token 0 is the CLS
-    token and `i + 1` the tile `i`; a token that a head's row does not see has weight 0, and weights of a head add up to
-    1. Row 0 begins its segment, which torchscale's padding never fills up: both semantics weigh its keys alike.
+    Runs `model(*inputs, **named)` on one slide; `patch_gigapath` must have patched the model. Token 0 is the CLS token
+    and token `i + 1` is tile `i`. A token that row 0 does not see has weight 0, and the weights of a head add up to 1.
+    They are the same with and without `exact_torchscale`, as row 0 sees no padding.
     """
     layers = [module for module in model.modules() if isinstance(module, TorchscaleAttention)]
     if not layers:
@@ -67,8 +67,8 @@ def _recorder(found: list[Tensor]) -> Callable[[TorchscaleAttention, tuple[Any, 
 def on_slide(weights: Tensor, coordinates: Tensor, tile_size: int = 256) -> Tensor:
     """Weights of tiles, `(..., tiles)`, as maps of the slide, `(..., rows, columns)`; 0 where there is no tile.
 
-    `coordinates`, `(tiles, 2)`, are each tile's column and row in pixels of `tile_size` a tile, as Prov-GigaPath takes
-    them. The map begins at the first row and column that have a tile; tiles of one place add up.
+    `coordinates`, `(tiles, 2)`, are each tile's column and row in pixels, `tile_size` pixels per tile, as in
+    Prov-GigaPath. The map begins at the first row and column that have a tile; tiles at one position add up.
 
     >>> on_slide(torch.tensor([0.25, 0.75]), torch.tensor([[256, 0], [512, 256]]))
     tensor([[0.2500, 0.0000],

@@ -1,4 +1,4 @@
-"""torchscale's LongNet here: its attention swapped in place, as in Prov-GigaPath, and its weights in our models."""
+"""torchscale's LongNet: replace its attention in a model such as Prov-GigaPath, or load its weights into ours."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _PARTS = ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads", "embed_dim", "a
 def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: str = "auto") -> Module:
     """Swap every torchscale `DilatedAttention` within `model` for this package's, in place, and return the model.
 
-    It is for Prov-GigaPath's slide encoder and for any other model with that attention. Parameters are shared and keep
-    their names, so state dicts and optimizers go on as before. Prov-GigaPath's stored position table is replaced by one
-    that is computed. Nothing of torchscale is imported, and flash-attn is not needed. A model that was patched before
-    is set to the semantics that this call states.
+    It is for Prov-GigaPath's slide encoder and any other model with that attention. Parameters are shared and keep
+    their names, so state dicts and optimizers still fit. Prov-GigaPath's stored position table is replaced by a
+    computed one. Neither torchscale nor flash-attn is imported. A model that was patched before gets the semantics of
+    this call.
 
     Args:
         exact_torchscale: False computes dilated attention as defined here. True gives torchscale's own outputs and
-            gradients, padding counted in the softmax (see `PaddedAttention`); "forward" gives its outputs with their
-            true gradients, which is faster to train with.
+            gradients, with padding in the softmax (see `PaddedAttention`); "forward" gives its outputs with their true
+            gradients, in one call for all branches.
         backend: `auto`, or the engine to run.
     """
     if is_torchscale_attention(model) or isinstance(model, TorchscaleAttention):
@@ -67,16 +67,16 @@ def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: s
 
 
 def is_torchscale_attention(module: nn.Module) -> bool:
-    """Whether a module is torchscale's `DilatedAttention`, of any copy of its code."""
+    """Whether a module is torchscale's `DilatedAttention`, from any copy of its code."""
     if not all(hasattr(module, name) for name in (*_METHODS, *_PARTS)):
         return False
     return hasattr(module.args, "segment_length") and hasattr(module.args, "dilated_ratio")
 
 
 class TorchscaleAttention(nn.Module):
-    """torchscale's `DilatedAttention`, its own projections and norm around an attention of this package.
+    """The projections and norm of torchscale's `DilatedAttention` around an attention of this package.
 
-    It is called as torchscale calls its own, and returns `(out, None)`. `patch_gigapath` makes it.
+    It is called like torchscale's own and returns `(out, None)`. `patch_gigapath` makes it.
     """
 
     q_proj: nn.Module
@@ -214,17 +214,17 @@ def load_torchscale_weights(
 ) -> None:
     """Read weights of torchscale's `LongNetEncoder` into a `LongNet`, or of its `LongNetDecoder` into a `LongNetLM`.
 
-    The models are those of torchscale's defaults (`subln`); anything missing, left over or of another shape is an
-    error, and then nothing is loaded.
+    They must be of torchscale's default architecture (`subln`). If anything is missing, left over or of another shape,
+    an error lists it and nothing is loaded.
 
     Args:
         model: a `LongNet` with `num_decoder_layers=0, positions="none"`, or a `LongNetLM` with `tie_weights=False`, and
             `positions="xpos"` if torchscale's has `xpos_rel_pos`, else "none"; both with `head_layout="blocked"`.
         state_dict: torchscale's.
-        prefix: of the encoder's names within it, such as "encoder." in a checkpoint of Prov-GigaPath; names that
-            begin otherwise belong to something else.
-        scaled_embedding: of a decoder with `no_scale_embedding=False`, whose embeddings are multiplied by the root of
-            their size, as they always are here.
+        prefix: that of the encoder's names, such as "encoder." in a checkpoint of Prov-GigaPath; other names are
+            ignored.
+        scaled_embedding: for a decoder with `no_scale_embedding=False`, which multiplies embeddings by the root of
+            their size, as `LongNetLM` always does.
     """
     config, is_decoder = model.config, isinstance(model, LongNetLM)
     found = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.nn.full_cache import attend_full_cache, reordered
 
 NAME = "dilated"
 
-# What a model may ask of its attention that changes the mathematics, and the way out.
+# Keywords by which a model changes the mathematics of its attention, and the way out.
 _CANNOT_HONOUR = {
     "output_attentions": "the N x N weights are never made: `functional.attention_rows` gives those of chosen rows",
     "sliding_window": "a segment takes its place: switch windows off in the config, as "
@@ -137,7 +137,7 @@ def _whole(
 
 
 def _stated_documents(batch: int, tokens: int, told: Told, asked: dict[str, Any]) -> Tensor | None:
-    """Packed documents: as `cu_seq_lens_q`, as the mask tells, or as positions of a forward that fills a cache."""
+    """Packed documents, stated by `cu_seq_lens_q`, by the mask, or by positions in a forward that fills a cache."""
     lengths, positions = asked.get("cu_seq_lens_q"), asked.get("position_ids")
     if lengths is not None:
         if told.is_by_mask:
@@ -145,7 +145,7 @@ def _stated_documents(batch: int, tokens: int, told: Told, asked: dict[str, Any]
         return _latest_lengths(lengths, lambda: document_spans(batch, tokens, cu_seqlens=lengths))
     if told.documents is not None or told.is_by_mask:
         return told.documents
-    if told.is_whole and torch.compiler.is_compiling():  # where each layer would wait for the positions
+    if told.is_whole and torch.compiler.is_compiling():  # each layer would read the positions again
         return None
     if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1:
         return _latest_positions(positions, lambda: packed_by_positions(positions.expand(batch, tokens)))
@@ -153,7 +153,7 @@ def _stated_documents(batch: int, tokens: int, told: Told, asked: dict[str, Any]
 
 
 def _of_one_document(q: Tensor, told: Told, asked: dict[str, Any]) -> Tensor:
-    """Queries of a traced forward that fills a cache, which packed documents would make others."""
+    """The queries of a traced forward that fills a cache; packed documents are refused as it runs."""
     if asked.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q states packed documents, which a compiled model beside a cache does not honour")
     positions = asked.get("position_ids")

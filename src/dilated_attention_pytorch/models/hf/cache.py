@@ -19,16 +19,16 @@ _ANNOUNCED = "_dilated_cache_layer"
 
 
 def layer_of(key: Tensor) -> DilatedLayer | None:
-    """The bounded cache that has announced these new keys, if any."""
+    """The cache layer that `update` attached to these new keys, if any."""
     return getattr(key, _ANNOUNCED, None)
 
 
 class DilatedLayer(CacheLayerMixin):
     """One layer's `DilatedKVCache`, made when the first keys show heads, dtype and device.
 
-    transformers updates a cache first and then attends to what that gives. Here both are one step, since a bounded
-    cache must be read before it is written: `update` hands back the new keys alone, marked with this layer, and the
-    attention function comes back with the queries.
+    transformers first updates a cache and then attends to its keys. A bounded cache must be read before it is written,
+    so both happen in one step: `update` returns only the new keys, with this layer attached, and the attention function
+    calls `attend` with the queries.
     """
 
     is_sliding = False
@@ -66,7 +66,7 @@ class DilatedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def announce(self, new: int) -> None:
-        """Count tokens that are to be attended to, which `attended` confirms."""
+        """Count new tokens before attention; `attended` confirms them."""
         if self._awaits_attention:
             raise ValueError(
                 f"the newest of the {self.tokens} tokens that this cache counts never reached it: either its model's "
@@ -82,7 +82,7 @@ class DilatedLayer(CacheLayerMixin):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, told: Told, spec: DilatedSpec, scale: float | None
     ) -> Tensor:
-        """The rows `(B, m, H, D)` of the tokens that `update` has announced."""
+        """The rows `(B, m, H, D)` of the tokens that `update` announced."""
         if spec != self.spec:
             raise ValueError(f"the cache is for {self.spec}, this attention is {spec}: make it with dilated_cache")
         if self.held is None:
@@ -105,7 +105,7 @@ class DilatedLayer(CacheLayerMixin):
         return rows
 
     def go_on(self, told: Told, new: int) -> None:
-        """Take from a mask where each row's tokens begin, for the `new` ones that come now."""
+        """Set where each row's tokens begin, from the mask of the `new` tokens."""
         before = self.tokens - new
         assert self.held is not None
         if told.documents is not None:
@@ -140,7 +140,7 @@ class DilatedLayer(CacheLayerMixin):
         return not bool(((told.order[:, -new:] != place) & (place >= told.spans[:, :1])).any())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, self.tokens  # `update` gives the new keys alone
+        return query_length, self.tokens  # `update` returns only the new keys
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -161,7 +161,7 @@ class DilatedLayer(CacheLayerMixin):
             self.held.reorder(beam_idx.to(self.held.lengths.device))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back `-tokens_to_remove` tokens; a positive number is how many remain, as before transformers 5.10."""
+        """Take back `-tokens_to_remove` tokens; a positive number says how many remain, as before transformers 5.10."""
         back = -tokens_to_remove if tokens_to_remove <= 0 else max(self.tokens - tokens_to_remove, 0)
         if back and self.held is not None:
             self.held.rewind(back)
@@ -210,7 +210,7 @@ def dilated_cache(model: Any, batch: int, *, rewindable: int = 0) -> DilatedCach
 
     Args:
         model: a causal model with `attn_implementation="dilated"`, or a `LongNetForCausalLM`.
-        batch: rows; beams and `num_return_sequences` count as rows.
+        batch: the number of rows; beams and `num_return_sequences` count as rows.
         rewindable: how many tokens can be taken back, for assisted generation.
     """
     if not hasattr(getattr(model, "config", None), "get_text_config"):

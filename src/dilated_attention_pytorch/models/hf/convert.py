@@ -1,4 +1,4 @@
-"""Switch a model of transformers to dilated attention, and let it get used to it at growing lengths."""
+"""Switch a model of transformers to dilated attention, and fine-tune it at growing lengths."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def use_dilated_attention(
     *,
     replace_sliding_window: bool = False,
 ) -> ModelOrConfig:
-    """Let a model, or the models made from a config, attend by this pattern; in place, and returned.
+    """Switch a model, or a config for models yet to be made, to this pattern, in place; returns it.
 
-    Weights stay as they are. Called again, it changes the pattern. A sliding window cannot be kept beside it: with
-    `replace_sliding_window`, layers that have one get the dilated pattern too and keep their positions; a model is to
-    be made after that.
+    Weights stay as they are. Another call changes the pattern. Layers with a sliding window cannot be dilated as well:
+    `replace_sliding_window`, on a config only, gives them the dilated pattern instead; they keep their positions.
     """
     register()
     is_model = isinstance(model, torch.nn.Module)
@@ -60,10 +59,10 @@ def use_dilated_attention(
     if windows:
         _remove_windows(text)
     setattr(text, FIELD, pattern_values(spec))
-    # Of a model with several parts, such as images and text, only the one for text.
+    # Only the text part of a model with several, such as images and text.
     parts = [part for part in getattr(config, "sub_configs", {}) if getattr(config, part, None) is text]
     implementation = {parts[0]: NAME} if parts else NAME
-    # transformers does not save what attends, but it reads this field: a saved model comes back as it was.
+    # transformers does not save the attention's name, but reads this field: a saved model is loaded as it was.
     config.attn_implementation = implementation
     if is_model:
         model.set_attn_implementation(implementation)  # type: ignore[attr-defined]
@@ -97,10 +96,11 @@ def _remove_windows(config: Any) -> None:
             f"{type(config).__name__} has layers of {', '.join(foreign)}, which cannot be replaced: only attention "
             "with a sliding window can"
         )
-    # A layer's kind may say how it rotates as well (Gemma3, ModernBERT, Olmo3) or whether (Cohere2, Exaone4): it stays.
+    # Kinds of layers stay: some models also decide by them how to rotate (Gemma3, ModernBERT, Olmo3) or whether to
+    # (Cohere2, Exaone4).
     config.sliding_window = NO_WINDOW
     if hasattr(config, "local_attention"):
-        config.local_attention = 2 * NO_WINDOW  # which ModernBERT loads its half window from
+        config.local_attention = 2 * NO_WINDOW  # ModernBERT takes half of it as its window
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def growing_lengths(
     dilation_rates: Sequence[int],
     head_layout: HeadLayout = "interleaved",
 ) -> Iterator[Stage]:
-    """Stages of rising length: each has the branches that it can fill, and one cut to the whole length if need be.
+    """Stages of rising length, each with the branches that fit into it; the last may be cut to the length.
 
     >>> for stage in growing_lengths([1024, 8192], [512, 2048, 8192], [1, 4, 16]):
     ...     print(stage.length, stage.spec.segment_lengths, stage.spec.dilation_rates)
@@ -144,13 +144,13 @@ def growing_lengths(
 
 @checked()
 def fine_tune_at_growing_lengths(model: Any, tokens: Tensor, stages: Sequence[Stage], arguments: Any) -> list[float]:
-    """Fine-tune a causal model stage by stage with `transformers.Trainer`; the training loss of each stage.
+    """Fine-tune a causal model stage by stage with `transformers.Trainer`; returns the training loss of each stage.
 
     Args:
-        model: a causal model with `attn_implementation="dilated"`; it ends with the pattern of the last stage.
-        tokens: `(N,)`, text as one row of tokens, cut anew into blocks of each stage's length.
-        stages: of `growing_lengths`.
-        arguments: `TrainingArguments` of each stage.
+        model: a causal model with `attn_implementation="dilated"`; it keeps the pattern of the last stage.
+        tokens: `(N,)`, text as one row of tokens, which each stage cuts into blocks of its length.
+        stages: those of `growing_lengths`.
+        arguments: the `TrainingArguments` of each stage.
     """
     from transformers import Trainer
 
@@ -173,4 +173,4 @@ def fine_tune_at_growing_lengths(model: Any, tokens: Tensor, stages: Sequence[St
 def _make_room(config: Any, length: int) -> None:
     known = getattr(config, "max_position_embeddings", None)
     if known is not None and known < length:
-        config.max_position_embeddings = length  # rotary positions go on; what says how is config.rope_parameters
+        config.max_position_embeddings = length  # rotary positions continue as config.rope_parameters says

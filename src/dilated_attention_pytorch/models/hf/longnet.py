@@ -36,7 +36,7 @@ from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
 _DEFAULTS = ModelConfig()
-# What is stated under another name, or concerns an encoder-decoder.
+# Fields of `ModelConfig` that have another name here, or that only an encoder-decoder has.
 _ELSEWHERE = {"segment_lengths", "dilation_rates", "head_layout", "tie_weights", "num_decoder_layers"}
 _OWN_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _ELSEWHERE]
 
@@ -77,7 +77,7 @@ class LongNetConfig(PreTrainedConfig):
         setattr(self, FIELD, pattern_values(read_pattern(self)))  # which refuses a wrong hand-written pattern
 
     def model_config(self) -> ModelConfig:
-        """The same sizes as `LongNetLM` takes them, checked."""
+        """The same sizes as a `ModelConfig`, checked."""
         spec = read_pattern(self)
         return ModelConfig(
             segment_lengths=spec.segment_lengths,
@@ -89,23 +89,23 @@ class LongNetConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: ModelConfig, **values: Any) -> LongNetConfig:
-        """The config of a `LongNetLM`; `values` are those that transformers adds, such as `eos_token_id`."""
+        """The config of a `LongNetLM`; `values` are settings of transformers, such as `eos_token_id`."""
         own = {name: getattr(config, name) for name in _OWN_FIELDS} | {FIELD: pattern_values(config.spec)}
         return cls(**own, tie_word_embeddings=config.tie_weights, **values)
 
 
-# Beside the named ones. Where tokens stand in a cache and how long documents are at most, it knows by itself.
+# Further keywords of forward. Positions in a cache and the longest document are accepted and not needed.
 _TAKEN = {
     "output_attentions", "output_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
     "cache_position",
 }  # fmt: skip
 _OF_THE_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 
-_LONGER_DRAFTS = 64  # than an assistant's first one, which by transformers' schedules may grow by two each time
+_LONGER_DRAFTS = 64  # tokens by which transformers' schedules may lengthen an assistant's first draft
 
 
 def refuse_unknown(asked: dict[str, Any], known: set[str]) -> None:
-    """Raise for keywords that would change nothing, as those of other models."""
+    """Raise for keywords that would have no effect, such as those of other models."""
     unknown = sorted(name for name, value in asked.items() if value is not None and name not in known)
     if unknown:
         raise TypeError(f"a LongNet does not take {', '.join(unknown)}: leave it out")
@@ -134,11 +134,11 @@ class LongNetPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: layers begin as MAGNETO says, and what a file lacks is an error."""
+        """Do nothing: layers initialise themselves after MAGNETO, and weights that a file lacks are an error."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; weights that do not fit, or are left over, are an error: the model would be another."""
+        """As in transformers, except that weights that are missing, left over or of another shape are an error."""
         wanted = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
@@ -183,9 +183,8 @@ class LongNetModel(LongNetPreTrainedModel):
     ) -> Any:
         """`attention_mask` states padding; `position_ids` that begin again, or `cu_seq_lens_q`, packed documents.
 
-        `inputs_embeds` are `(B, N, d_model)` as `get_input_embeddings()` gives them: the model scales them by
-        sqrt(d_model). With `use_cache=True` or `past_key_values`, the cache is a bounded one, and the input its next
-        tokens.
+        `inputs_embeds` are `(B, N, d_model)` as `get_input_embeddings()` returns them; the model scales them by
+        sqrt(d_model). With `use_cache=True` or `past_key_values`, the input holds the next tokens of a bounded cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("a LongNet takes either input_ids or inputs_embeds: pass one of them")
@@ -241,7 +240,7 @@ class LongNetModel(LongNetPreTrainedModel):
         position_ids: Tensor | None,
         cu_seq_lens: Tensor | None,
     ) -> Tensor | None:
-        """The `cu_seqlens` of packed documents, stated by their lengths, or without a mask by their positions."""
+        """The `cu_seqlens` of packed documents, from their lengths, or without a mask from positions."""
         if cu_seq_lens is not None:
             return cu_seq_lens
         if attention_mask is not None or position_ids is None or tokens == 1:
@@ -256,7 +255,7 @@ class LongNetModel(LongNetPreTrainedModel):
     def _told(
         self, B: int, N: int, attention_mask: Tensor | None, cache: DilatedCache | None, device: torch.device
     ) -> Told:
-        """What the mask tells about the rows of a cache, or about padding between tokens."""
+        """What the mask says about the rows of a cache, or about padding between tokens."""
         before = 0 if cache is None else cache.get_seq_length()
         if attention_mask is not None and attention_mask.dim() == 4:
             return read_mask(attention_mask)
@@ -370,7 +369,7 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """The cache that `generate` asks for, bounded: its default one would keep every token."""
+        """Give `generate` a bounded cache; its default one would keep every token."""
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2 and bool((mask[:, -1] == 0).any()):
             raise ValueError(
@@ -393,7 +392,7 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         if generation_config.is_assistant:
             rewindable = new + _LONGER_DRAFTS
         elif generation_mode == GenerationMode.ASSISTED_GENERATION:
-            # A draft taken from the prompt has its stated length; an assistant's may grow up to all that is to be said.
+            # A draft from the prompt has its stated length; an assistant's may grow to all new tokens.
             rewindable = generation_config.prompt_lookup_num_tokens or new
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         model_kwargs["past_key_values"] = self.model.new_cache(rows, rewindable)

@@ -1,21 +1,21 @@
-"""What a model's mask says, in a few numbers for each document: the mask function of `attn_implementation="dilated"`.
+"""The mask function of `attn_implementation="dilated"`: what a mask says, in a few numbers per document.
 
-transformers makes a mask once for all layers of a forward, and hands it to the attention function as `attention_mask`.
-Ours is an int64 tensor of four dimensions, as transformers passes on such tensors untouched. It has more rows than
-columns, as no dense mask has. Its shape says what it is:
+transformers makes a mask once for all layers of a forward and passes it to the attention function as `attention_mask`.
+Ours is an int64 tensor of four dimensions, which transformers passes on untouched. It has more rows than columns, as no
+dense mask has. Its shape tells its kind:
 
 - `(B, 1, 3, 2)`: `[start, end)` of each row's tokens, the queries being all of them;
-- `(B, 1, 4, 3)`: the same and where the queries begin, as there are earlier tokens;
-- `(documents, 1, 5, 2)`: `[start, end)` of packed documents, counted through the rows one after another;
-- `(B, 1, 1 + n, 1)`: the number of padded tokens per row and the order of its `n` tokens that puts those first, as
+- `(B, 1, 4, 3)`: the same, and where the queries begin, if there are earlier tokens;
+- `(documents, 1, 5, 2)`: `[start, end)` of packed documents, counted through all rows;
+- `(B, 1, 1 + n, 1)`: the number of padded tokens per row, and the order of its `n` tokens that puts those first, if
   padding stands between tokens. The queries are all of them;
-- `(B, 2, 1 + n, 1)`: the same, and where the queries begin, as there are earlier tokens;
+- `(B, 2, 1 + n, 1)`: the same, and where the queries begin, if there are earlier tokens;
 - `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
-- `(1, 1, 3, 0)`: the same, as an `attention_mask` of ones has said;
-- `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made:
-  some models make masks that no layer takes.
+- `(1, 1, 3, 0)`: the same, stated by an `attention_mask` of ones;
+- `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made,
+  because some models make masks that no layer uses.
 
-It is never None: an attention that is not ours would take that for leave to see ahead, while these do not fit it.
+It is never None: another attention would then see ahead, whereas it fails on these shapes.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK = (1, 0), (2, 0), (3, 0)
 
 
 class Told(NamedTuple):
-    """What a mask tells: at most one of `spans` and `documents`; `begin`, a scalar, where there are earlier tokens."""
+    """The content of a mask: at most one of `spans` and `documents`."""
 
     spans: Tensor | None = None  # (B, 2), of tokens in the stated `order`
-    order: Tensor | None = None  # (B, n), of the tokens, the padded ones first, where padding stands between tokens
-    documents: Tensor | None = None  # (documents, 2), through all rows
-    begin: Tensor | None = None
+    order: Tensor | None = None  # (B, n), the padded tokens first, if padding stands between tokens
+    documents: Tensor | None = None  # (documents, 2), counted through all rows
+    begin: Tensor | None = None  # a scalar: where the queries begin, if there are earlier tokens
     is_whole: bool = False  # every token, and no earlier ones
-    is_by_mask: bool = False  # an `attention_mask` may have said it, beside which positions have no say
+    is_by_mask: bool = False  # an `attention_mask` stated it; then positions do not state documents
 
 
 def read_mask(mask: Tensor | None) -> Told:
-    """What a mask of `dilated_mask` tells; anything else is refused."""
+    """The content of a mask that `dilated_mask` made; other masks are refused."""
     if mask is None:
         return Told()
     if mask.dim() == 4 and mask.dtype == torch.int64 and mask.shape[1] in (1, 2) and mask.shape[2] > mask.shape[3] == 1:
@@ -105,8 +105,8 @@ def dilated_mask(
         device = attention_mask.device
     unsupported = _without_numbers(_UNSUPPORTED, device)
     if local_size is not None and is_no_window(local_size):
-        # A window's function is a new one each time. A mask that may be left out is causal or bidirectional and nothing
-        # else; beside a cache, which has no packed documents, one where no token sees the next is causal as well.
+        # A window has a new function each time. A mask that transformers may leave out is plainly causal or
+        # bidirectional; beside a cache, which has no packed documents, one that never sees ahead is causal too.
         if allow_is_bidirectional_skip:
             mask_function = bidirectional_mask_function
         elif allow_is_causal_skip or (
@@ -151,7 +151,7 @@ def _without_numbers(kind: tuple[int, int], device: Any = None) -> Tensor:
 
 
 def packed_by_positions(position_ids: Tensor) -> Tensor | None:
-    """`(documents, 2)` where positions begin again within rows, counted through the rows; None where none does."""
+    """`(documents, 2)` if positions begin again within rows, counted through all rows; else None."""
     joined = position_ids.diff(dim=-1) == 1
     if torch.compiler.is_compiling():
         return documents_of(joined, torch.zeros_like(joined), torch.ones_like(position_ids, dtype=torch.bool))
@@ -175,16 +175,16 @@ def _spans(
     spans = document_spans(*attention_mask.shape, key_padding_mask=~attention_mask.bool())
     assert spans is not None
     end = spans[:, 1].clamp_max(total) if isinstance(total, int) else spans[:, 1].minimum(total)
-    # A row of padding alone has yet to begin: after all tokens so far.
+    # A row of nothing but padding begins after all tokens so far.
     empty = spans[:, 0] == spans[:, 1]
     later = torch.as_tensor(total, device=spans.device)
     return torch.stack([torch.where(empty, later, spans[:, 0]), torch.where(empty, later, end)], dim=1)
 
 
 def _ordered(real: Tensor, before: int, new: int) -> Tensor | None:
-    """The mask that states an order, where padding stands between tokens, or after them in rows of a cache."""
+    """The mask that states an order, if padding stands between tokens, or after them in rows of a cache."""
     if real.shape[1] < before + new:
-        return None  # which is refused
+        return None  # `_spans` refuses it
     begins = real & ~F.pad(real[:, :-1], (1, 0))  # (B, n)
     is_apart = begins.sum(1) > 1
     if before:
@@ -221,8 +221,8 @@ def _packed_documents(
 ) -> Tensor | None:  # (documents, 2)
     """The documents of a mask function that is causal within each; None if it is something else.
 
-    It is asked about neighbours and about each token's first one, O(N) in all: a document begins where a token does
-    not see the one before it.
+    It is asked about neighbours and about each document's first token, O(N) in all: a document begins where a token
+    does not see the token before it.
     """
     row = torch.arange(batch, device=device)[:, None]
     token = torch.arange(tokens, device=device)[None]
@@ -238,7 +238,7 @@ def _packed_documents(
 def _sees_ahead(
     mask_function: Callable[..., Tensor], batch: int, tokens: int, offset: int | Tensor, device: Any
 ) -> bool:
-    """Whether a query sees the token after it; supposed of several where it is traced, as values are not known."""
+    """Whether a query sees the token after it. While tracing, values are unknown and several queries count as yes."""
     if tokens == 1 or torch.compiler.is_compiling():
         return tokens > 1
     query = torch.arange(tokens - 1, device=device)[None] + offset
@@ -261,7 +261,7 @@ def _documents(joined: Tensor) -> Tensor:
     return torch.stack([start, torch.cat([start[1:], start.new_tensor([B * tokens])])], dim=1)
 
 
-# Where it is traced the number of documents must not depend on values: the rest are empty ones after the last token.
+# In a trace the number of documents must not depend on values: empty documents after the last token fill it up.
 @torch.library.custom_op("dilated_attention_pytorch::documents_of", mutates_args=())
 def documents_of(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
     if not _is_packed(ahead, reaches):
@@ -277,7 +277,7 @@ def _(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
     return reaches.new_empty((reaches.numel(), 2), dtype=torch.int64)
 
 
-# A compiled model does not see values: what it cannot honour beside a cache is refused as it runs.
+# A compiled model cannot read values while it is traced, so packed documents beside a cache are refused as it runs.
 @torch.library.custom_op("dilated_attention_pytorch::of_one_document", mutates_args=())
 def of_one_document(x: Tensor, position_ids: Tensor) -> Tensor:
     """A copy of `x`, unless positions begin again within rows."""
