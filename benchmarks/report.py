@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import EVERY_TILE, FLOOR, OURS
 from benchmarks.harness import Case
@@ -34,8 +34,11 @@ from benchmarks.training_tables import (
     markdown_row,
     technique_row,
 )
-from dilated_attention_pytorch.pages.charts import bars_svg, lines_svg
+from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import bullets, figures, marked, table, write_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BY_HAND = "<!-- written by hand below -->"
 
@@ -56,7 +59,7 @@ class Section:
     head: list[str] = field(default_factory=list)
     body: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    charts: list[tuple[str, str]] = field(default_factory=list)
+    charts: list[tuple[str, Figure]] = field(default_factory=list)
 
 
 def write_page(results: Path, page: Path) -> None:
@@ -180,7 +183,8 @@ def _peak_memory(suite: str, rows: list[Row]) -> Section:
         section.body.append([row.case.title, *cells, ratio_cell(over)])
         bars += [] if over is None else [(row.case.title, [over])]
     if bars:
-        section.charts = [("Over the floor; lines at 1 and 1.1", bars_svg(bars, [OURS], "times the floor", [1.0, 1.1]))]
+        chart = plots.bars(bars, [OURS], "times the floor", limits=[1.0, 1.1])
+        section.charts = [("Over the floor; lines at 1 and 1.1", chart)]
     return section
 
 
@@ -305,7 +309,7 @@ def _capacity(results: Path) -> Iterator[Section]:
             if line.get("peak_bytes") and line["kind"] != "dense"
         ]
         if bars:
-            section.charts = [("Peak memory", bars_svg(bars, ["measured", "memory model"], "GiB"))]
+            section.charts = [("Peak memory", plots.bars(bars, ["measured", "memory model"], "GiB"))]
         yield section
 
 
@@ -351,16 +355,16 @@ def _published(rows: list[Row]) -> Section:
     return Section("Published figures, not measured here", words, head, body)
 
 
-def _rate_chart(rows: list[Row]) -> list[tuple[str, str]]:
+def _rate_chart(rows: list[Row]) -> list[tuple[str, Figure]]:
     bars = [
         (row.case.title, [ours, floor])
         for row in rows
         if (ours := row.measured(OURS, "tflops")) is not None and (floor := row.measured(FLOOR, "tflops")) is not None
     ]
-    return [("TFLOP/s at the same FLOPs", bars_svg(bars, [OURS, FLOOR], "TFLOP/s"))] if bars else []
+    return [("TFLOP/s at the same FLOPs", plots.bars(bars, [OURS, FLOOR], "TFLOP/s"))] if bars else []
 
 
-def _time_charts(rows: list[Row]) -> list[tuple[str, str]]:
+def _time_charts(rows: list[Row]) -> list[tuple[str, Figure]]:
     """A chart for each problem that was measured at several lengths, in whatever suites."""
     problems: dict[Case, list[Row]] = {}
     for row in rows:
@@ -375,6 +379,6 @@ def _time_charts(rows: list[Row]) -> list[tuple[str, str]]:
         if lines:
             _, _, but_for_tokens = problem.title.partition(" ")
             but_for_tokens = but_for_tokens.replace("1 branches to 1 ", "branches over all tokens ")
-            chart = lines_svg(lines, names, "tokens", "milliseconds")
+            chart = plots.curves(lines, "tokens", "milliseconds", series=names, dots=names, log=True, width=4.5)
             charts.append((but_for_tokens + _on(problem.device), chart))
     return charts

@@ -33,7 +33,7 @@ from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
-from dilated_attention_pytorch.pages.charts import curves_svg
+from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
 
 REPEATS = 4  # the largest dilation rate, and the number of heads
@@ -401,13 +401,13 @@ def _write(
     (out / "recall.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = {name: _smooth([record for record in records if record["model"] == name]) for name in ATTENTIONS}
     limits = {"by chance": 1 / task.values, "learned": 0.95}
-    drawn = [("Right answers over steps, in lessons from short to long", curves_svg(curves, "step", "right", limits))]
+    drawn = [("Right answers over steps, in lessons from short to long", plots.curves(curves, "step", "right", limits))]
     for tokens in sorted({result.tokens for result in results}):
         part = {
             name: _smooth([record for record in records if (record["model"], record["tokens"]) == (name, tokens)])
             for name in ATTENTIONS
         }
-        drawn.append((f"The lesson of {tokens:,} tokens", curves_svg(part, "step", "right", limits)))
+        drawn.append((f"The lesson of {tokens:,} tokens", plots.curves(part, "step", "right", limits)))
     words = (
         f"{task.facts} facts, each a token, lie anywhere in the first half of the sequence; {task.questions} of them "
         f"are asked for in its last {task.asked_rows} rows. Both models have {LAYERS} layers and took the same "

@@ -22,11 +22,12 @@ NAME = "dilated_attention_pytorch"
 # A room may import from its own floor's room and from lower floors.
 FLOORS = [
     {"files"},
-    {"core", "measuring", "pages"},
+    {"core", "measuring"},
     {"kernels"},
     {"functional"},
     {"nn"},
     {"models", "parallel"},
+    {"pages"},
     {"train"},
     {"tools"},
     {"cli"},
@@ -200,8 +201,8 @@ def test_factories_are_found_in_the_core_too() -> None:
 
 
 def test_the_tools_are_found_under_their_earlier_path_too() -> None:
-    for module in ("", ".pictures", ".show"):
-        earlier, now = (importlib.import_module(f"{NAME}.{room}{module}") for room in ("inspect", "tools"))
+    for paths in (("inspect", "tools"), ("inspect.pictures", "pages.plots"), ("inspect.show", "tools.show")):
+        earlier, now = (importlib.import_module(f"{NAME}.{path}") for path in paths)
         assert earlier is now
 
 

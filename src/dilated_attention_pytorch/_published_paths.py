@@ -7,8 +7,9 @@ from types import ModuleType
 
 from dilated_attention_pytorch import core, nn, tools
 from dilated_attention_pytorch.models import longnet
+from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.parallel import block_sparse, modules
-from dilated_attention_pytorch.tools import pictures, show
+from dilated_attention_pytorch.tools import show
 
 PUBLISHED_PATHS: dict[str, ModuleType] = {
     "dilated_attention": nn,
@@ -25,7 +26,7 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "ring_improved_distributed_dilated_attention": modules,
     "long_net": longnet,
     "inspect": tools,
-    "inspect.pictures": pictures,
+    "inspect.pictures": plots,
     "inspect.show": show,
 }
 

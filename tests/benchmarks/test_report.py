@@ -48,8 +48,9 @@ def results(tmp_path):
 def test_the_report_needs_nothing_but_itself(results, tmp_path) -> None:
     write_report(results, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
+    inside = re.sub(r"""(href="|url\()#""", "", text)  # one part of a chart refers to another
     for outside in ("http:", "https:", "src=", "href=", "url(", "@import", "<script", "<link", "file:"):
-        assert outside not in text
+        assert outside not in inside
     assert "prefers-color-scheme: dark" in text
     ElementTree.fromstring(
         text.replace("<!DOCTYPE html>", "").replace('charset="utf-8">', "/>").replace('=1">', '=1"/>')

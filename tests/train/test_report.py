@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.pages.charts import curves_svg
 from dilated_attention_pytorch.train.checkpoint import list_saved
 from dilated_attention_pytorch.train.report import write_run_report
 from dilated_attention_pytorch.train.run_folder import read_run
@@ -47,7 +46,8 @@ class Balanced(HTMLParser):
         self.fetched: list[str | None] = []
 
     def handle_starttag(self, tag, attributes) -> None:
-        self.fetched += [value for name, value in attributes if name in ("src", "href")]
+        outside = [value for name, value in attributes if name in ("src", "href")]
+        self.fetched += [value for value in outside if value is None or not value.startswith("#")]
         if tag != "meta":
             self.open.append(tag)
 
@@ -99,13 +99,6 @@ def test_a_checkpoint_that_goes_while_it_is_looked_at_is_left_out(run, monkeypat
 
     monkeypatch.setattr(Path, "iterdir", gone)
     assert [one.step for one in list_saved(run)] == [4]
-
-
-def test_figures_that_differ_by_rounding_alone_are_drawn() -> None:
-    same = sum([0.1] * 3) / 3
-    assert same != 0.1
-    assert "<svg" in curves_svg({"rate": [(1, 0.1), (2, same)]}, "step", "rate")
-    assert "<svg" in curves_svg({"rate": [(1, 1e-14), (2, 3e-14)]}, "step", "rate")
 
 
 def test_a_moving_average_of_the_loss_is_drawn_where_it_is_recorded(run) -> None:

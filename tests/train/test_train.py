@@ -307,7 +307,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeyp
 
 
 def test_without_matplotlib_the_curve_is_a_line_of_text(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(curve, "find_spec", lambda name: None)
+    monkeypatch.setattr(curve.plots, "find_spec", lambda name: None)
     assert curve.draw_curve([{"step": 1, "bits": 8.0}], {"bytes": 4.0}, tmp_path / "loss.png") is None
     assert curve.sparkline([8.0] * 100 + [1.0] * 100, width=4) == "██▁▁"
 

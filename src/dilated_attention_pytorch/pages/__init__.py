@@ -1,1 +1,1 @@
-"""Pages that need nothing else: charts as SVG, and the HTML around them."""
+"""Charts and pictures by matplotlib, and HTML pages that need no other file."""

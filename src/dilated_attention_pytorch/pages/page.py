@@ -6,8 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.pages.plots import COLOURS, inline_svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def write_html(path: Path, title: str, heading: str, body: Sequence[str]) -> None:
@@ -35,9 +40,9 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
 
 
-def figures(charts: Iterable[tuple[str, str]]) -> str:
-    """Charts as SVG, each below its name."""
-    drawn = (f"<figure><figcaption>{marked(name)}</figcaption>{svg}</figure>" for name, svg in charts)
+def figures(charts: Iterable[tuple[str, Figure]]) -> str:
+    """Charts, each below its name."""
+    drawn = (f"<figure><figcaption>{marked(name)}</figcaption>{inline_svg(one, name)}</figure>" for name, one in charts)
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
@@ -45,9 +50,10 @@ def bullets(notes: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{marked(note)}</li>" for note in notes) + "</ul>"
 
 
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --ink: #212529; --faint: #dee2e6; --limit: #c92a2a;
-  --s0: #1971c2; --s1: #868e96; --s2: #e8590c; --s3: #9c36b5; --s4: #2f9e44; --s5: #c2255c; }
+_LIGHT = " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())
+_STYLE = (
+    f":root {{ color-scheme: light dark; --back: #fff; {_LIGHT} }}"
+    + """
 @media (prefers-color-scheme: dark) { :root { --back: #16181b; --ink: #e9ecef; --faint: #373b40; --limit: #ff8787;
   --s0: #4dabf7; --s1: #adb5bd; --s2: #ffa94d; --s3: #da77f2; --s4: #69db7c; --s5: #f783ac; } }
 body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 72rem;
@@ -59,14 +65,9 @@ th:first-child, td:first-child { text-align: left; }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem; }
 figure { margin: 0; }
 figcaption { font-size: 13px; font-weight: 600; }
-svg { max-width: 100%; height: auto; font: 11px system-ui, sans-serif; fill: var(--ink); }
-.grid { stroke: var(--faint); } .limit { stroke: var(--limit); stroke-dasharray: 4 3; }
-.s0 { fill: var(--s0); stroke: var(--s0); } .s1 { fill: var(--s1); stroke: var(--s1); }
-.s2 { fill: var(--s2); stroke: var(--s2); } .s3 { fill: var(--s3); stroke: var(--s3); }
-.s4 { fill: var(--s4); stroke: var(--s4); } .s5 { fill: var(--s5); stroke: var(--s5); }
-.line { fill: none; stroke-width: 2; }
-.touch { opacity: 0; } .touch:hover { opacity: 1; }
-""".strip()
+svg { max-width: 100%; height: auto; }
+"""
+)
 
 _FRAME = """<!DOCTYPE html>
 <html lang="en">

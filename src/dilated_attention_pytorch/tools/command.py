@@ -62,7 +62,7 @@ _PATTERN_FLAGS = {
 def _show(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.tools.pictures import write_density
+    from dilated_attention_pytorch.pages.plots import write_density
     from dilated_attention_pytorch.tools.show import View, density, summary, text
 
     given = {name: value for flag, name in _PATTERN_FLAGS.items() if (value := getattr(arguments, flag)) is not None}

@@ -21,7 +21,7 @@ from dilated_attention_pytorch.core.checks import POSITIVE, checked
 from dilated_attention_pytorch.core.plans import global_caches
 from dilated_attention_pytorch.core.pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.measuring import host_memory, peak_resident, resident, size
-from dilated_attention_pytorch.tools.pictures import check_picture, write_timeline
+from dilated_attention_pytorch.pages.plots import check_picture, write_timeline
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def monitor_memory_realtime(
     Args:
         interval: seconds between samples.
         out: a file that gets each sample as a JSON line, at once.
-        picture: a `.svg` or `.png` of the series, drawn at the end; PNG needs matplotlib.
+        picture: a `.svg` or `.png` of the series, drawn at the end by matplotlib.
         quiet: print nothing.
 
     >>> with monitor_memory_realtime(0.01, quiet=True) as monitor:

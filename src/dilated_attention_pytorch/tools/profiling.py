@@ -23,8 +23,8 @@ from dilated_attention_pytorch.measuring import measure, size
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import DilatedAttention
 
-if TYPE_CHECKING:  # `python -m` runs pictures, and warns if it is loaded by then
-    from dilated_attention_pytorch.tools.pictures import Curves
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.pages.plots import Curves
 
 HOST = "host tensors of this step"
 
@@ -40,6 +40,9 @@ class MemoryProfile:
     phases: Mapping[str, int]
 
 
+_DEFAULT_PICTURE = "memory_timeline.svg"
+
+
 @checked(row_limit=COUNT)
 def profile_memory_usage(
     model: nn.Module,
@@ -48,7 +51,7 @@ def profile_memory_usage(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     trace: str | Path = "memory_trace.json",
-    picture: str | Path | None = "memory_timeline.svg",
+    picture: str | Path | None = _DEFAULT_PICTURE,
     row_limit: int = 20,
     with_stack: bool = False,
 ) -> MemoryProfile:
@@ -63,16 +66,18 @@ def profile_memory_usage(
             the labels, or the output's mean where there are no labels.
         optimizer: steps after the backward pass.
         trace: the file for chrome://tracing or Perfetto.
-        picture: the timeline, `.svg` or `.png`.
+        picture: the timeline, `.svg` or `.png`, which needs matplotlib; the default is left out without it.
         row_limit: rows of the table.
         with_stack: note the Python lines of each operator in the trace, which makes it slow and large.
     """
-    from dilated_attention_pytorch.tools.pictures import check_picture, write_timeline
+    from dilated_attention_pytorch.pages.plots import check_picture, matplotlib_is_installed, write_timeline
 
     inputs, labels = _unpack(sample_batch)
     trace, picture = Path(trace), None if picture is None else Path(picture)
     if trace.is_dir():
         raise ValueError(f"trace must be the path of a file, got the folder {str(trace)!r}")
+    if picture == Path(_DEFAULT_PICTURE) and not matplotlib_is_installed():
+        picture = None
     if picture is not None:
         check_picture(picture)
     with _gradients_set_aside(model), _profiler(with_stack) as profiler:

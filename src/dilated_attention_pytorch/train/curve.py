@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.pages import plots
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def draw_curve(records: Sequence[dict[str, Any]], baselines: Mapping[str, float], path: Path) -> Path | None:
     """A PNG of bits per byte over steps, beside baselines by name, or None without matplotlib (extra `viz`)."""
-    if find_spec("matplotlib") is None:
+    if not plots.matplotlib_is_installed():
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for key, label, style in (("bits", "training", {"alpha": 0.5}), ("validation_bits", "validation", {"marker": "o"})):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if points:
-            axes.plot(*zip(*points), label=label, **style)
-    for (label, bits), dashes in zip(baselines.items(), cycle(("--", ":", "-."))):
-        axes.axhline(bits, linestyle=dashes, color="gray", label=label)
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    write_whole(path, lambda partial: figure.savefig(partial, format="png", dpi=120))
+    curves = {
+        label: [(record["step"], record[key]) for record in records if key in record]
+        for key, label in (("bits", "training"), ("validation_bits", "validation"))
+    }
+    drawn = {label: points for label, points in curves.items() if points}
+    plots.save(path, plots.curves(drawn, "step", "bits per byte", baselines, dots=["validation"], width=8))
     return path
 
 

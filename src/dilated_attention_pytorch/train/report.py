@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from dilated_attention_pytorch.measuring import size
-from dilated_attention_pytorch.pages.charts import curves_svg, thinned
+from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import bullets, figures, marked, table, write_html
 from dilated_attention_pytorch.train.run_folder import RunFolder, read_run
 
@@ -97,16 +97,16 @@ def _summary(run: RunFolder) -> list[str]:
 
 def _curves(run: RunFolder) -> list[str]:
     losses = {
-        "training": thinned(_points(run, "bits") or _points(run, "loss", _BITS)),
-        "training, moving average": thinned(_points(run, "loss_ema", _BITS)),
+        "training": plots.thinned(_points(run, "bits") or _points(run, "loss", _BITS)),
+        "training, moving average": plots.thinned(_points(run, "loss_ema", _BITS)),
         "validation": _points(run, "validation_bits"),
     }
     losses = {name: points for name, points in losses.items() if points}
     if not losses:
         return ["<h2>Curves</h2>", "<p>No step is recorded yet: records are written with every checkpoint.</p>"]
-    chart = curves_svg(losses, "step", "bits per byte", _baselines(run), dots=["validation"], width=960)
+    chart = plots.curves(losses, "step", "bits per byte", _baselines(run), dots=["validation"], width=12)
     smaller = [
-        (title, curves_svg({title: thinned(points)}, "step", unit, width=400))
+        (title, plots.curves({title: plots.thinned(points)}, "step", unit, width=5))
         for key, title, unit, scale in _FIGURES
         if (points := _points(run, key, 1 / scale))
     ]

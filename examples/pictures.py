@@ -1,0 +1,147 @@
+"""Pictures of patterns: `./run docs`, or `python -m examples.pictures FOLDER`, draws those of the documentation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
+from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
+from dilated_attention_pytorch.pages.plots import new_figure, save, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_EMPTY, _BORDER = "#f1f3f5", "#495057"
+_BRANCHES = ("#1971c2", "#e8590c", "#2f9e44", "#9c36b5", "#c2255c")
+_COUNTS = (_EMPTY, "#a5d8ff", "#4dabf7", "#1971c2", "#0b3d6e")  # by the number of branches that show a key
+
+
+def draw_documentation(folder: Path) -> list[Path]:
+    """Write the pictures of `docs/` into `folder`."""
+    small = DilatedSpec.of([4, 8, 16], [1, 2, 4])
+    paper = DilatedSpec.of([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
+    pictures = {
+        "grids.svg": grids(small, 16, 4),
+        "pattern.svg": pattern(small, 16, 0, 4),
+        "pattern-causal.svg": pattern(small, 16, 1, 4, is_causal=True),
+        "layouts.svg": layouts([4, 8, 16], [1, 2, 4], 8),
+        "cost.svg": cost(paper),
+        "reach.svg": reach([DilatedSpec.of([4, 8], [1, 2]), DilatedSpec.of([4, 8, 32], [1, 2, 4])], 32, 21, 4),
+    }
+    for name, figure in pictures.items():
+        save(folder / name, figure)
+    return [folder / name for name in pictures]
+
+
+@styled
+def grids(spec: DilatedSpec, n: int, heads: int) -> Figure:
+    """The tokens that each head reads in each branch: one row per head, with frames around segments."""
+    figure, panels = new_figure(3.6, 0.3 + len(spec.branches) * (0.35 + 0.2 * heads), rows=len(spec.branches))
+    for branch, offsets, colour, axes in zip(spec.branches, spec.offsets(heads), _BRANCHES, panels):
+        w, r = branch.segment_length, branch.dilation_rate
+        read = [[o is not None and i % w % r == o for i in range(n)] for o in offsets]
+        _cells(axes, [[colour if cell else _EMPTY for cell in row] for row in read], list(segments(n, w)))
+        axes.set(title=f"w = {w}, r = {r}", yticklabels=[f"head {h}" for h in range(heads)])
+    return figure
+
+
+@styled
+def pattern(spec: DilatedSpec, n: int, head: int, heads: int, *, is_causal: bool = False) -> Figure:
+    """Who sees whom for one head: each branch alone, then all of them; a darker cell is shown by more branches."""
+    shown = dense_mask(spec, spec.offsets(heads), n, is_causal=is_causal)[:, head].int()  # (branches, n, n)
+    figure, panels = new_figure(2.6 * (len(shown) + 1), 3.0, columns=len(shown) + 1)
+    for branch, seen, colour, axes in zip(spec.branches, shown.tolist(), _BRANCHES, panels):
+        _cells(axes, [[colour if cell else _EMPTY for cell in row] for row in seen], [(0, n)])
+        axes.set(title=f"w = {branch.segment_length}, r = {branch.dilation_rate}", yticks=[])
+    counts = shown.sum(0).clamp(max=len(_COUNTS) - 1).tolist()
+    _cells(panels[-1], [[_COUNTS[count] for count in row] for row in counts], [(0, n)])
+    panels[-1].set(title="merged", yticks=[])
+    panels[0].set(xlabel="keys", ylabel="queries")
+    return figure
+
+
+@styled
+def layouts(segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads: int) -> Figure:
+    """The offset of every head on every branch in the three head layouts; empty where a head is absent."""
+    figure, panels = new_figure(
+        3.6, 0.3 + len(HEAD_LAYOUTS) * (0.35 + 0.3 * len(segment_lengths)), rows=len(HEAD_LAYOUTS)
+    )
+    for layout, axes in zip(HEAD_LAYOUTS, panels):
+        spec = DilatedSpec.of(segment_lengths, dilation_rates, layout)  # type: ignore[arg-type]
+        offsets = spec.offsets(heads)
+        _cells(axes, [[_EMPTY if o is None else colour for o in row] for row, colour in zip(offsets, _BRANCHES)])
+        for b, h in ((b, h) for b, row in enumerate(offsets) for h, o in enumerate(row) if o is not None):
+            axes.text(h + 0.5, b + 0.5, str(offsets[b][h]), color="white", ha="center", va="center")
+        labels = [f"w = {branch.segment_length}, r = {branch.dilation_rate}" for branch in spec.branches]
+        axes.set(title=layout, yticklabels=labels)
+    return figure
+
+
+@styled
+def reach(specs: Sequence[DilatedSpec], n: int, row: int, heads: int, layers: int = 3) -> Figure:
+    """The tokens that one row depends on after 1 to `layers` layers, of all heads, for each spec."""
+    figure, panels = new_figure(6.6, 0.3 + len(specs) * (0.35 + 0.2 * layers), rows=len(specs))
+    for spec, axes in zip(specs, panels):
+        sees = dense_mask(spec, spec.offsets(heads), n).flatten(0, 1).any(0)  # (n, n)
+        reached, drawn = torch.arange(n) == row, []
+        for _ in range(layers):
+            reached = sees[reached].any(0)
+            drawn.append([_BRANCHES[0] if found else _EMPTY for found in reached.tolist()])
+            drawn[-1][row] = _BRANCHES[1]
+        _cells(axes, drawn, list(segments(n, max(spec.segment_lengths))))
+        words = f"segments {list(spec.segment_lengths)}, rates {list(spec.dilation_rates)}, {heads} heads"
+        axes.set(title=words, yticklabels=[f"{depth} layer{'s' * (depth > 1)}" for depth in range(1, layers + 1)])
+    return figure
+
+
+@styled
+def cost(spec: DilatedSpec) -> Figure:
+    """The keys that a row sees in each branch beside the segment they are spread over."""
+    figure, axes = new_figure(6.6, 0.3 + 0.25 * len(spec.branches))
+    lengths = spec.segment_lengths
+    seen = [grid_rows(branch.segment_length, branch.dilation_rate, 0) for branch in spec.branches]
+    spread = axes.barh(range(len(lengths)), lengths, 0.7, color=_EMPTY)
+    axes.barh(range(len(lengths)), seen, 0.7, color=_BRANCHES[: len(lengths)])
+    axes.bar_label(spread, [f"{keys:,} keys" for keys in seen], padding=6)
+    axes.set(yticks=range(len(lengths)), xticks=[], xlim=(0, 1.15 * max(lengths)))
+    axes.set_yticklabels([f"w = {branch.segment_length:,}, r = {branch.dilation_rate}" for branch in spec.branches])
+    axes.invert_yaxis()
+    _without_lines(axes)
+    return figure
+
+
+def _cells(axes: Axes, colours: Sequence[Sequence[str]], frames: Sequence[tuple[int, int]] = ()) -> None:
+    """Square cells of these colours, the first row at the top; `frames`, (column, columns), around all rows."""
+    from matplotlib.patches import PathPatch, Rectangle
+    from matplotlib.path import Path
+    from matplotlib.transforms import Affine2D
+
+    rows, columns = len(colours), len(colours[0])
+    by_colour: dict[str, list[Path]] = {}
+    for i, j in product(range(rows), range(columns)):
+        square = Path.unit_rectangle().transformed(Affine2D().translate(j, i))
+        by_colour.setdefault(colours[i][j], []).append(square)
+    for colour, squares in by_colour.items():  # one outline per colour keeps files small
+        axes.add_patch(PathPatch(Path.make_compound_path(*squares), facecolor=colour, edgecolor="white"))
+    for start, length in frames:
+        axes.add_patch(Rectangle((start, 0), length, rows, fill=False, edgecolor=_BORDER, clip_on=False))
+    axes.set(xticks=[], yticks=[row + 0.5 for row in range(rows)], xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+    _without_lines(axes)
+
+
+def _without_lines(axes: Axes) -> None:
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+if __name__ == "__main__":
+    for path in draw_documentation(Path(sys.argv[1])):
+        print(path)

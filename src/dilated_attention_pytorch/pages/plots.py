@@ -1,0 +1,304 @@
+"""Every chart and picture of the project, drawn by matplotlib (the extra `viz`).
+
+Functions whose name begins with `write` make a file, `.svg` or `.png`. `bars` and `curves` return a figure, for
+`save`, or for `inline_svg`, which puts it into an HTML page in the page's own colours.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from xml.etree import ElementTree
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.row_weights import RowWeights
+from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.models.slide_attention import on_slide
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Points = Sequence[tuple[float, float]]
+Curves = Mapping[str, Points]
+Spans = Sequence[tuple[str, float, float]]
+
+# Colours by their names in the style sheet of a page, which has other ones for dark screens.
+COLOURS = {
+    "ink": "#212529", "faint": "#dee2e6", "limit": "#c92a2a",
+    "s0": "#1971c2", "s1": "#868e96", "s2": "#e8590c", "s3": "#9c36b5", "s4": "#2f9e44", "s5": "#c2255c",
+}  # fmt: skip
+_SERIES = [colour for name, colour in COLOURS.items() if name.startswith("s")]
+_SETTINGS: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "dilated-attention", "font.sans-serif": ["DejaVu Sans"], "font.size": 8,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": False,
+    "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False,
+    "grid.color": COLOURS["faint"], "axes.edgecolor": COLOURS["faint"], "axes.labelcolor": COLOURS["ink"],
+    "text.color": COLOURS["ink"], "xtick.color": COLOURS["ink"], "ytick.color": COLOURS["ink"],
+}  # fmt: skip
+_TIP = "\u00a6"  # begins each text of an artist's id that `inline_svg` shows when it is pointed at
+
+
+def check_picture(path: Path) -> None:
+    """Raise if a picture of this name cannot be written here."""
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"a picture is written as .svg or .png, got {str(path)!r}")
+    require_matplotlib()
+
+
+def matplotlib_is_installed() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def require_matplotlib() -> None:
+    if not matplotlib_is_installed():
+        raise ModuleNotFoundError(f"charts need matplotlib: {install_extra('viz')}", name="matplotlib")
+
+
+def styled(draw: Callable[P, R]) -> Callable[P, R]:
+    """Let a function draw in the project's style."""
+
+    @functools.wraps(draw)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        require_matplotlib()
+        import matplotlib
+
+        with matplotlib.rc_context(_SETTINGS):
+            return draw(*args, **kwargs)
+
+    return run
+
+
+@styled
+def save(path: Path, figure: Figure) -> None:
+    """Write a figure as the kind of picture that its path names, whole or not at all."""
+    check_picture(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = path.suffix[1:]
+    options: Any = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 120}
+    write_whole(path, lambda partial: figure.savefig(partial, format=kind, bbox_inches="tight", **options))
+
+
+@styled
+def inline_svg(figure: Figure, label: str) -> str:
+    """A figure as an `<svg>` element for a page: in the page's colours, with texts for what is pointed at."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", transparent=True)
+    root = ElementTree.fromstring(drawn.getvalue())
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        for name in [name for name in element.attrib if "}" in name]:
+            element.set(name.rpartition("}")[2], element.attrib.pop(name))
+    for parent in [root, *root.findall("defs")]:
+        for element in parent.findall("metadata") + parent.findall("style"):  # the style would apply to the whole page
+            parent.remove(element)
+    for group in root.iter("g"):
+        _, *tips = group.attrib.pop("id", "").split(_TIP)
+        for mark, tip in zip([*group.iter("use")] or [*group.iter("path")], tips):
+            ElementTree.SubElement(mark, "title").text = tip
+    root.set("role", "img")
+    root.set("aria-label", label)
+    text = ElementTree.tostring(root, encoding="unicode")
+    for name, colour in COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    return text
+
+
+@styled
+def bars(
+    groups: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], unit: str, limits: Sequence[float] = ()
+) -> Figure:
+    """Horizontal bars: one group per label, with one bar per series; dashed lines at `limits`."""
+    thick = 0.8 / len(series)
+    figure, axes = new_figure(9, 0.8 + len(groups) * (0.08 + 0.13 * len(series)))
+    for index, name in enumerate(series):
+        values = [values[index] for _, values in groups]
+        at = [row + (index + 0.5) * thick - 0.4 for row in range(len(groups))]
+        drawn = axes.barh(at, values, thick, label=name, color=_SERIES[index % len(_SERIES)])
+        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=7)
+        for bar, (label, _), value in zip(drawn, groups, values):
+            bar.set_gid(f"{_TIP}{label}, {name}: {value:.4g} {unit}")
+    axes.set(yticks=range(len(groups)), yticklabels=[label for label, _ in groups], xlabel=unit)
+    axes.set_ylim(len(groups) - 0.4, -0.6)
+    for limit in limits:
+        axes.axvline(limit, color=COLOURS["limit"], linestyle="--", linewidth=1)
+    figure.legend(loc="outside upper left", ncols=len(series))
+    return figure
+
+
+@styled
+def curves(
+    curves: Curves,
+    x_unit: str,
+    y_unit: str,
+    limits: Mapping[str, float] | None = None,
+    *,
+    dots: Sequence[str] = (),
+    series: Sequence[str] = (),
+    log: bool = False,
+    width: float = 6.4,
+) -> Figure:
+    """Curves by name over linear axes, or over logarithmic ones; what is pointed at says its figures.
+
+    `limits` are dashed lines across, by name. A curve that `dots` names shows its points. `series` is the order of
+    colours, for charts that have some of the same curves.
+    """
+    figure, axes = new_figure(width, 3.4)
+    order = list(series or curves)
+    for name, points in curves.items():
+        colour, points = _SERIES[order.index(name) % len(_SERIES)], sorted(points)
+        shown = 1.0 if name in dots else 0.0  # a point that is not shown can still be pointed at
+        x, y = zip(*points)
+        [line] = axes.plot(x, y, color=colour, label=name, marker="o", markersize=5, linewidth=1.5)
+        line.set(markerfacecolor=(colour, shown), markeredgecolor="none")
+        line.set_gid("".join(f"{_TIP}{name}: {y:.4g} {y_unit} at {_at(x, x_unit)}" for x, y in points))
+    for (name, level), dashes in zip((limits or {}).items(), cycle(("--", ":", "-."))):
+        line = axes.axhline(level, color=COLOURS["limit"], linestyle=dashes, linewidth=1, label=f"{name}: {level:.4g}")
+        line.set_gid(f"{_TIP}{name}: {level:.4g} {y_unit}")
+    axes.set(xlabel=x_unit, ylabel=y_unit)
+    axes.grid()
+    if log:
+        lengths = sorted({x for points in curves.values() for x, _ in points})
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks(lengths, [short(x) for x in lengths])
+        axes.set_xticks([], minor=True)
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
+
+
+def _at(x: float, unit: str) -> str:
+    """A place on the axis in words: `step 4`, but `512 tokens`."""
+    return f"{x:,.0f} {unit}" if unit.endswith("s") else f"{unit} {x:,.6g}"
+
+
+def thinned(points: Points, most: int = 400) -> list[tuple[float, float]]:
+    """At most `most` points, each the mean of its neighbours.
+
+    >>> thinned([(1, 2.0), (2, 4.0), (3, 0.0), (4, 2.0)], most=2)
+    [(1.5, 3.0), (3.5, 1.0)]
+    """
+    count = min(most, len(points))
+    edges = [len(points) * i // count for i in range(count + 1)] if count else [0]
+    groups = [points[a:b] for a, b in pairwise(edges)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+def short(x: float) -> str:
+    """A number of tokens in a few characters.
+
+    >>> short(512), short(131_072), short(1 << 20)
+    ('512', '128K', '1M')
+    """
+    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if x >= size:
+            return f"{x / size:g}{letter}"
+    return f"{x:g}"
+
+
+@styled
+def write_timeline(path: Path, curves: Curves, title: str, spans: Spans = ()) -> None:
+    """Bytes over seconds as a picture, in steps; `spans`, (name, from, to), are shaded by turns."""
+    check_picture(path)
+    figure, axes = new_figure(9, 4.5)
+    most = max((y for curve in curves.values() for _, y in curve), default=0)
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    unit, scale = next((one for one in units if most >= one[1]), ("B", 1))
+    for (name, curve), colour in zip(curves.items(), _SERIES * len(curves)):
+        peak = max((y for _, y in curve), default=0)
+        label = f"{name}, at most {peak / scale:.4g} {unit}"
+        axes.step([x for x, _ in curve], [y / scale for _, y in curve], where="post", label=label, color=colour)
+    for index, (name, start, end) in enumerate(spans):
+        axes.axvspan(start, end, color="black", alpha=0.06 if index % 2 == 0 else 0.0, linewidth=0)
+        axes.annotate(name, (start, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8)
+    axes.set(title=title, xlabel="seconds", ylabel=unit, ylim=(0, None))
+    axes.grid()
+    if curves:
+        figure.legend(loc="outside lower left")
+    save(path, figure)
+
+
+@styled
+def write_density(
+    path: Path,
+    shares: Sequence[Sequence[float]],
+    title: str,
+    notes: Sequence[str],
+    axes: tuple[str, str] = ("queries", "keys"),
+) -> None:
+    """A map of who sees whom as a picture, darker where a cell's rows see more of its keys, with notes below.
+
+    `axes` names the rows and columns.
+    """
+    check_picture(path)
+    figure, plot = new_figure(8, 1 + 7.4 * len(shares) / len(shares[0]) + 0.16 * len(notes))
+    # What is seen at all is drawn: a dilated branch shows a small share of its cells.
+    ink = [[0.0 if share <= 0 else min(1.0, 0.15 + 0.85 * share**0.5) for share in row] for row in shares]
+    plot.imshow(ink, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    plot.set(title=title, ylabel=axes[0], xticks=[], yticks=[])
+    plot.set_xlabel("\n".join([axes[1], *notes]), loc="left", family="monospace")
+    plot.spines[["top", "right"]].set_visible(True)
+    save(path, figure)
+
+
+def write_rows(
+    path: Path, found: Mapping[tuple[int, int, int], RowWeights], tokens: int, title: str = "attention weights"
+) -> None:
+    """What `functional.attention_rows` found, as a picture: one strip per row and head, darker for larger weights."""
+    if not found:
+        raise ValueError("there is no row to draw: name rows in attention_rows")
+    strips: list[list[float]] = []
+    for weights in found.values():
+        strip = row_shares(weights, tokens)
+        strips += [strip] * 4 + [[0.0] * len(strip)]
+    names = [f"batch row {b}, row {row}, head {head}" for b, row, head in found]
+    write_density(path, strips[:-1], title, [f"{tokens:,} keys; from the top:", *names])
+
+
+def row_shares(found: RowWeights, tokens: int, cells: int = 128) -> list[float]:
+    """The weight that falls into each of `cells` equal parts of the keys, divided by the largest of them."""
+    cells = min(cells, tokens)
+    totals = torch.zeros(cells, dtype=torch.float64)
+    totals.index_add_(0, found.positions.cpu() * cells // tokens, found.weights.detach().double().cpu())
+    return (totals / totals.max().clamp_min(1e-300)).tolist()
+
+
+def write_slide(
+    path: str | Path,
+    weights: Tensor,
+    coordinates: Tensor,
+    tile_size: int = 256,
+    title: str = "attention of the CLS token",
+) -> None:
+    """Weights of tiles, `(tiles,)`, as a picture of the slide: each tile at its place, darker for larger weights."""
+    if weights.dim() != 1:
+        raise ValueError(
+            f"a picture shows one weight per tile, got {tuple(weights.shape)}: take one layer and head, or a mean"
+        )
+    grid = on_slide(weights.detach().float().cpu(), coordinates.cpu(), tile_size)
+    notes = [f"{weights.numel():,} tiles, {grid.shape[0]:,} rows by {grid.shape[1]:,} columns"]
+    write_density(Path(path), slide_shares(grid), title, notes, ("rows of tiles", "columns of tiles"))
+
+
+def slide_shares(grid: Tensor, most: int = 192) -> list[list[float]]:
+    """A grid of weights at no more than `most` x `most` cells, divided by the largest: the strongest tile of each."""
+    shown = F.adaptive_max_pool2d(grid[None], (min(grid.shape[0], most), min(grid.shape[1], most)))[0]
+    return (shown / shown.max().clamp_min(torch.finfo(torch.float32).tiny)).tolist()
+
+
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure of this size in inches, with its axes: one, or a list."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    return figure, axes[0] if len(axes) == 1 else list(axes)

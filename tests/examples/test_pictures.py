@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+from dilated_attention_pytorch.core import DilatedSpec, dense_mask
+from dilated_attention_pytorch.pages.plots import save
+from examples.pictures import draw_documentation, pattern
+
+DOCS = Path(__file__).parents[2] / "docs" / "pictures"
+
+
+def content(path: Path) -> tuple[list[str], Counter[str]]:
+    """The words of a picture, and its outlines by colour; their places depend on the release of matplotlib."""
+    root = ElementTree.fromstring(path.read_text())
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    outlines: Counter[str] = Counter()
+    for element in root.iter("{http://www.w3.org/2000/svg}path"):
+        colour = re.search(r"fill: (#\w+)", element.get("style", ""))
+        outlines[colour.group(1) if colour else ""] += element.get("d").count("M")
+    return words, outlines
+
+
+def test_the_pictures_of_the_documentation_are_the_ones_that_the_code_draws(tmp_path) -> None:
+    drawn = draw_documentation(tmp_path)
+    assert {path.name for path in drawn} == {path.name for path in DOCS.iterdir()}
+    for path in drawn:
+        assert content(path) == content(DOCS / path.name), f"{path.name} is stale: ./run docs"
+
+
+def test_a_pattern_has_a_coloured_cell_for_every_visible_pair(tmp_path) -> None:
+    spec = DilatedSpec.of([3, 6], [1, 2])
+    save(tmp_path / "pattern.svg", pattern(spec, 6, head=1, heads=2, is_causal=True))
+    words, colours = content(tmp_path / "pattern.svg")
+    shown = dense_mask(spec, spec.offsets(2), 6, is_causal=True)[:, 1].sum((1, 2)).tolist()
+    assert colours["#e8590c"] == shown[1]
+    assert {"w = 3, r = 1", "w = 6, r = 2", "merged"} <= set(words)
