@@ -67,7 +67,7 @@ def test_no_line_installs_a_distribution_that_is_another_projects() -> None:
     for path in texts:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             installs = f"{name}[" in line or ("pip install" in line and name in line)
-            assert not installs, f"{path}:{number} installs {name} by name: use core.extras.install_extra"
+            assert not installs, f"{path}:{number} installs {name} by name: use core.checks.install_extra"
 
 
 def test_every_room_has_a_floor() -> None:

@@ -1,13 +1,13 @@
 """Block layouts: the kept tiles of every branch, compressed by rows and by columns.
 
-A branch's *grid of tiles* belongs to a segment and a head: `T x T` tiles over the segment's grid rows. All grids of a
-branch stand below one another, so that a *row* is one number; in compressed form (CSR) the key tiles of row `i` are
-`keys[key_first[i] : key_first[i + 1]]`, and by columns (CSC) the query tiles that see key tile `i` are
-`queries[query_first[i] : query_first[i + 1]]`; both ascend, and count from the grid's own first tile.
+Each segment and head of a branch has a *grid of tiles*, `T x T` tiles over the segment's grid rows. All grids of a
+branch are stacked, so that one number identifies a *row* of tiles. Compressed by rows (CSR), the key tiles of row `i`
+are `keys[key_first[i] : key_first[i + 1]]`. By columns (CSC), the query tiles that see key tile `i` are
+`queries[query_first[i] : query_first[i + 1]]`. Both ascend, and count from the first tile of their grid.
 
-Patterns that look at positions only have one grid for each number of tiles, whatever the segment, head and batch row;
-they are built on the CPU, and a cache remembers them. `content_adaptive` has a grid for each of them, built on the
-tensors' device without waiting for it.
+If a pattern depends on positions only, all segments, heads and batch rows with the same number of tiles share a grid.
+Such layouts are built on the CPU and remembered. `content_adaptive` has a grid for each of them, built on the tensors'
+device without waiting for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dilated_attention_pytorch.core.block_pattern import (
     tiles_of,
     visible_tiles,
 )
-from dilated_attention_pytorch.core.checks import SIZE, checked, shown
+from dilated_attention_pytorch.core.checks import SIZE, checked
 from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
-from dilated_attention_pytorch.core.plans import Remembers
+from dilated_attention_pytorch.core.plans import Remembers, check_cache
 from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec, OffsetTable
 
-# Tiles whose order is worked out at once: it takes some 40 bytes each.
+# Tiles that are sorted at once, which takes about 40 bytes for each.
 _TILES_AT_ONCE = 1 << 22
 
 
@@ -41,24 +41,25 @@ class BranchLayout(NamedTuple):
     """The kept tiles of one branch, int32; rows are numbered over all grids."""
 
     grids: Tensor  # (S, H): the first row of the grid of a segment and query head
-    rows_per_batch_row: int  # how many rows later the same grid of the next batch row starts: 0 where they share one
+    rows_per_batch_row: int  # from a grid to that of the next batch row; 0 if batch rows share their grids
     key_first: Tensor  # (rows + 1,)
     keys: Tensor  # (kept tiles,)
     query_first: Tensor
     queries: Tensor
-    query_turns: Tensor  # as long as `queries`: how many later key tiles are in that query tile's list of keys
+    query_turns: Tensor  # as long as `queries`: how many key tiles follow in that query tile's list of keys
 
     @property
     def key_lists(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel walks key tiles by."""
+        """The lists of a kernel that walks over key tiles."""
         return self.grids, self.key_first, self.keys
 
     @property
     def query_lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The lists of a kernel that walks over query tiles."""
         return self.grids, self.query_first, self.queries
 
     def kept_keys(self, b: Tensor, segments: Tensor, heads: Tensor, tiles: int) -> Tensor:
-        """The key tiles of every query tile, padded with -1, of grids of `tiles`: `(..., tiles, K)` for `(...)` grids.
+        """`(..., tiles, K)`: the key tiles of every query tile of `(...)` grids, padded with -1.
 
         `b, segments, heads` are batch rows, segments and query heads, and broadcast together.
         """
@@ -69,7 +70,7 @@ class BranchLayout(NamedTuple):
         return torch.where(at < end[..., None], self.keys[at.clamp_max(self.keys.shape[0] - 1)].long(), -1)
 
     def mask(self, b: int, segment: int, head: int, tiles: int) -> Tensor:
-        """`(tiles, tiles)` bool: which tiles are kept, written out."""
+        """`(tiles, tiles)` bool: which tiles of a grid are kept."""
         at = torch.tensor([b, segment, head], device=self.keys.device)
         kept = self.kept_keys(at[0], at[1], at[2], tiles)
         written = torch.zeros(tiles, tiles + 1, dtype=torch.bool, device=kept.device)
@@ -143,18 +144,17 @@ def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[
 
 @checked()
 def layout_of(call: Call, query: Tensor, key: Tensor, cache: Remembers | None = None) -> BlockLayout:
-    """The layout of a call whose problem has a block pattern, through the cache if there is one."""
+    """The layout of a call with a block pattern, remembered if there is a cache."""
     config = call.sparse
     if config is None:
-        raise ValueError("layout_of is for a call that keeps some tiles only, and this problem has no sparse config")
-    if cache is not None and not hasattr(cache, "remember"):
-        raise TypeError(f"cache must be a PatternCache, got {shown(cache)}")
+        raise ValueError("layout_of is for a call that keeps some tiles only, and this call has no sparse config")
+    check_cache(cache)
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
             f"query and key must be (batch, tokens, heads, head_dim), got {tuple(query.shape)} and {tuple(key.shape)}"
         )
     if config.depends_on_content:
-        # Autocast may be over when backward chooses again, and must not change the choice.
+        # Autocast may have ended when backward chooses again, and must not change the choice.
         with torch.autocast(query.device.type, enabled=False):
             return _layout_from_content(call, config, query.detach(), key.detach())
     N, H, kv_heads, device = query.shape[1], query.shape[2], key.shape[2], query.device
@@ -208,7 +208,7 @@ def layout_for(
 
 
 def tiles_by_position(config: SparsePatternConfig, tiles: int, branch: int, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The kept key tiles of every row of a grid, `tiles` where a row keeps fewer than most, and their number."""
+    """The kept key tiles of every row of a grid, padded with `tiles`, and how many each row keeps."""
     size = torch.tensor([[tiles]])
     chosen = [
         choose_tiles(config, preference(config, tiles, rows, branch), rows, size, is_causal)
@@ -231,7 +231,7 @@ def _tiles(branch: Branch, offsets: tuple[int | None, ...], tokens: int, block_s
 def _compress(
     kept: Tensor, counts: Tensor, first: Tensor, entries: int, config: SparsePatternConfig
 ) -> tuple[Tensor, ...]:
-    """Rows `(rows, K)` with their counts, of grids whose first rows are `first`, as CSR and CSC."""
+    """The tiles `(rows, K)` that rows keep, of grids whose first rows are `first`, compressed to CSR and CSC."""
     if entries >= 1 << 31:
         raise ValueError(
             f"{entries:,} kept tiles are more than 32-bit pointers count: "
@@ -256,13 +256,13 @@ def _branch_layout(
 
 
 def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor, key: Tensor) -> BlockLayout:
-    """The tiles with the highest products of query and mean key; nothing here waits for the device.
+    """The tiles with the highest products of mean query and mean key; nothing here waits for the device.
 
-    A tile's query is the mean of its rows. Under causality it is its first row: the others come after that one, which
-    must not learn of them through what is chosen.
+    Under causality a tile's query is its first row instead, which must not depend on the rows after it.
     """
     (B, N, H), kv_heads, device = query.shape[:3], key.shape[2], query.device
-    query, key = query.unflatten(2, (kv_heads, -1)), key.unsqueeze(3)  # (B, N, Hkv, group, D), (B, N, Hkv, 1, D)
+    group = H // kv_heads
+    query, key = query.unflatten(2, (kv_heads, group)), key.unsqueeze(3)  # (B, N, Hkv, group, D), (B, N, Hkv, 1, D)
     branches: list[BranchLayout | None] = []
     for branch, offsets in zip(call.spec.branches, call.offsets(H, kv_heads)):
         tiles = _tiles(branch, offsets, N, config.block_size)
@@ -270,18 +270,16 @@ def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor,
         if T == 0:
             branches.append(None)
             continue
-        chosen: dict[int, tuple[Tensor, Tensor]] = {}
+        K = int(budget(config, torch.tensor(T)))
+        kept = torch.full((B, S, kv_heads, group, T, K), T, device=device)
+        counts = torch.zeros((B, S, kv_heads, group, T), dtype=torch.int64, device=device)
         for offset, heads in heads_by_offset(offsets):
-            kept, counts = tiles_by_content(call, config, query[:, :, heads], key[:, :, heads], branch, offset, T)
-            chosen.update(zip(range(kv_heads)[heads], zip(kept.unbind(2), counts.unbind(2))))
-        some, few = next(iter(chosen.values()))
-        absent = torch.full_like(some, T), torch.zeros_like(few)
-        in_order = [chosen.get(head, absent) for head in range(kv_heads)]
-        kept = torch.cat([kept for kept, _ in in_order], 2).flatten(0, 3)  # (B * S * H * T, K)
-        counts = torch.cat([counts for _, counts in in_order], 2).flatten()
+            kept[:, :, heads], counts[:, :, heads] = tiles_by_content(
+                call, config, query[:, :, heads], key[:, :, heads], branch, offset, T
+            )
         first = torch.arange(B * S * H, device=device) * T
-        entries = B * H // kv_heads * _kept_tiles(tiles, config, call.is_causal)
-        compressed = _compress(kept, counts, first.repeat_interleave(T), entries, config)
+        entries = B * group * _kept_tiles(tiles, config, call.is_causal)
+        compressed = _compress(kept.flatten(0, 4), counts.flatten(), first.repeat_interleave(T), entries, config)
         grids = first[: S * H].view(S, H)
         branches.append(_branch_layout(device, grids, S * H * T, compressed))
     return BlockLayout(config.block_size, tuple(branches))
@@ -296,9 +294,9 @@ def tiles_by_content(
     offset: int,
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    """The kept key tiles of every segment's grid, `(B, S, heads, group, most, K)`, and their numbers.
+    """The kept key tiles of every segment's grid, `(B, S, heads, group, most, K)`, and how many each row keeps.
 
-    `query` and `key` are `(B, N, heads, group, D)`, of heads at one offset, with `group` 1 for keys.
+    `query` and `key` are `(B, N, heads, group, D)`, of heads at one offset; keys have `group` 1.
     """
     pooled_q = _pooled(query, branch, offset, config.block_size, most, first_row=call.is_causal)
     pooled_k = _pooled(key, branch, offset, config.block_size, most)
@@ -310,7 +308,7 @@ def tiles_by_content(
 def _highest(
     call: Call, config: SparsePatternConfig, pooled_q: Tensor, pooled_k: Tensor, tiles: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The kept tiles, `(B, S, heads, group, T, K)`, and their numbers, by products of `(B, S, heads, group, T, D)`."""
+    """The kept tiles, `(B, S, heads, group, T, K)`, and how many each row keeps, by products of `(..., T, D)`."""
     B, S, heads, group, T, D = pooled_q.shape
     rows = torch.arange(T, device=pooled_q.device)
     chosen = []
@@ -325,10 +323,7 @@ def _highest(
 
 
 def _pooled(x: Tensor, branch: Branch, offset: int, block_size: int, T: int, first_row: bool = False) -> Tensor:
-    """`(B, S, heads, group, T, D)` of `(B, N, heads, group, D)`: the mean, or the first, of every tile's rows.
-
-    A tile without rows has 0.
-    """
+    """`(B, S, heads, group, T, D)`: the mean, or the first, of every tile's rows; 0 for a tile without rows."""
     w, r = branch.segment_length, branch.dilation_rate
     on_grid = _rows_on_grid(branch, offset, x.shape[1], x.device)  # (S,)
     S = on_grid.shape[0]
@@ -345,7 +340,7 @@ def _pooled(x: Tensor, branch: Branch, offset: int, block_size: int, T: int, fir
 
 
 def _filled(x: Tensor, rows: int) -> Tensor:
-    """`x` with zeros after its second dimension's end, up to `rows`."""
+    """`x` with zeros appended to its second dimension, up to `rows`."""
     if x.shape[1] == rows:
         return x
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, rows - x.shape[1]))
@@ -359,7 +354,7 @@ def _rows_on_grid(branch: Branch, offset: int, tokens: int, device: torch.device
 
 
 def _kept_tiles(tiles: Tensor, config: SparsePatternConfig, is_causal: bool) -> int:
-    """How many tiles grids of these sizes keep together, whatever their content."""
+    """How many tiles grids of these sizes keep in total, which does not depend on their content."""
     sizes, grids = tiles.unique(return_counts=True)
     return sum(
         count * int(budget(config, visible_tiles(torch.arange(size), torch.tensor([[size]]), is_causal)).sum())

@@ -1,13 +1,12 @@
-"""Which tiles a block-sparse attention keeps: a pattern is an order of preference, and a budget cuts it off.
+"""Which tiles a block-sparse attention keeps: a pattern orders the tiles, and a budget cuts the order off.
 
-The grid rows of a segment, renumbered from 0, are cut into tiles of `block_size`, the last one possibly shorter. A row
-of query tiles can see all key tiles, or under causality those up to its own, and keeps the first `sparsity_ratio` of
-them in the pattern's order, rounded; its own tile always. So every row of tiles meets the ratio within one tile.
+The grid rows of a segment, renumbered from 0, are cut into tiles of `block_size`; the last one may be shorter. A row of
+query tiles can see all key tiles, or under causality those up to its own. It keeps its own tile and the first of the
+others in the pattern's order, `sparsity_ratio` of all of them, rounded. So every row meets the ratio within one tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -21,10 +20,10 @@ PatternType = Literal[
 ]
 PATTERN_TYPES: tuple[str, ...] = get_args(PatternType)
 
-# Patterns that are a window by name: where its size is stated, nothing outside it takes its place.
+# Patterns that are a window: if its size is stated, tiles outside it are never kept.
 _WINDOWED = ("local_window", "global_local")
 
-# Stands between classes of preference; what decides within a class is smaller.
+# The distance between classes of preference; the order within a class stays below it.
 _CLASS = 1 << 56
 
 _DEFAULT_BLOCK = 128
@@ -35,21 +34,21 @@ class SparsePatternConfig:
     """Which tiles a block-sparse attention keeps.
 
     Args:
-        pattern_type: what a row of tiles prefers, after its own tile:
+        pattern_type: which tiles a row prefers, after its own tile:
             `local_window`: the nearest tiles;
             `dilated_sparse`: tiles at distances 1, 2, 4, 8, ..., then 3, 6, 12, ..., then 5, 10, 20, ...;
             `global_local`: the segment's first tiles, then the nearest;
             `strided`: every `1 / sparsity_ratio`-th tile, counted from its own;
-            `random`: tiles drawn from `seed`, other ones in every branch, the same for all heads;
+            `random`: tiles drawn from `seed`, different ones in every branch, the same for all heads;
             `hierarchical`: the nearest, where a tile whose number is a multiple of 2^l counts as 2^l times nearer;
-            `content_adaptive`: the highest products of mean query (under causality the tile's first one, which knows
-            nothing of later rows) and mean key, per batch row, segment and head.
-        sparsity_ratio: the fraction of the tiles it can see that a row keeps; 0.1 keeps a tenth.
+            `content_adaptive`: the highest products of mean query and mean key, per batch row, segment and head. Under
+            causality the query is the tile's first row, which knows nothing of later rows.
+        sparsity_ratio: the fraction of the visible tiles that a row keeps; 0.1 keeps a tenth.
         block_size: rows and keys of a tile, a power of two; at least 16 for fused kernels. By default 128, or the
-            largest one that fits the shortest segment of the attention it is given to.
-        local_window_size: how many grid rows around its own a row prefers to what the pattern says. In `local_window`
-            and `global_local` also the limit: a window that is smaller than the ratio allows keeps less.
-        global_tokens: how many of a segment's first grid rows all rows prefer to everything but their own tile; by
+            largest power of two that fits the shortest segment of the attention.
+        local_window_size: the grid rows around its own that a row prefers to the pattern's order. In `local_window` and
+            `global_local` it is also the limit: a window that is smaller than the ratio allows keeps less.
+        global_tokens: the first grid rows of a segment, which all rows prefer to everything but their own tile; by
             default one tile in `global_local` and none elsewhere.
         seed: of `random`.
 
@@ -59,7 +58,7 @@ class SparsePatternConfig:
 
     pattern_type: PatternType = "dilated_sparse"
     sparsity_ratio: float = 0.1
-    block_size: int = None  # type: ignore[assignment]  # which is 128 from here on, until `fitted` to segments
+    block_size: int = None  # type: ignore[assignment]  # becomes 128, until `fitted` to segments
     local_window_size: int | None = None
     global_tokens: int | None = None
     seed: int = 0
@@ -87,7 +86,7 @@ class SparsePatternConfig:
         return self.pattern_type == "content_adaptive"
 
     def fitted(self, segment_lengths: tuple[int, ...]) -> SparsePatternConfig:
-        """The config with tiles that fit these segments; stated ones that are larger than a segment are refused.
+        """The config with tiles that fit these segments; a stated `block_size` above a segment is refused.
 
         >>> SparsePatternConfig().fitted((48, 512)).block_size
         32
@@ -113,7 +112,7 @@ def tiles_of(rows: int, block_size: int) -> int:
 
 
 def budget(config: SparsePatternConfig, visible: Tensor) -> Tensor:
-    """How many of `visible` tiles are kept: the ratio's share, rounded, and at least a row's own.
+    """How many of `visible` tiles are kept: the ratio's share, rounded, and at least the row's own.
 
     >>> budget(SparsePatternConfig(sparsity_ratio=0.25), torch.tensor([0, 1, 4, 6, 100]))
     tensor([ 0,  1,  1,  2, 25])
@@ -123,40 +122,29 @@ def budget(config: SparsePatternConfig, visible: Tensor) -> Tensor:
 
 
 def preference(config: SparsePatternConfig, tiles: int, rows: Tensor, branch: int) -> Tensor:
-    """`(rows, tiles)`: what the pattern itself orders key tiles by, lowest first, for some rows of a grid of tiles."""
+    """`(rows, tiles)`: the pattern's order of key tiles, lowest first, for some rows of a grid of tiles."""
     column = torch.arange(tiles)
     distance = (rows[:, None] - column).abs()
-    return _PREFERENCES[config.pattern_type](config, distance, rows, branch)
-
-
-def _nearest(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
+    if config.pattern_type == "dilated_sparse":  # the odd part of the distance
+        return distance // (distance & -distance).clamp_min(1)
+    if config.pattern_type == "strided":  # the teeth of a comb
+        teeth = [int(k / config.sparsity_ratio) for k in range(tiles) if k / config.sparsity_ratio < tiles]
+        between = torch.ones(tiles, dtype=torch.long)
+        between[teeth] = 0
+        return between[distance]
+    if config.pattern_type == "random":
+        # One generator per row, so that a row's tiles do not depend on how many rows are drawn at once.
+        generators = [torch.Generator().manual_seed(_mixed((config.seed, branch, row))) for row in rows.tolist()]
+        return torch.stack([torch.randint(1 << 30, (tiles,), generator=generator) for generator in generators])
+    if config.pattern_type == "hierarchical":
+        weight = column & -column
+        weight[0] = 1 << tiles.bit_length()  # 0 is a multiple of every power
+        return distance // weight
     return torch.zeros_like(distance)  # ties go to the nearest
 
 
-def _odd_part(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
-    return distance // (distance & -distance).clamp_min(1)
-
-
-def _comb(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
-    tiles = distance.shape[1]
-    teeth = [int(k / config.sparsity_ratio) for k in range(tiles) if k / config.sparsity_ratio < tiles]
-    between = torch.ones(tiles, dtype=torch.long)
-    between[teeth] = 0
-    return between[distance]
-
-
-def _drawn(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
-    # A generator a row, so that a row's tiles do not depend on how many rows are drawn at once.
-    drawn = []
-    for row in rows.tolist():
-        words = (config.seed, branch, row)
-        generator = torch.Generator().manual_seed(_mixed(words))
-        drawn.append(torch.randint(1 << 30, (distance.shape[1],), generator=generator))
-    return torch.stack(drawn)
-
-
 def _mixed(words: tuple[int, ...]) -> int:
-    """One 63-bit seed of several numbers (a Weyl sequence through the finaliser of splitmix64)."""
+    """One 63-bit seed from several numbers (a Weyl sequence through the finaliser of splitmix64)."""
     mixed = 0
     for word in words:
         mixed = (mixed + word + 0x9E3779B97F4A7C15) & (1 << 64) - 1
@@ -164,23 +152,6 @@ def _mixed(words: tuple[int, ...]) -> int:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
         mixed ^= mixed >> 31
     return mixed >> 1
-
-
-def _levels(config: SparsePatternConfig, distance: Tensor, rows: Tensor, branch: int) -> Tensor:
-    column = torch.arange(distance.shape[1])
-    weight = column & -column
-    weight[0] = 1 << distance.shape[1].bit_length()  # a multiple of every power
-    return distance // weight
-
-
-_PREFERENCES: dict[str, Callable[[SparsePatternConfig, Tensor, Tensor, int], Tensor]] = {
-    "local_window": _nearest,
-    "global_local": _nearest,
-    "dilated_sparse": _odd_part,
-    "strided": _comb,
-    "random": _drawn,
-    "hierarchical": _levels,
-}
 
 
 def choose_tiles(

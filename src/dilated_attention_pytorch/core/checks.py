@@ -46,32 +46,31 @@ def check_flag(name: str, value: Any) -> bool:
     TypeError: is_causal must be True or False, got 'no'
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+        raise _wrong_kind(name, "True or False", value)
     return value
 
 
 def check_whole(name: str, value: Any, *, least: float | None = None, most: float | None = None) -> int:
-    """A whole number, also of NumPy's or PyTorch's integer types; `True` is none.
+    """A whole number, including NumPy's and PyTorch's integer types but not `True`.
 
     >>> check_whole("num_heads", 0, least=1)
     Traceback (most recent call last):
     ValueError: num_heads must be a whole number of at least 1, got 0
     """
-    whole: Any
+    whole: Any = value
     # A size that `torch.compile` leaves open stays open: `index` would fix its value.
-    if type(value) is int or isinstance(value, torch.SymInt):
-        whole = value
-    elif isinstance(value, bool) or (isinstance(value, Tensor) and (value.dim() or not _holds_integers(value))):
-        raise TypeError(f"{name} must be a whole number{_range(least, most)}, got {shown(value)}")
-    else:
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        no_integer = isinstance(value, Tensor) and (value.dim() or not _holds_integers(value))
         try:
-            whole = index(value)
+            whole = None if isinstance(value, bool) or no_integer else index(value)
         except TypeError:
-            raise TypeError(f"{name} must be a whole number{_range(least, most)}, got {shown(value)}") from None
+            whole = None
+        if whole is None:
+            raise _wrong_kind(name, f"a whole number{_range(least, most)}", value)
     if least is not None and whole < least:
-        raise ValueError(f"{name} must be a whole number{_range(least, most)}, got {shown(whole)}")
+        raise _out_of_range(name, f"a whole number{_range(least, most)}", whole)
     if most is not None and whole > most:
-        raise ValueError(f"{name} must be a whole number of at most {most}, got {shown(whole)}")
+        raise _out_of_range(name, f"a whole number of at most {most}", whole)
     return whole
 
 
@@ -79,7 +78,7 @@ def check_number(
     name: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None,
     most: float | None = None,
 ) -> float:  # fmt: skip
-    """A finite number; also infinity if that is the most.
+    """A finite number, or infinity if `most` is infinite.
 
     >>> check_number("dropout", 1.5, least=0, below=1)
     Traceback (most recent call last):
@@ -88,8 +87,9 @@ def check_number(
     if not isinstance(value, (int, float, str, bytes, Tensor)):
         with contextlib.suppress(TypeError, ValueError):
             value = float(value)  # of NumPy's types
+    rule = f"a finite number{_range(least, most, above, below)}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a finite number{_range(least, most, above, below)}, got {shown(value)}")
+        raise _wrong_kind(name, rule, value)
     inside = (
         (-_MOST_FLOAT <= value <= _MOST_FLOAT or (most is not None and value == most))
         and (least is None or value >= least)
@@ -98,7 +98,7 @@ def check_number(
         and (most is None or value <= most)
     )
     if not inside:
-        raise ValueError(f"{name} must be a finite number{_range(least, most, above, below)}, got {shown(value)}")
+        raise _out_of_range(name, rule, value)
     # PyTorch takes no whole number beyond 64 bits.
     return value if isinstance(value, float) or -(2**63) <= value < 2**63 else float(value)
 
@@ -120,10 +120,9 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     Traceback (most recent call last):
     ValueError: scheme must be one of gather, ring; got 'rnig'
     """
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
+    if not isinstance(value, str) or value not in choices:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{name} must be one of {', '.join(choices)}; got {shown(value)}")
     return value
 
 
@@ -135,7 +134,7 @@ def check_tensor(name: str, value: Any) -> Tensor:
     TypeError: query must be a tensor, got a list
     """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {shown(value)}")
+        raise _wrong_kind(name, "a tensor", value)
     if value.is_nested:
         raise TypeError(
             f"{name} must be a dense tensor, got a nested one: pack its rows into a single row of the batch "
@@ -146,15 +145,9 @@ def check_tensor(name: str, value: Any) -> Tensor:
     return value
 
 
-def check_module(name: str, value: Any) -> nn.Module:
-    if not isinstance(value, nn.Module):
-        raise TypeError(f"{name} must be a torch.nn.Module, got {shown(value)}")
-    return value
-
-
 def check_instance(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {_with_article(kind.__name__)}, got {shown(value)}")
+        raise _wrong_kind(name, _with_article("torch.nn.Module" if kind is nn.Module else kind.__name__), value)
     return value
 
 
@@ -167,7 +160,7 @@ def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence
     """
     scalar = isinstance(value, Tensor) and not value.dim()
     if isinstance(value, (str, bytes, Mapping)) or scalar or not isinstance(value, Collection):
-        raise TypeError(f"{name} must be a sequence such as a list or a tuple, got {shown(value)}")
+        raise _wrong_kind(name, "a sequence such as a list or a tuple", value)
     if each is None:
         return value  # type: ignore[return-value]
     checked_entries = [each(f"{name}[{i}]", one) for i, one in enumerate(value)]
@@ -176,7 +169,7 @@ def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence
 
 def _check_iterable(name: str, value: Any) -> Any:
     if not isinstance(value, Iterable) or (isinstance(value, Tensor) and not value.dim()):
-        raise TypeError(f"{name} must be something to iterate over, got {shown(value)}")
+        raise _wrong_kind(name, "something to iterate over", value)
     return value
 
 
@@ -184,7 +177,7 @@ def _check_hashable(name: str, value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise TypeError(f"{name} must be hashable, such as a string or a tuple, got {shown(value)}") from None
+        raise _wrong_kind(name, "hashable, such as a string or a tuple", value) from None
     return value
 
 
@@ -196,9 +189,9 @@ def check_dtype(name: str, value: Any) -> torch.dtype:
     ValueError: dtype must be a dtype of floating-point numbers, got torch.int8
     """
     if not isinstance(value, torch.dtype):
-        raise TypeError(f"{name} must be a dtype of floating-point numbers, got {shown(value)}")
+        raise _wrong_kind(name, "a dtype of floating-point numbers", value)
     if not value.is_floating_point:
-        raise ValueError(f"{name} must be a dtype of floating-point numbers, got {value}")
+        raise _out_of_range(name, "a dtype of floating-point numbers", value)
     return value
 
 
@@ -208,13 +201,13 @@ def check_device(name: str, value: Any) -> torch.device:
     Traceback (most recent call last):
     ValueError: device must be a device of PyTorch such as 'cpu' or 'cuda:0', got 'gpu'
     """
+    rule = "a device of PyTorch such as 'cpu' or 'cuda:0'"
     if not isinstance(value, (str, torch.device)):
-        raise TypeError(f"{name} must be a device of PyTorch such as 'cpu' or 'cuda:0', got {shown(value)}")
+        raise _wrong_kind(name, rule, value)
     try:
         return torch.device(value)
     except RuntimeError:
-        rule = f"{name} must be a device of PyTorch such as 'cpu' or 'cuda:0'"
-        raise ValueError(f"{rule}, got {shown(value)}") from None
+        raise _out_of_range(name, rule, value) from None
 
 
 def checked(
@@ -269,19 +262,15 @@ def check_fields(instance: Any, **ranges: Mapping[str, float]) -> None:
     Traceback (most recent call last):
     ValueError: heads must be a whole number of at least 1, got 0
     """
-    for name, check in _checks_of_fields(type(instance), tuple(ranges.items())).items():
+    kind = type(instance)
+    if kind not in _checks_of_fields:
+        annotations = {field.name: field.type for field in dataclasses.fields(instance)}
+        _checks_of_fields[kind] = _checks(annotations, vars(sys.modules[kind.__module__]), ranges)
+    for name, check in _checks_of_fields[kind].items():
         object.__setattr__(instance, name, check(name, getattr(instance, name)))
 
 
-def _checks_of_fields(kind: Any, ranges: tuple[tuple[str, Mapping[str, float]], ...]) -> dict[str, Check]:
-    known = _of_fields.get(kind)
-    if known is None:
-        annotations = {field.name: field.type for field in dataclasses.fields(kind)}
-        known = _of_fields[kind] = _checks(annotations, vars(sys.modules[kind.__module__]), dict(ranges))
-    return known
-
-
-_of_fields: dict[type, dict[str, Check]] = {}
+_checks_of_fields: dict[type, dict[str, Check]] = {}
 
 
 def _checks(annotations: Mapping[str, Any], names: dict[str, Any], ranges: Mapping[str, Any]) -> dict[str, Check]:
@@ -299,13 +288,13 @@ def _checks(annotations: Mapping[str, Any], names: dict[str, Any], ranges: Mappi
 
 
 def _check_for(kind: Any, limits: Mapping[str, float] = types.MappingProxyType({})) -> Check | None:
-    """The check of an annotation; None where anything goes."""
+    """The check of an annotation; None if it allows anything."""
     origin, parts = get_origin(kind), get_args(kind)
     if isinstance(kind, TypeVar):
         return None if kind.__bound__ is None else _check_for(kind.__bound__)
-    if kind in (int, float):
-        if kind is int:
-            return functools.partial(check_whole, **{"most": 2**63 - 1, **limits})  # type: ignore[arg-type]
+    if kind is int:
+        return functools.partial(check_whole, **{"most": 2**63 - 1, **limits})  # type: ignore[arg-type]
+    if kind is float:
         return functools.partial(check_number, **limits)  # type: ignore[arg-type]
     if kind in _CHECKS:
         return _CHECKS[kind]
@@ -318,7 +307,7 @@ def _check_for(kind: Any, limits: Mapping[str, float] = types.MappingProxyType({
         as_tuple = origin is tuple and parts[-1:] == (...,)
         if origin is tuple and not as_tuple:
             return functools.partial(check_instance, kind=tuple)
-        return lambda name, value: (tuple if as_tuple else _same)(check_sequence(name, value, each))
+        return lambda name, value: (tuple if as_tuple else lambda x: x)(check_sequence(name, value, each))
     if origin is Iterable:
         return _check_iterable
     if origin in (Mapping, dict, Callable):
@@ -342,8 +331,8 @@ def _check_for_union(parts: tuple[Any, ...], limits: Mapping[str, float]) -> Che
 
 
 def _check_for_any(kinds: list[tuple[Any, Check | None]]) -> Check | None:
-    """The first check of several that knows a value's kind."""
-    # Sequences last: a tensor is one too, and means itself where both are taken.
+    """A check that passes if one of several does; the first one that knows the value's kind decides."""
+    # Sequences last: a tensor is one too, but means itself where both are allowed.
     tried = sorted(
         ((kind, check) for kind, check in kinds if check is not None), key=lambda one: get_origin(one[0]) is Sequence
     )
@@ -374,15 +363,10 @@ def _words(kind: Any) -> str:
     return _WORDS.get(kind) or _with_article((get_origin(kind) or kind).__name__)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 _CHECKS: dict[Any, Check] = {
     Hashable: _check_hashable,
     Tensor: check_tensor,
     bool: check_flag,
-    nn.Module: check_module,
     torch.dtype: check_dtype,
 }
 _WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a string"}
@@ -393,15 +377,32 @@ def _holds_integers(value: Tensor) -> bool:
 
 
 def _range(least: float | None, most: float | None, above: float | None = None, below: float | None = None) -> str:
-    # A limit that only an absurd value meets would distract from the rule.
+    # A limit that only absurd values exceed would distract from the rule.
     most = None if most is not None and most >= MOST_ENTRIES else most
     bounds = [("of at least", least), ("above", above), ("at most", most), ("below", below)]
     stated = [f"{words} {bound}" for words, bound in bounds if bound is not None]
     return " " + " and ".join(stated) if stated else ""
 
 
+def _wrong_kind(name: str, rule: str, value: Any) -> TypeError:
+    return TypeError(f"{name} must be {rule}, got {shown(value)}")
+
+
+def _out_of_range(name: str, rule: str, value: Any) -> ValueError:
+    return ValueError(f"{name} must be {rule}, got {shown(value)}")
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs an extra, for errors. On PyPI, the name of this package is another project's.
+
+    >>> install_extra("viz")
+    "pip install '.[viz]' in a checkout of the repository"
+    """
+    return f"pip install '.[{extra}]' in a checkout of the repository"
+
+
 def shown(value: Any) -> str:
-    """A value as an error shows it: large ones by their type."""
+    """A value as an error shows it: large values by their type."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:

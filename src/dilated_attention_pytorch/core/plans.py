@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
-from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_whole, checked
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_whole, checked, shown
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.profile import LOCK, Profile
 
@@ -63,6 +63,11 @@ class Remembers(Protocol):
     """What a call needs of a cache."""
 
     def remember(self, kind: str, key: Hashable, make: Callable[[], Value]) -> Value: ...
+
+
+def check_cache(cache: Any) -> None:
+    if cache is not None and not hasattr(cache, "remember"):
+        raise TypeError(f"cache must be a PatternCache, got {shown(cache)}")
 
 
 class Entry:

@@ -1,7 +1,7 @@
 """Documents in a batch: every way of stating lengths becomes one tensor of spans, checked once.
 
-`spans` is int64 `(documents, 2)`, each row `[start, end)` within a batch row. With several batch rows there is one
-document a row; a single batch row may hold any number of documents, one after another (packed).
+`spans` is int64 `(documents, 2)`, each row `[start, end)` within a batch row. Several batch rows hold one document
+each; a single batch row may hold any number of documents, one after another (packed).
 """
 
 import weakref
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole, shown
-from dilated_attention_pytorch.core.plans import Remembers
+from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole
+from dilated_attention_pytorch.core.plans import Remembers, check_cache
 
 Result = TypeVar("Result")
 
@@ -50,10 +50,10 @@ def document_spans(
     spans: Tensor | None = None,
     cache: Remembers | None = None,
 ) -> Tensor | None:
-    """The spans that one of `seqlens`, `cu_seqlens`, `key_padding_mask` or `spans` states, or None when none is given.
+    """The spans that one of `seqlens`, `cu_seqlens`, `key_padding_mask` or `spans` states, or None if none is given.
 
-    Compute it once and pass `spans=` to many layers: the values are checked here, which waits for the device. With a
-    `cache`, equal lengths give the same tensor again, which must not be written to.
+    Compute them once and pass `spans=` to many layers: the values are checked here, which waits for the device. With a
+    `cache`, equal lengths give the same tensor again; never write to it.
 
     >>> document_spans(2, 5, key_padding_mask=torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 1]]).bool())
     tensor([[2, 5],
@@ -62,8 +62,7 @@ def document_spans(
     if not torch.compiler.is_compiling():  # there a limit would become a constraint on the shapes
         check_whole("batch", batch, least=0, most=MOST_TOKENS)
         check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
-        if cache is not None and not hasattr(cache, "remember"):
-            raise TypeError(f"cache must be a PatternCache, got {shown(cache)}")
+        check_cache(cache)
     stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask, "spans": spans}
     given = {kind: value for kind, value in stated.items() if value is not None}
     if not given:
@@ -98,7 +97,7 @@ def document_spans(
 
 
 def check_spans(spans: Tensor, batch: int) -> Tensor:
-    """Refuse what `document_spans` cannot have made for rows of this number."""
+    """Refuse spans that `document_spans` cannot have made for this number of batch rows."""
     _check_whole_numbers("spans", check_tensor("spans", spans))
     if spans.dim() != 2 or spans.shape[1] != 2 or (batch > 1 and spans.shape[0] != batch):
         raise ValueError(
@@ -162,9 +161,9 @@ def _spans_of_mask(mask: Tensor) -> Tensor:
 
 
 def document_positions(spans: Tensor, batch: int, tokens: int, first: int = 0) -> Tensor:
-    """`(batch, tokens)`: each token's position within its own document; meaningless, but in range, on padding.
+    """`(batch, tokens)`: each token's position within its own document; for padding, any position in range.
 
-    The tokens are those from `first` on of the rows that `spans` speak of.
+    The tokens begin at `first` of the rows that `spans` describe.
 
     >>> document_positions(torch.tensor([[0, 3], [3, 5]]), 1, 5)
     tensor([[0, 1, 2, 0, 1]])

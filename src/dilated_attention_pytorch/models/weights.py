@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.files import CHECKSUMS, write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

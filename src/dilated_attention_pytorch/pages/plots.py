@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.core.row_weights import RowWeights
 from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.models.slide_attention import on_slide

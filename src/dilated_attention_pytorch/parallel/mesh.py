@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from dilated_attention_pytorch.core.checks import check_module, check_whole
+from dilated_attention_pytorch.core.checks import check_instance, check_whole
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions
@@ -103,7 +103,7 @@ def _everyone(mesh: DeviceMesh) -> RankGroup:
 
 def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) -> None:
     """Everything that may be wrong, before anything is changed."""
-    check_module("model", model)
+    check_instance("model", model, nn.Module)
     names = mesh.mesh_dim_names
     if not names or set(names) - set(AXES):
         raise ValueError(

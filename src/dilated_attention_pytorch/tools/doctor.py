@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import get_global_memory_pool
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS

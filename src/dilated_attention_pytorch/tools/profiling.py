@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dilated_attention_pytorch.core.checks import COUNT, check_module, checked
+from dilated_attention_pytorch.core.checks import COUNT, check_instance, checked
 from dilated_attention_pytorch.core.pool import is_out_of_memory
 from dilated_attention_pytorch.measuring import measure, size
 from dilated_attention_pytorch.models import LongNetLM
@@ -230,7 +230,7 @@ def benchmark_implementations(
         )
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model in implementations.items():
-        check_module(f"implementations[{name!r}]", model)
+        check_instance(f"implementations[{name!r}]", model, nn.Module)
         place, kind = _home(model, device, dtype)
         results[name] = {}
         for key, shape in zip(keys, shapes):

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_fields, check_sequence
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_fields,
+    check_sequence,
+    install_extra,
+)
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.data import Order

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields, install_extra
 from dilated_attention_pytorch.core.pool import LEAST_THRESHOLD
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM

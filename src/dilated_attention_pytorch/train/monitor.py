@@ -19,8 +19,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from dilated_attention_pytorch.core.checks import check_instance
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import check_instance, install_extra
 from dilated_attention_pytorch.files import json_line, write_whole
 
 Kind = Literal["console", "jsonl", "tensorboard", "wandb", "prometheus"]

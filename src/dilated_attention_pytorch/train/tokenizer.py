@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.files import check_files
 
 TOKENIZER = "tokenizer.json"  # its name in a run's folder and its checkpoints

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.files import sweep_partials, write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk

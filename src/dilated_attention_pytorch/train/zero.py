@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.engine import Ranks

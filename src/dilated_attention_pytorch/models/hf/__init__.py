@@ -1,6 +1,6 @@
 """Dilated attention in models of Hugging Face's transformers, and LongNet as one of them; needs the extra `hf`."""
 
-from dilated_attention_pytorch.core.extras import install_extra
+from dilated_attention_pytorch.core.checks import install_extra
 
 try:
     from transformers import __version__
