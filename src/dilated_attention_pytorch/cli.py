@@ -317,7 +317,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan_step(given: dict[str, Any], as_data: bool) -> None:
-    from dilated_attention_pytorch.tools.fit import fit_json, fit_text
+    from dilated_attention_pytorch.tools.plan import fit_json, fit_text
     from dilated_attention_pytorch.train.fitting import cheapest_fit, longest_fits
     from dilated_attention_pytorch.train.presets import text_model
 

@@ -92,14 +92,15 @@ def machine(device: str) -> dict[str, Any]:
     return found
 
 
-def size(count: int | float) -> str:
-    """
-    >>> size(0), size(1536), size(3 << 30), size(-(5 << 20))
-    ('0 B', '1.5 KiB', '3.0 GiB', '-5.0 MiB')
+def size(count: int | float, digits: int = 1) -> str:
+    """A number of bytes in the largest unit that fits.
+
+    >>> size(0), size(1536), size(3 << 30), size(-(5 << 20)), size(6193152, digits=2)
+    ('0 B', '1.5 KiB', '3.0 GiB', '-5.0 MiB', '5.91 MiB')
     """
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(count) >= scale:
-            return f"{count / scale:,.1f} {unit}"
+            return f"{count / scale:,.{digits}f} {unit}"
     return f"{count:g} B"
 
 

@@ -98,7 +98,7 @@ def test_the_command_prints_a_table_or_json(capsys) -> None:
     flags = ["plan", "--tokens", "1e9", "--gpus", "64", "--causal", "--segments", "2048", "1e9", "--rates", "1", "4096"]
     assert main(flags) == 0
     printed = capsys.readouterr().out
-    assert "1,000,000,000 tokens on 64 GPUs, 15,625,000 a rank" in printed
+    assert "1,000,000,000 tokens on 64 GPUs, 15,625,000 per rank" in printed
     assert printed.index("COMPUTED") < printed.index("704.08 MiB") < printed.index("MODELLED") < printed.index(" ms")
     assert main([*flags, "--json", "--token-layout", "zigzag", "--layers", "2"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -16,26 +16,26 @@ def add_show(commands: Any) -> None:
     )
     show.set_defaults(command=_show)
     show.add_argument(
-        "--segments", nargs="+", type=int, required=True, metavar="W", help="segment lengths, one a branch"
+        "--segments", nargs="+", type=int, required=True, metavar="W", help="segment lengths, one per branch"
     )
-    show.add_argument("--rates", nargs="+", type=int, required=True, metavar="R", help="dilation rates, one a branch")
+    show.add_argument("--rates", nargs="+", type=int, required=True, metavar="R", help="dilation rates, one per branch")
     show.add_argument("--tokens", type=int, metavar="N", help="sequence length (default: the longest segment)")
     show.add_argument("--heads", type=int, default=4, help="heads in all (default: 4)")
     show.add_argument("--head", type=int, default=0, help="the head to draw (default: 0)")
-    show.add_argument("--head-dim", type=int, default=64, help="for the FLOPs (default: 64)")
-    show.add_argument("--layers", type=int, default=12, help="for the reach (default: 12)")
+    show.add_argument("--head-dim", type=int, default=64, help="dims of a head, for the FLOPs (default: 64)")
+    show.add_argument("--layers", type=int, default=12, help="layers, for the reach (default: 12)")
     show.add_argument("--layout", default="interleaved", help="interleaved, blocked or grouped")
-    show.add_argument("--causal", action="store_true", help="rows see only what is before them")
+    show.add_argument("--causal", action="store_true", help="rows see only earlier rows")
     show.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
     for flag, kind, text in (
-        ("--ratio", float, "the fraction of tiles that is kept (default: 0.1)"),
+        ("--ratio", float, "the fraction of tiles to keep (default: 0.1)"),
         ("--block", int, "rows of a tile (default: 64)"),
         ("--window", int, "grid rows around a row that are kept first"),
         ("--global-tokens", int, "first grid rows of a segment that all rows keep first"),
-        ("--seed", int, "of the pattern random (default: 0)"),
+        ("--seed", int, "seed of the pattern random (default: 0)"),
     ):
         show.add_argument(flag, type=kind, help=text)
-    show.add_argument("--width", type=int, default=64, help="characters a line of the drawing (default: 64)")
+    show.add_argument("--width", type=int, default=64, help="characters per line of the drawing (default: 64)")
     show.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
 
 

@@ -1,4 +1,4 @@
-"""A plan in words and as plain values: what is computed, apart from what is modelled."""
+"""The reports of the command `plan`, in words and as plain values: attention on many GPUs, a model on one GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,21 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from dilated_attention_pytorch.core.reach import reach_lines
+from dilated_attention_pytorch.measuring import size
+from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, Plan, RankPlan
 from dilated_attention_pytorch.parallel.wire import Traffic
+from dilated_attention_pytorch.train.fitting import Fit
+from dilated_attention_pytorch.train.footprint import KINDS, parameter_count
+
+GIB = 1 << 30
+_WORDS = {
+    "weights": "weights",
+    "gradients": "gradients, so far",
+    "optimizer": "the optimizer's state",
+    "kept": "activations kept for backward",
+    "temporary": "what runs at the peak",
+}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -51,7 +64,7 @@ def text(plan: Plan) -> list[str]:
     words += ["causal"] if job.is_causal else []
     words += [f"{job.token_layout} shards", f"{job.layers} attention layer{'s' * (job.layers > 1)}"]
     lines = [
-        f"{job.tokens:,} tokens on {job.gpus:,} GPU{'s' * (job.gpus > 1)}, {most:,} a rank: {', '.join(words)}",
+        f"{job.tokens:,} tokens on {job.gpus:,} GPU{'s' * (job.gpus > 1)}, {most:,} per rank: {', '.join(words)}",
         "Attention alone: no parameters, projections or feed-forward layers.",
         "",
         "COMPUTED, by the functions that the ranks run on",
@@ -64,7 +77,7 @@ def text(plan: Plan) -> list[str]:
         bytes_ = (*_busiest(one.forward), *_busiest(one.backward))
         lines.append(
             f"{one.branch.segment_length:>14,} {one.branch.dilation_rate:>8,} {one.scheme or '-':>10} {one.ranks:>6} "
-            + " ".join(f"{_bytes(size):>11}" for size in bytes_)
+            + " ".join(f"{size(count, 2):>11}" for count in bytes_)
         )
     flops = [rank.flops * job.layers for rank in plan.ranks]
     lines += [
@@ -85,7 +98,7 @@ def text(plan: Plan) -> list[str]:
         "reach of a row",
         *(f"  {line}" for line in _reach(job)),
         "",
-        f"MODELLED, at {job.tflops:g} TFLOP/s a GPU and {job.link_gbps:g} Gbit/s each way",
+        f"MODELLED, at {job.tflops:g} TFLOP/s per GPU and {job.link_gbps:g} Gbit/s each way",
         "",
         "memory of the fullest rank",
         *_table(
@@ -102,8 +115,74 @@ def text(plan: Plan) -> list[str]:
     return lines
 
 
+def fit_json(model: str, config: ModelConfig, fits: Sequence[Fit]) -> dict[str, Any]:
+    """What fits into one GPU as plain values."""
+    return {
+        "model": model,
+        "parameters": parameter_count(config),
+        "segment_lengths": config.segment_lengths,
+        "dilation_rates": config.dilation_rates,
+        "reach": _reach_of_model(config, fits[-1].tokens),
+        "fits": [
+            {
+                "tokens": fit.tokens,
+                "needed_bytes": fit.needed,
+                "peak_bytes": fit.footprint.peak,
+                "peak_at": fit.footprint.at,
+                "parts": fit.footprint.parts,
+                "host_bytes": fit.footprint.host,
+                "work": fit.work,
+                "options": asdict(fit.options),
+            }
+            for fit in fits
+        ],
+    }
+
+
+def fit_text(
+    model: str, config: ModelConfig, gpu_bytes: int, batch: int, fits: Sequence[Fit], asked: bool
+) -> list[str]:
+    """What fits into one GPU as lines to read; the last of `fits` is the answer. `asked`: the tokens were given."""
+    answer = fits[-1]
+    found = answer.footprint
+    sizes = f"{model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.d_model}, "
+    sizes += f"{config.num_heads} heads of {config.head_dim}, vocabulary {config.vocab_size:,}, batch {batch}"
+    what = "the cheapest options for" if asked else "the longest sequence:"
+    lines = [
+        sizes,
+        f"One GPU of {gpu_bytes / GIB:g} GiB, {what} {answer.tokens:,} tokens"
+        + ("" if asked else f", with {answer.options.stated()}"),
+        *([f"  {answer.options.stated()}"] if asked else []),
+    ]
+    if not asked:
+        lines += [
+            "",
+            "work is that of a step beside one that computes nothing again; every row reaches farther than those above",
+            f"{'tokens':>12} {'work':>6} {'host GiB':>9}  options",
+            *(
+                f"{fit.tokens:>12,} {fit.work:>6.2f} {fit.footprint.host / GIB:>9.1f}  {fit.options.stated()}"
+                for fit in fits
+            ),
+        ]
+    lines += [
+        "",
+        f"memory at the peak, {found.at}",
+        *(f"  {_WORDS[kind]:<36}{found.parts[kind] / GIB:>10.2f} GiB" for kind in KINDS),
+        f"  {'peak':<36}{found.peak / GIB:>10.2f} GiB",
+        f"  {'with room for the allocator and CUDA':<36}{answer.needed / GIB:>10.2f} GiB",
+    ]
+    if found.host:
+        lines.append(f"  {'pinned host memory':<36}{found.host / GIB:>10.2f} GiB")
+    lines += ["", f"reach of a row, segments {list(config.segment_lengths)}, rates {list(config.dilation_rates)}"]
+    return [*lines, *(f"  {line}" for line in _reach_of_model(config, answer.tokens))]
+
+
 def _reach(job: Job) -> list[str]:
     return reach_lines(job.spec, job.tokens, job.key_heads, job.layers, is_causal=job.is_causal)
+
+
+def _reach_of_model(config: ModelConfig, tokens: int) -> list[str]:
+    return reach_lines(config.spec, tokens, config.num_kv_heads or config.num_heads, config.num_layers, is_causal=True)
 
 
 def _busiest(traffic: Sequence[Traffic]) -> Traffic:
@@ -111,15 +190,4 @@ def _busiest(traffic: Sequence[Traffic]) -> Traffic:
 
 
 def _table(*rows: tuple[str, int]) -> list[str]:
-    return [f"  {name:<36}{_bytes(size):>14}" for name, size in rows]
-
-
-def _bytes(size: int) -> str:
-    """
-    >>> _bytes(6193152), _bytes(100)
-    ('5.91 MiB', '100 B')
-    """
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << power:
-            return f"{size / (1 << power):,.2f} {unit}"
-    return f"{size} B"
+    return [f"  {name:<36}{size(count, 2):>14}" for name, count in rows]

@@ -1,4 +1,4 @@
-"""Where a step's memory goes, and how long modules take: torch.profiler's table and trace, timings side by side."""
+"""Profile the memory of a training step with torch.profiler, and time modules side by side."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOST = "host tensors of this step"
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """What `profile_memory_usage` found; `peaks` in bytes, of each curve in the picture and of each phase."""
+    """The result of `profile_memory_usage`: peaks in bytes, of each curve in the picture and of each phase."""
 
     table: str
     trace: Path
@@ -55,20 +55,20 @@ def profile_memory_usage(
     row_limit: int = 20,
     with_stack: bool = False,
 ) -> MemoryProfile:
-    """Profile one training step: print the operators by the memory they take, write a trace and a timeline.
+    """Profile one training step: print the operators that take the most memory, write a trace and a timeline.
 
-    The step is real: with an optimizer the weights change. Gradients that the parameters had are set aside and put
-    back. Where nothing needs a gradient, only the forward pass runs.
+    The step is real: with an optimizer the weights change. Existing gradients are set aside and put back. If nothing
+    needs a gradient, only the forward pass runs.
 
     Args:
-        sample_batch: a dict with `input_ids` and perhaps `labels`; or the model's inputs, one tensor or several.
-        compute_loss: `compute_loss(output, labels)`. Without it the loss is the cross-entropy of the output against
-            the labels, or the output's mean where there are no labels.
-        optimizer: steps after the backward pass.
+        sample_batch: a dict with `input_ids` and optionally `labels`; or the model's inputs, one tensor or several.
+        compute_loss: `compute_loss(output, labels)`. By default the loss is the cross-entropy of the output and the
+            labels, or without labels the mean of the output.
+        optimizer: takes a step after the backward pass.
         trace: the file for chrome://tracing or Perfetto.
         picture: the timeline, `.svg` or `.png`, which needs matplotlib; the default is left out without it.
         row_limit: rows of the table.
-        with_stack: note the Python lines of each operator in the trace, which makes it slow and large.
+        with_stack: record the Python lines of each operator in the trace, which makes it slow and large.
     """
     from dilated_attention_pytorch.pages.plots import check_picture, matplotlib_is_installed, write_timeline
 
@@ -129,7 +129,7 @@ def _unpack(batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor) -> tuple[tu
 
 
 def _first(output: Any) -> Any:
-    """The output itself of modules that return more, as `nn.MultiheadAttention` does."""
+    """The output itself, for modules that return more, as `nn.MultiheadAttention` does."""
     return output[0] if isinstance(output, tuple) else output
 
 
@@ -162,7 +162,7 @@ def _profiler(with_stack: bool = False) -> Any:
 
 
 def _timeline(trace: Path) -> tuple[Curves, list[tuple[str, float, float]]]:
-    """Bytes over seconds as the allocators told the profiler, and when which phase ran."""
+    """Curves of bytes over seconds, as the profiler recorded them, and the spans of the phases."""
     events = json.loads(trace.read_text())["traceEvents"]
     marks = [event for event in events if event["name"] == "[memory]"]
     phases = [event for event in events if event.get("cat") == "user_annotation"]
@@ -200,19 +200,20 @@ def benchmark_implementations(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Time modules on shapes: `results[name][f"{seq_len}_{batch_size}"]`.
 
-    Each entry has `avg_time, median, p20, p80` in seconds, `throughput` in tokens a second, and `memory_gb`: on a GPU
-    what the allocator held at most in a call, whatever for, elsewhere what the call's own tensors took. A shape that
-    does not fit in memory has `error` instead.
+    Each entry has `avg_time, median, p20, p80` in seconds, `throughput` in tokens per second, and `memory_gb`: on a GPU
+    the allocator's peak during a call, elsewhere the peak of the call's own tensors. A shape that does not fit into
+    memory has `error` instead.
 
     Args:
         implementations: modules by name. Attention on `(B, N, H, D)` gets query, key and value; a module whose forward
-            needs three inputs gets the same `(B, N, E)` three times, a `LongNetLM` tokens, any other one `(B, N, E)`.
-        test_configs: dicts with `seq_len`, `batch_size`, `embed_dim`, and for `(B, N, H, D)` perhaps `num_heads`,
-            without which heads have 64 dims.
-        num_runs: calls that are timed, after a warm-up.
+            needs three inputs gets the same `(B, N, E)` three times; a `LongNetLM` gets tokens; any other module gets
+            one `(B, N, E)`.
+        test_configs: dicts with `seq_len`, `batch_size`, `embed_dim`, and optionally `num_heads` for `(B, N, H, D)`; by
+            default heads have 64 dims.
+        num_runs: timed calls, after a warm-up.
         backward: time forward and backward, instead of forward without gradients.
-        device, dtype: of the inputs: by default those of the module's parameters; without any, a GPU if there is one,
-            in float16, else the CPU, in float32.
+        device, dtype: those of the inputs; by default those of the module's parameters. Without parameters, float16 on
+            a GPU if there is one, else float32 on the CPU.
 
     >>> results = benchmark_implementations(
     ...     {"dilated": DilatedAttention([16, 64], [1, 4])}, [{"seq_len": 64, "batch_size": 2, "embed_dim": 32}]
@@ -315,10 +316,10 @@ def _inputs(
 
 
 def _needed(model: nn.Module) -> list[str]:
-    """What `model` cannot be called without; none if its forward, and those it stands for, take anything."""
+    """The arguments that `model` needs; none if its forward, and the ones it overrides, take anything."""
     parameter = inspect.Parameter
     own: Iterator[Any] = takewhile(lambda kind: kind is not nn.Module, type(model).__mro__)
-    # A forward with *args alone hands them to the one that it overrides.
+    # A forward with *args alone passes them to the one that it overrides.
     for forward in (model.forward, *(super(kind, model).forward for kind in own)):
         found = inspect.signature(forward).parameters.values()
         positional = [one for one in found if one.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]

@@ -1,4 +1,4 @@
-"""Who sees whom, for any spec and block pattern at any length: counted exactly, drawn in characters, and its cost."""
+"""Which keys each query sees, for any spec, block pattern and length: drawn in characters, counted, and its cost."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dilated_attention_pytorch.core.pattern import visible_pairs
 from dilated_attention_pytorch.core.reach import reach_lines
 from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 
-# A darker character from each share of a cell's pairs on.
+# A cell gets the first character whose share it exceeds.
 _SHADES = ((2 / 3, "█"), (1 / 3, "▓"), (1 / 8, "▒"), (0.0, "░"))
 
 
 @dataclass(frozen=True)
 class View:
-    """A pattern at a length: what `show` draws and counts."""
+    """A pattern at a length, which `show` draws and counts."""
 
     spec: DilatedSpec
     tokens: int
@@ -41,7 +41,7 @@ class View:
             object.__setattr__(self, "sparse", self.sparse.fitted(self.spec.segment_lengths))
 
     def layout(self) -> BlockLayout:
-        """Its block layout; without a pattern one that keeps every tile, and with content random queries and keys."""
+        """The block layout: without a pattern every tile is kept; content comes from random queries and keys."""
         if self.sparse is not None and self.sparse.depends_on_content:
             call = Call(spec=self.spec, is_causal=self.is_causal, sparse=self.sparse)
             generator = torch.Generator().manual_seed(self.sparse.seed)
@@ -68,9 +68,9 @@ class View:
 
 
 def density(view: View, rows: int, columns: int) -> Tensor:
-    """`(rows, columns)`: of each cell of the picture, the share of its (query, key) pairs that the head sees.
+    """`(rows, columns)`: for each cell of the picture, the share of its (query, key) pairs that the head sees.
 
-    A pair that several branches show counts as often, so a share may exceed 1.
+    A pair counts once per branch that shows it, so a share may exceed 1.
 
     >>> density(View(DilatedSpec.of([4], [1]), tokens=8, heads=1), 2, 2)
     tensor([[1., 0.],
@@ -89,7 +89,7 @@ def density(view: View, rows: int, columns: int) -> Tensor:
         row, column, tile = token * rows // n, token * columns // n, torch.arange(len(token)) // block
         tiles = tiles_of(len(token), block)
         mask = branch.mask(0, segment, head, tiles).double()
-        if view.is_causal:  # of its own tile a row sees the keys up to its own: counted by their distance
+        if view.is_causal:  # within its own tile a row sees the keys up to its own, which are counted by distance
             mask.fill_diagonal_(0.0)
             for distance in range(min(block, len(token))):
                 later = torch.arange(distance, len(token))
@@ -121,9 +121,9 @@ def drawing(shares: Tensor) -> str:
 
 
 def summary(view: View) -> list[str]:
-    """Coverage, what is kept, FLOPs, keys per row and reach, in words: over all heads, counted exactly.
+    """Coverage, kept share, FLOPs, keys per row and reach, in words, counted exactly over all heads.
 
-    The reach is that of the branches; a block pattern shows less.
+    The reach is that of the branches, without the block pattern.
     """
     n, spec = view.tokens, view.spec
     seen = keys_seen(view.layout(), spec, spec.offsets(view.heads), n, is_causal=view.is_causal)  # (n, H)
@@ -137,7 +137,7 @@ def summary(view: View) -> list[str]:
     flops = 4 * pairs * view.head_dim
     return [
         f"rows covered     {(seen > 0).double().mean().item():.2%} of all rows and heads",
-        f"pairs seen       {pairs / every:.2%} of dense attention's, counted once a branch",
+        f"pairs seen       {pairs / every:.2%} of dense attention's, counted once per branch",
         f"kept             {pairs / whole:.2%} of what the branches show without a block pattern",
         f"forward          {flops / 1e9:,.4g} GFLOP with heads of {view.head_dim}; "
         f"the branches without a block pattern take {whole / pairs:.2f}x, dense attention {every / pairs:.2f}x",
@@ -151,6 +151,6 @@ def summary(view: View) -> list[str]:
 
 
 def text(view: View, width: int = 64) -> Sequence[str]:
-    """The title, the drawing and the summary, as lines; a character is twice as high as wide."""
+    """The title, the drawing and the summary, as lines. Characters are twice as high as wide."""
     lines = [view.title, "rows are queries, columns keys", ""]
     return [*lines, *drawing(density(view, max(1, width // 2), width)).splitlines(), "", *summary(view)]
