@@ -49,10 +49,31 @@ CORNERS: dict[str, dict] = {
     "no scores": {"scale": 0.0, "is_causal": True},
 }
 
+# The same corners, several per call, in as few and as small calls as can be: the interpreter takes seconds per call.
+COVERING: list[dict] = [
+    {"tokens": 21, "is_causal": True, "heads": 2, "kv_heads": 1, "dropout_p": 0.4, "segment_lengths": (8, 16),
+     "dilation_rates": (1, 2)},
+    {"tokens": 26, "lengths": "right-padded", "heads": 3, "kv_heads": 3, "segment_lengths": (7, 13),
+     "dilation_rates": (1, 4), "head_layout": "blocked", "shards": 3},
+    {"tokens": 18, "is_causal": True, "lengths": "left-padded", "heads": 2, "kv_heads": 2, "scale": -0.5,
+     "segment_lengths": (4, 8), "dilation_rates": (3, 6), "seed": 3},
+    {"tokens": 24, "lengths": "packed", "heads": 3, "kv_heads": 3, "head_layout": "grouped", "seed": 1},
+    {"tokens": 1, "is_causal": True, "heads": 2, "kv_heads": 2},
+    {"tokens": 5, "scale": 0.0, "heads": 2, "kv_heads": 2},
+]  # fmt: skip
 
-def corners(test, **common):
-    for change in CORNERS.values():
-        test = example(dataclasses.replace(BASE, **change, **common))(test)
+
+def corners(test):
+    return _with_examples(test, list(CORNERS.values()))
+
+
+def covering(test):
+    return _with_examples(test, [{"batch": 1, "head_dim": 16, **change} for change in COVERING])
+
+
+def _with_examples(test, changes: list[dict]):
+    for change in changes:
+        test = example(dataclasses.replace(BASE, **change))(test)
     return test
 
 

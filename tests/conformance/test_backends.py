@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 
 import pytest
@@ -17,13 +16,10 @@ from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import dense
 
 from ..thorough import examples
-from .checks import BASE, check_broken, check_budget, corners, reference_on, run
+from .checks import BASE, check_broken, check_budget, corners, covering, reference_on, run
 from .draws import Draw, draws
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore:no branch of")]
-
-# The interpreter takes seconds a call.
-triton_corners = functools.partial(corners, head_dim=16)
 
 
 @settings(max_examples=examples(20))
@@ -40,7 +36,7 @@ def test_eager_equals_the_reference_in_float64(through_lse: bool, draw: Draw) ->
 
 
 # Without dropout, under which a rounded `out` cancels against an unrounded weight. It is exact in float64 above.
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(8))
 @corners
 @given(draws(head_dims=(8, 16), dropout=False))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -49,7 +45,7 @@ def test_eager_keeps_the_error_budget(dtype: torch.dtype, draw: Draw) -> None:
 
 
 def check_in_interpreter(draw: Draw, dtype: torch.dtype, tolerance: float) -> None:
-    draw = dataclasses.replace(draw, batch=1)  # the interpreter takes seconds a call
+    draw = dataclasses.replace(draw, batch=1)  # the interpreter takes seconds per call
     inputs = tuple(x.detach().double().requires_grad_() for x in draw.tensors(dtype))
     expected = reference_on(draw, inputs)
     found = run(draw, "triton", dtype, through_lse=False)
@@ -60,12 +56,14 @@ def check_in_interpreter(draw: Draw, dtype: torch.dtype, tolerance: float) -> No
 
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
-small_draws = draws(min_tokens=16, min_segment=8, head_dims=(16, 24), heads=[(2, 2), (3, 3), (4, 2)])
+small_draws = draws(
+    min_tokens=16, max_tokens=40, min_segment=8, max_segment=40, head_dims=(16, 24), heads=[(2, 2), (3, 3), (4, 2)]
+)
 
 
 @needs_interpreter
 @settings(max_examples=examples(3))
-@triton_corners
+@covering
 @given(small_draws)
 def test_triton_equals_the_reference_in_the_interpreter(draw: Draw) -> None:
     check_in_interpreter(draw, torch.float32, 2e-5)
@@ -83,9 +81,9 @@ def test_rounding_does_not_add_up_over_branches_in_the_interpreter() -> None:
     """A branch that is there many times shows every key as often, which changes neither out nor a gradient."""
     dtype = torch.float16  # the interpreter, which is NumPy, has no bfloat16
     errors = []
-    for copies in (1, 12):
+    for copies in (1, 8):
         branches = {"segment_lengths": (32,) * copies, "dilation_rates": (1,) * copies}
-        draw = dataclasses.replace(BASE, batch=1, tokens=64, heads=2, kv_heads=2, head_dim=16, **branches)
+        draw = dataclasses.replace(BASE, batch=1, tokens=64, heads=1, kv_heads=1, head_dim=16, **branches)
         expected = reference_on(draw, tuple(x.detach().double().requires_grad_() for x in draw.tensors(dtype)))
         found = run(draw, "triton", dtype, through_lse=False)
         errors.append({name: (found[name] - x).norm() / x.norm() for name, x in expected.items()})
@@ -226,7 +224,7 @@ def test_eager_gives_nan_where_the_reference_does(dtype: torch.dtype, is_causal:
 
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of NumPy, which interprets
-@pytest.mark.parametrize(("broken", "number"), BROKEN[::2])
+@pytest.mark.parametrize(("broken", "number"), [("q", torch.nan), ("k", torch.inf), ("v", -torch.inf)])
 def test_triton_gives_nan_where_the_reference_does_in_the_interpreter(broken: str, number: float) -> None:
     check_broken(broken, number, "triton", torch.float32, ([4, 8], [1, 2]), is_causal=True, tokens=12)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,29 +138,27 @@ def test_eager_keeps_the_error_budget(dtype) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+@pytest.mark.parametrize(("pattern", "is_causal"), [*zip(PATTERN_TYPES, itertools.cycle([False, True]))])
 def test_triton_equals_the_reference_for_every_pattern_in_the_interpreter(pattern, is_causal) -> None:
-    shape = {"tokens": 150, "heads": 2, "kv_heads": 1, "segment_lengths": (96, 128), "dilation_rates": (1, 2)}
+    shape = {"tokens": 110, "heads": 2, "kv_heads": 1, "segment_lengths": (64, 96), "dilation_rates": (1, 2)}
     config = SparsePatternConfig(pattern, 0.4, 16)
-    check_in_interpreter(sparse(config, **shape, head_dim=16, is_causal=is_causal), torch.float32, 2e-5)
+    draw = sparse(config, **shape, head_layout="blocked", head_dim=16, is_causal=is_causal)
+    check_in_interpreter(draw, torch.float32, 2e-5)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize(("block_size", "is_causal"), [(32, True), (64, False)])
 def test_tiles_larger_than_the_kernels_own_are_walked_in_pieces_in_the_interpreter(block_size, is_causal) -> None:
     """In float32 the gradients' kernels own and walk 32 rows, and forward owns 64 and walks 32."""
-    shape = {"tokens": 200, "heads": 2, "kv_heads": 2, "segment_lengths": (256,), "dilation_rates": (1,)}
+    shape = {"tokens": 200, "heads": 1, "kv_heads": 1, "segment_lengths": (256,), "dilation_rates": (1,)}
     config = SparsePatternConfig("random", 0.5, block_size)
     draw = sparse(config, **shape, head_dim=16, is_causal=is_causal, dropout_p=0.3)
     check_in_interpreter(draw, torch.float32, 2e-5)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("head_layout", ["blocked", "grouped"])
-def test_triton_in_half_precision_is_close_in_the_interpreter(head_layout) -> None:
-    shape = RAGGED | {"heads": 3, "kv_heads": 3, "head_layout": head_layout}
+def test_triton_in_half_precision_is_close_in_the_interpreter() -> None:
+    shape = RAGGED | {"tokens": 120, "heads": 3, "kv_heads": 3, "head_layout": "grouped"}
     draw = sparse(SparsePatternConfig("content_adaptive", 0.5, 16), **shape, head_dim=24, is_causal=True)
     check_in_interpreter(draw, torch.float16, 2e-2)
 
