@@ -1,5 +1,6 @@
 """What must be set before PyTorch's first operator (some machines advertise AMX and trap it) and the first kernel."""
 
+import gc
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of every later garbage collection and every walk over live objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
