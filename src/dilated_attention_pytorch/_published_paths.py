@@ -8,7 +8,7 @@ from types import ModuleType
 from dilated_attention_pytorch import core, nn, tools
 from dilated_attention_pytorch.models import longnet
 from dilated_attention_pytorch.pages import plots
-from dilated_attention_pytorch.parallel import block_sparse, modules
+from dilated_attention_pytorch.parallel import names
 from dilated_attention_pytorch.tools import show
 
 PUBLISHED_PATHS: dict[str, ModuleType] = {
@@ -16,14 +16,14 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "improved_dilated_attention": nn,
     "multihead_dilated_attention": nn,
     "improved_multihead_dilated_attention": nn,
-    "block_sparse_ring_dilated_attention": block_sparse,
-    "block_sparse_ring_multihead_dilated_attention": block_sparse,
-    "ring_dilated_attention": modules,
-    "ring_dilated_attention_v2": modules,
-    "ring_dilated_attention_v3": modules,
-    "ring_multihead_dilated_attention": modules,
-    "improved_distributed_dilated_attention": modules,
-    "ring_improved_distributed_dilated_attention": modules,
+    "block_sparse_ring_dilated_attention": names,
+    "block_sparse_ring_multihead_dilated_attention": names,
+    "ring_dilated_attention": names,
+    "ring_dilated_attention_v2": names,
+    "ring_dilated_attention_v3": names,
+    "ring_multihead_dilated_attention": names,
+    "improved_distributed_dilated_attention": names,
+    "ring_improved_distributed_dilated_attention": names,
     "long_net": longnet,
     "inspect": tools,
     "inspect.pictures": plots,
@@ -45,5 +45,5 @@ def publish(package: ModuleType) -> None:
         sys.modules[f"{package.__name__}.{name}"] = room
         if "." not in name:
             setattr(package, name, room)
-    for room, names in PUBLISHED_NAMES.items():
-        vars(room).update(names)
+    for room, published in PUBLISHED_NAMES.items():
+        vars(room).update(published)

@@ -114,8 +114,7 @@ def check_cache(rank: int, size: int) -> None:
 
 def check_memory(rank: int, size: int) -> None:
     module = RingDilatedAttentionV2(**SPEC, scheme="gather")
-    ranks = module.sequence_ranks()
-    assert ranks is not None
+    ranks = ranks_of()
     ranks.traffic.clear()
     module(*(part(x, rank, size) for x in whole()))
     received = torch.tensor(sum(traffic.received for traffic in ranks.traffic.values()))

@@ -188,22 +188,22 @@ class DilatedAttention(nn.Module):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None) -> Tensor:
         """The seam that a subclass overrides to attend across ranks or in another way."""
-        return dilated_attention(
-            query,
-            key,
-            value,
-            self.spec.segment_lengths,
-            self.spec.dilation_rates,
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            head_layout=self.spec.head_layout,
-            spans=spans,
-            allow_tf32=self.allow_tf32,
-            sparse_config=self.sparse_config,
-            backend=self.backend,
-            resources=self.resources,
-        )
+        return dilated_attention(query, key, value, **self._settings(is_causal), spans=spans)
+
+    def _settings(self, is_causal: bool) -> dict[str, Any]:
+        """The keywords of `dilated_attention` that every call of this module states."""
+        return {
+            "segment_lengths": self.spec.segment_lengths,
+            "dilation_rates": self.spec.dilation_rates,
+            "is_causal": is_causal,
+            "scale": self.softmax_scale,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "head_layout": self.spec.head_layout,
+            "allow_tf32": self.allow_tf32,
+            "sparse_config": self.sparse_config,
+            "backend": self.backend,
+            "resources": self.resources,
+        }
 
     def attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: DilatedKVCache) -> Tensor:
         """The causal rows `(B, m, H, D)` of the next `m` tokens of the cache's rows, which it then holds."""

@@ -1,15 +1,13 @@
 """Dilated attention across ranks: shards, costs, schemes, and the modules that use them."""
 
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.block_sparse import (
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
-)
 from dilated_attention_pytorch.parallel.costs import Scheme, branch_traffic, choose_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
-from dilated_attention_pytorch.parallel.modules import (
+from dilated_attention_pytorch.parallel.names import (
     AcrossRanks,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
     DistributedImprovedDilatedAttention,
     DistributedImprovedMultiheadDilatedAttention,
     RingAdvancedDistributedDilatedAttention,

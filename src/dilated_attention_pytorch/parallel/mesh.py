@@ -17,11 +17,7 @@ from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLa
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks, WholeMemory
-from dilated_attention_pytorch.parallel.modules import (
-    AcrossRanks,
-    RingAdvancedDistributedDilatedAttention,
-    check_axes,
-)
+from dilated_attention_pytorch.parallel.names import AcrossRanks, RingAdvancedDistributedDilatedAttention
 from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
 
 if TYPE_CHECKING:
@@ -117,7 +113,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
         raise ValueError("the model's parameters are on a mesh already: parallelize it once, before any other engine")
     for part in model.modules():
         if isinstance(part, RingAdvancedDistributedDilatedAttention):
-            check_axes(mesh, part.options)
+            part.options.check_axes(mesh)
     attentions = {name: part for name, part in model.named_modules() if isinstance(part, DilatedAttention)}
     if not attentions:
         raise ValueError(f"{type(model).__name__} has no dilated attention: parallelize is for models that have")

@@ -1,4 +1,4 @@
-"""How a run is to be carried out, as one frozen value: a module carries it, and `train` reads it."""
+"""The options of a training run, as one frozen value: a module carries it, and `train` reads it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
 
 from dilated_attention_pytorch.core.checks import COUNT, MOST_ENTRIES, check_fields
+from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXIS_OF = {"data_parallel": "data", "sequence_parallel": "sequence", "model_parallel": "tensor"}
 _RESTARTS = 3  # of a run that is to survive the death of ranks
@@ -46,10 +54,10 @@ class Zero:
         return self.cpu_offload or self.nvme_path is not None
 
     def config(self, *, batch_size: int = 1, clip_norm: float = 0.0, accumulate: int = 1) -> dict[str, Any]:
-        """The configuration for `deepspeed.initialize`, of a float32 model and an optimizer of PyTorch's.
+        """The configuration for `deepspeed.initialize`, for a float32 model and an optimizer of PyTorch's.
 
-        `batch_size` is a rank's, of one of the `accumulate` backward passes of a step; a `clip_norm` of 0 clips no
-        gradients.
+        `batch_size` is that of one rank in one of the `accumulate` backward passes of a step; a `clip_norm` of 0 clips
+        no gradients.
 
         >>> Zero(stage=2, cpu_offload=True).config(batch_size=4, clip_norm=1.0)["zero_optimization"]
         {'stage': 2, 'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}
@@ -82,12 +90,12 @@ class RunOptions:
             the heads, and how many have a batch of their own. True is all ranks that the others leave, False is one.
             None is not stated: the sequence takes what is left, or else data.
         use_deepspeed: DeepSpeed's ZeRO shards the model, instead of FSDP2.
-        zero_stage: 1, 2 or 3, the default of a run with DeepSpeed; `Zero` says what each shards.
-        cpu_offload: keep what is sharded beside the GPU in main memory.
-        nvme_offload: keep it on the disk of `nvme_path` instead, which training needs to be told.
-        enable_fault_tolerance: ranks that die are restarted, and resume; up to `max_restarts` times.
-        enable_monitoring: figures of every step go to `log.jsonl` in the run's folder.
-        auto_resume: the same command begins a run or continues it.
+        zero_stage: 1, 2 or 3 (the default with DeepSpeed); `Zero` says what each shards.
+        cpu_offload: keep what is sharded in main memory.
+        nvme_offload: keep it on the disk of `nvme_path` instead, which training must be given.
+        enable_fault_tolerance: restart ranks that die, and resume; up to `max_restarts` times.
+        enable_monitoring: write the figures of every step to `log.jsonl` in the run's folder.
+        auto_resume: the same command starts a run or continues it.
         checkpoint_interval: steps between checkpoints.
 
     >>> options = RunOptions(use_deepspeed=True, zero_stage=2, cpu_offload=True, auto_resume=True)
@@ -115,14 +123,12 @@ class RunOptions:
         )
         if self.nvme_path is not None and not self.nvme_offload:
             raise ValueError(f"nvme_path={self.nvme_path!r} is for nvme_offload=True: pass both, or neither")
-        if not self.use_deepspeed:
-            for name in ("zero_stage", "cpu_offload", "nvme_offload"):
-                if getattr(self, name) not in (None, False):
-                    raise ValueError(f"{name} is DeepSpeed's: pass use_deepspeed=True with it, or leave it out")
-        elif self.nvme_offload and self.nvme_path is None:
-            self._zero("")  # what else is wrong is said now
-        else:
-            _ = self.zero
+        if self.use_deepspeed:
+            self._zero(self.nvme_path or ("" if self.nvme_offload else None))  # errors come when options are made
+            return
+        for name in ("zero_stage", "cpu_offload", "nvme_offload"):
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"{name} is DeepSpeed's: pass use_deepspeed=True with it, or leave it out")
 
     @property
     def stated_axes(self) -> dict[str, bool | int]:
@@ -155,6 +161,43 @@ class RunOptions:
             sizes[AXIS_OF[takers[0]]] = left
         return sizes
 
+    def places(self, group: ProcessGroup | None, mesh: DeviceMesh | None) -> tuple[Place | None, Place | None]:
+        """Where to find the ranks that share the sequence, and those that share the heads; None where none do."""
+        sequence: Place | None = Place(group, mesh)
+        heads = None
+        if group is not None and mesh is None:  # the group states who shares the sequence
+            if self.model_parallel is True or (self.model_parallel or 1) > 1:
+                raise ValueError(
+                    f"a group is of the ranks that share a sequence, got model_parallel={self.model_parallel} beside "
+                    "it: pass mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
+                )
+        else:
+            if mesh is None:
+                world = ranks_of()
+                axes = self.axes(world.size)
+                if axes["data"] == world.size > 1:
+                    return None, None
+                mesh = None if axes["sequence"] == world.size else _mesh_of(world, axes)
+            if mesh is not None:
+                self.check_axes(mesh)
+                names = mesh.mesh_dim_names or ("sequence",)
+                sequence = Place(group, mesh) if "sequence" in names else None
+                heads = Place(group, mesh, "tensor") if "tensor" in names else None
+        return None if self.sequence_parallel is False else sequence, heads
+
+    def check_axes(self, mesh: DeviceMesh) -> None:
+        """Refuse a mesh whose axes differ from what is stated about them."""
+        names = mesh.mesh_dim_names or ("sequence",)
+        for keyword, stated in self.stated_axes.items():
+            axis = AXIS_OF[keyword]
+            size = (mesh[axis] if mesh.ndim > 1 else mesh).size() if axis in names else 1
+            if stated is True and axis not in names:
+                raise ValueError(f"{keyword}=True and a mesh without an axis {axis!r}: change one of them")
+            if stated is not True and size != (stated or 1):
+                raise ValueError(
+                    f"{keyword}={stated} and a mesh with {size} ranks on its axis {axis!r}: change one of them"
+                )
+
     @property
     def zero(self) -> Zero | None:
         """What DeepSpeed is to do, or None without it."""
@@ -170,12 +213,12 @@ class RunOptions:
 
     @property
     def max_restarts(self) -> int:
-        """How often torchrun is to start the ranks again after a death."""
+        """How often torchrun restarts the ranks after a death."""
         return _RESTARTS if self.enable_fault_tolerance else 0
 
     @property
     def resume(self) -> Literal[False, "auto"]:
-        """What `train(config, run, resume=...)` is to do about a run that is there."""
+        """The `resume` of `train(config, run, resume=...)`."""
         return "auto" if self.auto_resume else False
 
     def to_json(self) -> str:
@@ -190,3 +233,18 @@ class RunOptions:
 
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(RunOptions))
+
+# By the ranks that they are of, so that the layers of a model share the groups of one mesh.
+_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDictionary()
+
+
+def _mesh_of(world: RankGroup, axes: dict[str, int]) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    group = world.group
+    assert group is not None
+    known, sizes = _meshes.setdefault(group, {}), tuple(axes.values())
+    if sizes not in known:
+        devices = [kind.type for kind in group._device_types if torch.get_device_module(kind).is_available()]
+        known[sizes] = init_device_mesh(max(devices, key="cpu".__ne__), sizes, mesh_dim_names=tuple(axes))
+    return known[sizes]

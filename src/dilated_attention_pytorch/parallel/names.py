@@ -1,8 +1,8 @@
-"""The published names of attention across ranks: thin names over the `attend` seam.
+"""The published names of attention across ranks: thin names over `sharded_dilated_attention`.
 
-Under a process group (the default one, or `group=` / `mesh=`) a module takes its rank's contiguous shard of the
-sequence and returns its rank's rows; on one rank it is its plain class. `cu_seqlens`, `seqlens` and `spans` speak of
-the whole sequence, `key_padding_mask` of the rank's own tokens.
+Under a process group (the default group, or `group=` / `mesh=`) a module takes its rank's contiguous shard of the
+sequence and returns its rank's rows; on one rank it is its plain class. `cu_seqlens`, `seqlens` and `spans` describe
+the whole sequence, `key_padding_mask` the rank's own tokens.
 """
 
 from __future__ import annotations
@@ -10,55 +10,47 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, SIZE, check_tensor, checked
 from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache
 from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.core.plans import PatternCache
 from dilated_attention_pytorch.core.profile import Profile
-from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import (
-    MEMORY_BUDGET,
-    Scheme,
-    branch_traffic,
-    check_scheme,
-    choose_scheme,
-    message_bytes,
-)
-from dilated_attention_pytorch.parallel.group import ALONE, Place, RankGroup, check_mesh, ranks_of
-from dilated_attention_pytorch.parallel.options import AXIS_OF, OPTIONS, RunOptions
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
+from dilated_attention_pytorch.parallel.group import ALONE, Place, check_mesh
+from dilated_attention_pytorch.parallel.options import OPTIONS, RunOptions
+from dilated_attention_pytorch.parallel.plan import Job, make_plan
 from dilated_attention_pytorch.parallel.sharding import Shards, TokenLayout
 from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
-from dilated_attention_pytorch.parallel.wire import wires_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-
 Value = TypeVar("Value")
 
 
 class AcrossRanks(DilatedAttention):
-    """Dilated attention of which `sequence` says which ranks share the tokens, and `heads` which share the heads.
+    """Dilated attention whose tokens the ranks of `sequence` share, and whose heads the ranks of `heads` share.
 
     Args:
-        sequence, heads: places; None for one that is not shared.
+        sequence, heads: where to find the ranks; None if nothing is shared.
         scheme: `gather`, `ring`, `all_to_all`, or `auto` to choose for each branch by its costs.
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
-        token_layout: `contiguous` shards, or `zigzag`, which evens out causal work, by `gather` or `auto` only: the
-            rank has an early and a late chunk, one after the other, as `zigzag_order` has them.
-        use_pattern_cache: share schedules and tables between calls; False makes them anew in every call.
+        token_layout: `contiguous` shards, or `zigzag`, which evens out causal work, by `gather` or `auto` only: a rank
+            holds an early and a late chunk, one after the other, in the order of `zigzag_order`.
+        use_pattern_cache: share plans and tables between calls; False makes them anew in every call.
         enable_memory_pool: on several ranks, borrow message buffers and sums too; see `DilatedAttention`.
         settings: passed on to the plain class.
     """
@@ -83,13 +75,13 @@ class AcrossRanks(DilatedAttention):
         self.scheme, self.memory_budget, self.token_layout = scheme, memory_budget, token_layout
         for place in (sequence, heads):
             if place is not None:
-                place.ranks()  # what is wrong with it is said when the module is made
+                place.ranks()  # errors come when the module is made
 
     @classmethod
     def of(cls, plain: DilatedAttention, **places: Any) -> AcrossRanks:
         """What `plain` computes, across ranks; `places` are the settings above.
 
-        Schedules are shared between calls whatever `plain` does about tables: to make one takes longer than a call.
+        Plans are shared between calls whether or not `plain` uses a cache: to make one takes longer than a call.
         """
         made = cls(
             plain.segment_lengths,
@@ -107,16 +99,19 @@ class AcrossRanks(DilatedAttention):
         made._stated, made._place = plain._stated, plain._place
         return made.train(plain.training)
 
+    @property
+    def ring_size(self) -> int:
+        """The number of ranks that share the tokens."""
+        return 1 if self.sequence is None else self.sequence.ranks().size
+
     def cleanup_buffers(self) -> None:
-        """Forget schedules of earlier calls, and free the message buffers that the memory pool holds idle."""
+        """Forget plans and layouts of earlier calls, and free the buffers that the memory pool holds idle."""
         if self._pattern_cache is not None:
             self._pattern_cache.forget("ring schedule")
+            if self.sparse_config is not None:
+                self._pattern_cache.forget("block layout")
         if self._memory_pool is not None:
             self._memory_pool.release_idle()
-
-    def sequence_ranks(self) -> RankGroup | None:
-        """The ranks that share the tokens, or None where one has them all; its `traffic` counts bytes."""
-        return _several(self.sequence)
 
     def forward(
         self,
@@ -135,7 +130,7 @@ class AcrossRanks(DilatedAttention):
         lengths = {
             "key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans,
         }  # fmt: skip
-        if _several(self.sequence) is None and _several(self.heads) is None:
+        if not self._is_shared:
             return super().forward(query, key, value, is_causal, attn_mask=attn_mask, **lengths)
         try:
             refuse_dense_mask(attn_mask)
@@ -146,59 +141,37 @@ class AcrossRanks(DilatedAttention):
             return self.attend(query, key, value, is_causal=is_causal, **lengths)
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        spans: Tensor | None,
-        **lengths: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None, **lengths: Any
     ) -> Tensor:
-        sequence, heads = _several(self.sequence), _several(self.heads)
-        if sequence is None and heads is None:
+        if not self._is_shared:
             return super().attend(query, key, value, is_causal=is_causal, spans=spans)
-        share: dict[str, Any] = {"ranks": ALONE if sequence is None else sequence}
+        sequence = ALONE if self.sequence is None else self.sequence.ranks()
+        share: dict[str, Any] = {"ranks": sequence}
         try:
             check_tensor("query", query)
             check_tensor("key", key)
-            if sequence is not None:
-                share["shard_lengths"] = sequence.lengths_of_model(query.shape[1])
-            if heads is not None:
+            share["shard_lengths"] = sequence.lengths_of_model(query.shape[1])
+            if self.heads is not None and (heads := self.heads.ranks()).size > 1:
                 H = query.shape[2]
-                heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, None, (0,) * heads.size)
+                heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, lengths=(0,) * heads.size)
                 share |= {"head_offset": heads.rank * H, "total_heads": heads.size * H}
         except Exception as error:
             self._raise_on_all(error)
-        out = sharded_dilated_attention(
-            query,
-            key,
-            value,
-            self.spec.segment_lengths,
-            self.spec.dilation_rates,
-            scheme=self.scheme,
-            memory_budget=self.memory_budget,
-            token_layout=self.token_layout,
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            head_layout=self.spec.head_layout,
-            spans=spans,
-            allow_tf32=self.allow_tf32,
-            sparse_config=self.sparse_config,
-            backend=self.backend,
-            resources=self.resources,
-            **share,
-            **lengths,
-        )
+        settings = self._settings(is_causal) | share | lengths
+        for name in ("scheme", "memory_budget", "token_layout"):
+            settings[name] = getattr(self, name)
+        out = sharded_dilated_attention(query, key, value, **settings, spans=spans)
         assert isinstance(out, Tensor)
         return out
 
+    @property
+    def _is_shared(self) -> bool:
+        return any(place is not None and place.ranks().size > 1 for place in (self.sequence, self.heads))
+
     def _raise_on_all(self, error: Exception) -> NoReturn:
         """Raise it once the ranks that share the tokens, or else the heads, know of it."""
-        ranks = _several(self.sequence) or _several(self.heads)
-        assert ranks is not None
-        ranks.agree({}, 0, error)
+        places = (place.ranks() for place in (self.sequence, self.heads) if place is not None)
+        next(ranks for ranks in places if ranks.size > 1).agree({}, 0, error)
         raise error
 
 
@@ -206,12 +179,12 @@ class RingDilatedAttention(AcrossRanks):
     """`DilatedAttention` on a sequence that is sharded over a process group; rows of shared segments go round a ring.
 
     Args:
-        segment_lengths, dilation_rates: one entry a branch.
+        segment_lengths, dilation_rates: one entry per branch.
         ring_size: a check: the number of ranks, 1 without a process group.
         dropout: of the attention weights, while training.
-        use_checkpointing: keep nothing but q, k and v for the backward pass, which then computes forward again.
+        use_checkpointing: keep only q, k and v for the backward pass, which then computes forward again.
         block_size: refused; the kernels choose their tiles.
-        group, mesh, axis: the ranks: a process group, or the axis of that name of a mesh; else the default group.
+        group, mesh, axis: the ranks: a process group, or the axis of that name of a mesh; otherwise the default group.
         scheme: `gather` with `token_layout="zigzag"`.
         settings: the others of `AcrossRanks`, and those of `DilatedAttention`.
 
@@ -245,10 +218,6 @@ class RingDilatedAttention(AcrossRanks):
         )
         self.use_checkpointing = use_checkpointing
 
-    @property
-    def ring_size(self) -> int:
-        return 1 if self.sequence is None else self.sequence.ranks().size
-
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.use_checkpointing and torch.is_grad_enabled():
             return checkpoint(super().attend, *args, use_reentrant=False, **kwargs)
@@ -270,37 +239,41 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         dtype: torch.dtype = torch.float32,
         is_causal: bool = False,
     ) -> dict[str, float]:
-        """Bytes of one forward and backward of `seq_len` tokens on the rank that has most of them, by part.
+        """Bytes of one forward and backward pass over `seq_len` tokens, by part, each of the rank that has most.
 
-        `tensors` are q, k, v, out, their gradients, and two numbers a row; `messages` the buffers of what is on its way
-        in the forward pass, of all branches; `received` what arrives in them. Of each, the busiest rank's.
-        `memory_reduction_factor` is what a single device would take for the whole sequence, divided by `total`.
+        `tensors` are q, k, v, out, their gradients, and two numbers per row; `messages` are the buffers of messages
+        under way in the forward pass, of all branches; `received` is what arrives in them. `memory_reduction_factor`
+        is what a single device would take for the whole sequence, divided by `total`.
         """
-        size = self.ring_size
-        shards = Shards.cut(seq_len, size, self.token_layout)
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        itemsize = dtype.itemsize
-        most = max(shards.tokens_of(rank) for rank in range(size))
-        tokens = batch_size * most
-        tensors = training_bytes(tokens, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
-        whole = training_bytes(batch_size * seq_len, num_heads, head_dim, kv_heads=kv_heads, itemsize=itemsize)
-        received, held = [0] * size, [0] * size
-        call = Call(spec=self.spec, is_causal=is_causal)
-        documents = [(range(batch_size), 0, seq_len)]
-        shape = (num_heads, kv_heads, head_dim, itemsize)
-        for _, segments, wire in wires_of(call, shards, documents, *shape):
-            chosen = choose_scheme(self.scheme, wire, segments, self.memory_budget)
-            for rank in range(size):
-                received[rank] += branch_traffic(chosen, wire, segments, rank).received
-                held[rank] += message_bytes(chosen, wire, segments, rank)
+        plan = make_plan(
+            Job(
+                spec=self.spec,
+                tokens=seq_len,
+                gpus=self.ring_size,
+                heads=num_heads,
+                kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                dtype=str(dtype).removeprefix("torch."),
+                batch=batch_size,
+                is_causal=is_causal,
+                scheme=self.scheme,
+                memory_budget=self.memory_budget,
+                token_layout=self.token_layout,
+            )
+        )
+        tensors = max(rank.saved + rank.gradients for rank in plan.ranks)
+        messages = max(rank.messages_forward for rank in plan.ranks)
+        whole = training_bytes(
+            batch_size * seq_len, num_heads, head_dim, kv_heads=num_kv_heads, itemsize=dtype.itemsize
+        )
         return {
-            "ring_size": size,
-            "tokens_per_rank": most,
+            "ring_size": self.ring_size,
+            "tokens_per_rank": max(rank.tokens for rank in plan.ranks),
             "tensors": tensors,
-            "messages": max(held),
-            "received": max(received),
-            "total": tensors + max(held),
-            "memory_reduction_factor": whole / (tensors + max(held)),
+            "messages": messages,
+            "received": max(rank.forward.received for rank in plan.ranks),
+            "total": tensors + messages,
+            "memory_reduction_factor": whole / (tensors + messages),
         }
 
 
@@ -309,7 +282,7 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
 
     Args:
         cache_on_gpu: keep what calls share on their GPU as long as the hot tier of `OptimizedPatternCache` has room,
-            and on the CPU beyond that; False shares the global cache. By default wherever the pattern cache is on.
+            and on the CPU beyond that; False uses the global cache. By default on wherever the pattern cache is on.
         settings: those of `RingDilatedAttention`.
 
     A branch is a stride and has no table of its own, so there is nothing to make before a length is known;
@@ -356,7 +329,7 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
         """
         if self._pattern_cache is None:
             raise ValueError("pregenerate fills the pattern cache: make the module with use_pattern_cache=True")
-        ranks = self.sequence_ranks() or ALONE
+        ranks = ALONE if self.sequence is None else self.sequence.ranks()
         tokens = Shards.cut(seq_len, ranks.size, self.token_layout).tokens_of(ranks.rank)
         heads = (num_heads, num_heads if num_kv_heads is None else num_kv_heads)
         q, k = (torch.zeros(batch_size, tokens, H, head_dim, dtype=dtype, device=device) for H in heads)
@@ -368,7 +341,7 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
 
 
 class _Pinning:
-    """A cache whose entries are pinned as they are looked up."""
+    """A cache that pins its entries as they are looked up."""
 
     def __init__(self, cache: PatternCache) -> None:
         self._cache = cache
@@ -390,26 +363,29 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
     _attention_class: Callable[..., DilatedAttention] = RingDilatedAttention
 
 
-def _attention_at(*branches: Sequence[int], places: dict[str, Any], **settings: Any) -> DilatedAttention:
-    """Attention whose sequence and heads are shared as `places` say."""
-    if (sequence := places["sequence"]) is not None:
+def _attention_at(
+    *branches: Sequence[int], places: tuple[Place | None, Place | None], **settings: Any
+) -> DilatedAttention:
+    """Attention whose sequence and heads are shared by the ranks of `places`."""
+    sequence, heads = places
+    if sequence is not None:
         ring = RingDilatedAttention(*branches, group=sequence.group, mesh=sequence.mesh, **settings)
-        ring.heads = places["heads"]
+        ring.heads = heads
         return ring
-    if places["heads"] is not None:
-        return AcrossRanks(*branches, sequence=None, heads=places["heads"], **settings)
+    if heads is not None:
+        return AcrossRanks(*branches, sequence=None, heads=heads, **settings)
     return DilatedAttention(*branches, **settings)
 
 
 class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
-    """`RingMultiheadDilatedAttention` that returns a Tensor, and carries how its run is to be carried out.
+    """`RingMultiheadDilatedAttention` that returns a Tensor, and carries the options of its training run.
 
     Args:
         sequence_parallel, model_parallel, data_parallel: ranks on the axes `sequence`, `tensor` and `data` of a mesh;
             see `RunOptions`. With `sequence_parallel` a rank has a shard of the tokens, with `model_parallel` it has
             the projections of its heads, and with `data_parallel` a batch of its own.
-        mesh: the ranks, on named axes, which must be what is stated about them; by default the ranks of the default
-            group, of which `options.axes` makes one. All ranks make the module alike.
+        mesh: the ranks, on named axes, which must match what is stated about them; by default `options.axes` makes a
+            mesh of the ranks of the default group. All ranks make the module alike.
         settings: the other fields of `RunOptions` (`use_deepspeed`, `zero_stage`, `checkpoint_interval`, ...), kept as
             `options` for `train`; and the settings of `RingMultiheadDilatedAttention`.
 
@@ -442,12 +418,13 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
             data_parallel=data_parallel,
             **{name: settings.pop(name) for name in OPTIONS if name in settings},
         )
-        places = _places(options, group, mesh if mesh is None else check_mesh(mesh))
+        places = options.places(group, mesh if mesh is None else check_mesh(mesh))
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, places=places, **settings)
         self.options = options
-        self.model_parallel, self.sequence_parallel = (places[axis] is not None for axis in ("heads", "sequence"))
+        sequence, heads = places
+        self.sequence_parallel, self.model_parallel = sequence is not None, heads is not None
         self.data_parallel = data_parallel
-        share_projections(self, places["heads"])
+        share_projections(self, heads)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """`(B, N, E)`; takes what `MultiheadDilatedAttention` takes."""
@@ -458,7 +435,7 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
     """`ImprovedDilatedAttention` with tokens, heads or both spread over ranks; shared rows are gathered.
 
     Args:
-        segment_lengths, dilation_rates: one entry a branch.
+        segment_lengths, dilation_rates: one entry per branch.
         sequence_parallel: the rank has a contiguous shard of the tokens: over `group`, or the mesh's axis `sequence`.
         model_parallel: the rank has its share of the heads, in order: over `group`, or the mesh's axis `tensor`. Ranks
             that share heads must draw the same dropout, as tensor parallelism does.
@@ -511,65 +488,63 @@ class DistributedImprovedMultiheadDilatedAttention(ImprovedMultiheadDilatedAtten
         share_projections(self, self.attention.heads)
 
 
+class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
+    """`DilatedAttention` over the kept tiles of a pattern, on a sequence that may be sharded over a process group.
+
+    Rows of shared segments are gathered; tiles are those of the whole segment. Where the content chooses the tiles, the
+    queries travel too.
+
+    Args:
+        segment_lengths, dilation_rates: one entry per branch.
+        sparse_config: the pattern; see `SparsePatternConfig`.
+        dropout: probability of dropping an attention weight while training.
+        ring_size: a check: the number of ranks, 1 without a process group.
+        group, mesh, axis: the ranks: a process group, or the axis of that name of a mesh; otherwise the default group.
+        settings: those of `DilatedAttention` (`softmax_scale`, `head_layout`, `use_pattern_cache`, ...).
+
+    >>> config = SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.25, block_size=16)
+    >>> attention = BlockSparseRingDilatedAttention([64, 512], [1, 4], sparse_config=config)
+    >>> q, k, v = torch.randn(3, 1, 300, 4, 8).unbind(0)
+    >>> attention(q, k, v, is_causal=True).shape
+    torch.Size([1, 300, 4, 8])
+    """
+
+    @checked(dropout=PROBABILITY, ring_size=COUNT)
+    def __init__(
+        self,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        sparse_config: SparsePatternConfig | None = None,
+        dropout: float = 0.0,
+        ring_size: int | None = None,
+        group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        axis: str = "sequence",
+        **settings: Any,
+    ) -> None:
+        if "memory_budget" in settings:
+            raise TypeError("memory_budget is for a scheme that is chosen, and tiles travel by gather: leave it out")
+        place = Place(group, mesh, axis, ring_size)
+        settings |= {"sparse_config": sparse_config, "dropout": dropout}
+        super().__init__(segment_lengths, dilation_rates, sequence=place, scheme="gather", **settings)
+
+
+class BlockSparseRingMultiheadDilatedAttention(BlockSparseMultiheadDilatedAttention):
+    """`MultiheadDilatedAttention` over `BlockSparseRingDilatedAttention`, whose keywords it takes as well.
+
+    >>> config = SparsePatternConfig(pattern_type="global_local", sparsity_ratio=0.25, block_size=16)
+    >>> attention = BlockSparseRingMultiheadDilatedAttention(32, 4, [64, 512], [1, 4], sparse_config=config)
+    >>> x = torch.randn(2, 300, 32)
+    >>> attention(x, x, x, is_causal=True)[0].shape
+    torch.Size([2, 300, 32])
+    """
+
+    _attention_class = BlockSparseRingDilatedAttention
+
+
 ATTENTION_TYPES |= {
     "ring": (RingDilatedAttention, RingMultiheadDilatedAttention),
     "distributed": (DistributedImprovedDilatedAttention, DistributedImprovedMultiheadDilatedAttention),
+    "block_sparse_ring": (BlockSparseRingDilatedAttention, BlockSparseRingMultiheadDilatedAttention),
 }
-
-
-def _several(place: Place | None) -> RankGroup | None:
-    ranks = None if place is None else place.ranks()
-    return None if ranks is None or ranks.size == 1 else ranks
-
-
-def _places(options: RunOptions, group: ProcessGroup | None, mesh: DeviceMesh | None) -> dict[str, Place | None]:
-    """The ranks that share the sequence, and those that share the heads, as `options` have them; None for one rank."""
-    if group is not None and mesh is None:  # which states who shares the sequence
-        model = options.model_parallel
-        if model is True or (model or 1) > 1:
-            raise ValueError(
-                f"a group is of the ranks that share a sequence, got model_parallel={model} beside it: "
-                "pass mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
-            )
-        return {"sequence": None if options.sequence_parallel is False else Place(group), "heads": None}
-    if mesh is None:
-        world = ranks_of()
-        axes = options.axes(world.size)
-        if axes["sequence"] == world.size:
-            return {"sequence": None if options.sequence_parallel is False else Place(), "heads": None}
-        if axes["data"] == world.size:
-            return {"sequence": None, "heads": None}
-        mesh = _mesh_of(world, axes)
-    check_axes(mesh, options)
-    names = mesh.mesh_dim_names or ("sequence",)
-    sequence, heads = (Place(group, mesh, axis) if axis in names else None for axis in ("sequence", "tensor"))
-    return {"sequence": None if options.sequence_parallel is False else sequence, "heads": heads}
-
-
-# By the ranks that they are of, so that the layers of a model share the groups of one mesh.
-_meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDictionary()
-
-
-def _mesh_of(world: RankGroup, axes: dict[str, int]) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    assert world.group is not None
-    known, sizes = _meshes.setdefault(world.group, {}), tuple(axes.values())
-    if sizes not in known:
-        devices = [kind.type for kind in world.group._device_types if torch.get_device_module(kind).is_available()]
-        known[sizes] = init_device_mesh(max(devices, key="cpu".__ne__), sizes, mesh_dim_names=tuple(axes))
-    return known[sizes]
-
-
-def check_axes(mesh: DeviceMesh, options: RunOptions) -> None:
-    """Refuse a mesh whose axes are not what `options` state about them."""
-    names = mesh.mesh_dim_names or ("sequence",)
-    for keyword, stated in options.stated_axes.items():
-        axis = AXIS_OF[keyword]
-        size = (mesh[axis] if mesh.ndim > 1 else mesh).size() if axis in names else 1
-        if stated is True and axis not in names:
-            raise ValueError(f"{keyword}=True and a mesh without an axis {axis!r}: change one of them")
-        if stated is not True and size != (stated or 1):
-            raise ValueError(
-                f"{keyword}={stated} and a mesh with {size} ranks on its axis {axis!r}: change one of them"
-            )
