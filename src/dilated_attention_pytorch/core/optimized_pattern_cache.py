@@ -21,7 +21,7 @@ from dilated_attention_pytorch.core.plans import Device, Entry, PatternCache, co
 from dilated_attention_pytorch.core.profile import LOCK
 from dilated_attention_pytorch.core.spec import Branch
 
-_ACCESSES_OF_A_COLD_PATTERN = 3  # one more makes it hot
+_HITS_OF_A_COLD_PATTERN = 3  # one more makes it hot
 
 HotKey = tuple[Hashable, torch.device]
 
@@ -109,14 +109,13 @@ class OptimizedPatternCache(PatternCache):
         copying: dict[Hashable, Entry] = {}  # into the hot tier
         with LOCK:
             for key in keys:
-                found[key] = cold = self._find("pattern", key)
+                found[key] = cold = self._find_pattern(key)
                 if cold is None:
                     continue
-                cold.accesses += 1
                 hot = self._find_hot(key, place)
                 if hot is not None:
                     found[key] = hot
-                elif cold.accesses > _ACCESSES_OF_A_COLD_PATTERN:
+                elif cold.hits > _HITS_OF_A_COLD_PATTERN:
                     copying[key] = cold
             ahead = self._likely_next(keys, place)
         copied = self._copy_to(place, copying | ahead)
@@ -147,9 +146,9 @@ class OptimizedPatternCache(PatternCache):
         self._copy_to(_hot_place(entry) if device is None else torch.device(device), {key: entry})
         return super().pin_pattern(key)
 
-    def _find_shared(self, kind: str, key: Hashable) -> Entry | None:
+    def _find_shared(self, key: Hashable) -> Entry | None:
         with LOCK:
-            cold = self._find(kind, key)
+            cold = self._find(key)
             hot = None if cold is None else self._find_hot(key, _place_of(cold))
         if cold is None or hot is not None:
             return hot

@@ -23,10 +23,13 @@ can write into an entry.
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
+import logging
 import os
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -36,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_whole, checked, shown
-from dilated_attention_pytorch.core.log import debugging, log
+from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.profile import LOCK, Profile
 
 Device = torch.device | str | None
@@ -73,12 +76,13 @@ def check_cache(cache: Any) -> None:
 class Entry:
     """A value, the device that `get` returns it on by default, and what orders its readers on a GPU."""
 
-    __slots__ = ("accesses", "bytes", "event", "home", "next", "on_gpu", "size", "stream", "value")
+    __slots__ = ("bytes", "event", "hits", "home", "next", "on_gpu", "size", "stream", "used", "value")
 
     def __init__(self, value: Any, home: torch.device | None = None) -> None:
         self.value = value
         self.home = home
-        self.accesses = 0
+        self.hits = 0
+        self.used = next(_clock)
         self.next: Hashable = None  # the key that was asked for after this one
         tensors = _tensors(value)
         self.bytes = sum(x.numel() * x.element_size() for x in tensors)
@@ -123,8 +127,8 @@ class Entry:
                 x.record_stream(stream)
 
 
-# What captured CUDA graphs read.
-_captured: dict[int, Entry] = {}
+_captured: dict[int, Entry] = {}  # what captured CUDA graphs read
+_clock = itertools.count()  # orders uses of entries
 
 
 class PatternCache:
@@ -162,10 +166,10 @@ class PatternCache:
     ) -> None:
         self.max_size, self.max_bytes = max_size, max_bytes
         self.enable_stats, self.enable_profiling = enable_stats, enable_profiling
-        self._cache: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._cache: dict[Hashable, Entry] = {}
         self._bytes = 0
         self._pinned: set[Hashable] = set()
-        self._hits: Counter[str] = Counter()
+        self._old_hits: Counter[str] = Counter()  # of entries that are no longer here
         self._misses: Counter[str] = Counter()
         self._evictions = 0
         self._profile = Profile()
@@ -185,11 +189,17 @@ class PatternCache:
         """A copy of the pattern, on `target_device` or where it was put from; `default` if it is missing."""
         refuse_device(default)
         began = time.perf_counter()
-        entry = self._find("pattern", key)
+        entry = self._find_pattern(key)
         found = default if entry is None else entry.copy_for(target_device)
         if self.enable_profiling:
             self._note("get", entry, entry is not None, time.perf_counter() - began)
         return found
+
+    def _find_pattern(self, key: Hashable) -> Entry | None:
+        with LOCK:
+            entry = self._find(key)
+            self._misses["pattern"] += entry is None
+        return entry
 
     @checked()
     def put(self, key: Hashable, pattern: Any) -> None:
@@ -215,17 +225,12 @@ class PatternCache:
         """
         if torch.compiler.is_compiling():
             return make()
-        timed = profile is not None or self.enable_profiling or debugging()
+        timed = profile is not None or self.enable_profiling or log.isEnabledFor(logging.DEBUG)
         began = time.perf_counter() if timed else 0.0
-        entry = self._find_shared(kind, (kind, key))
+        entry = self._find_shared((kind, key))
         hit = entry is not None
         if entry is None:
-            if kind not in KINDS:
-                raise ValueError(f"no kind of entry {kind!r}: measure it as `bench cache` does, and add it to KINDS")
-            with torch.inference_mode(False):
-                entry = Entry(make())
-            if not (entry.on_gpu and torch.cuda.is_current_stream_capturing()):
-                entry = self._share((kind, key), entry)
+            entry = self._make(kind, key, make)
         value: Value = entry.shared()
         if timed:
             seconds = time.perf_counter() - began
@@ -235,6 +240,17 @@ class PatternCache:
             else:
                 log.debug("%s: made in %.3f ms and remembered, %d bytes", kind, seconds * 1e3, entry.size)
         return value
+
+    def _make(self, kind: str, key: Hashable, make: Callable[[], Any]) -> Entry:
+        if kind not in KINDS:
+            raise ValueError(f"no kind of entry {kind!r}: measure it as `bench cache` does, and add it to KINDS")
+        with LOCK:
+            self._misses[kind] += 1
+        with torch.inference_mode(False):
+            entry = Entry(make())
+        if entry.on_gpu and torch.cuda.is_current_stream_capturing():
+            return entry
+        return self._share((kind, key), entry)
 
     @checked()
     def forget(self, kind: str) -> None:
@@ -276,10 +292,12 @@ class PatternCache:
     def reset_stats(self) -> None:
         """Restart the statistics; the entries stay."""
         with LOCK:
-            self._hits.clear()
+            self._old_hits.clear()
             self._misses.clear()
             self._evictions = 0
             self._profile.clear()
+            for entry in self._cache.values():
+                entry.hits = 0
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -299,12 +317,14 @@ class PatternCache:
         {'parts': {'hits': 2, 'misses': 1, 'size': 1}}
         """
         with LOCK:
-            hits, misses, sizes = self._hits, self._misses, Counter(map(kind_of, self._cache))
-            total, asked = hits.total(), hits.total() + misses.total()
+            hits, misses, sizes = self._old_hits.copy(), self._misses, Counter(map(kind_of, self._cache))
+            for key, entry in self._cache.items():
+                hits[kind_of(key)] += entry.hits
+            asked = hits.total() + misses.total()
             stats: dict[str, Any] = {
-                "hits": total,
+                "hits": hits.total(),
                 "misses": misses.total(),
-                "hit_rate": total / asked if asked else 0.0,
+                "hit_rate": hits.total() / asked if asked else 0.0,
                 "evictions": self._evictions,
                 "size": len(self._cache),
                 "max_size": self.max_size,
@@ -317,19 +337,19 @@ class PatternCache:
                 },
             }
             profile = self._profile.totals()
+        if not self.enable_stats:
+            stats |= {"hits": 0, "misses": 0, "hit_rate": 0.0, "evictions": 0, "kinds": {}}
         return stats | {"profile": profile} if profile or self.enable_profiling else stats
 
-    def _find(self, kind: str, key: Hashable) -> Entry | None:
-        with LOCK:
-            entry = self._cache.get(key)
-            if entry is not None:
-                self._cache.move_to_end(key)
-            if self.enable_stats:
-                (self._misses if entry is None else self._hits)[kind] += 1
-            return entry
+    def _find(self, key: Hashable) -> Entry | None:
+        entry = self._cache.get(key)
+        if entry is not None:
+            entry.used = next(_clock)
+            entry.hits += 1
+        return entry
 
-    def _find_shared(self, kind: str, key: Hashable) -> Entry | None:
-        return self._find(kind, key)
+    def _find_shared(self, key: Hashable) -> Entry | None:
+        return self._find(key)  # without the lock, which would take longer than the rest
 
     def _share(self, key: Hashable, entry: Entry) -> Entry:
         """Store an entry, or return the one that another thread has stored meanwhile."""
@@ -350,22 +370,25 @@ class PatternCache:
                 if sum(self._cache[one].size for one in self._pinned) + entry.size > self.max_bytes:
                     return False
                 while self._bytes + entry.size > self.max_bytes:
-                    self._evict()
-            while len(self._cache) >= self.max_size:
-                self._evict()
+                    self._evict(1)
+            if len(self._cache) >= self.max_size:
+                self._evict(max(1, self.max_size // 64))  # finding the oldest takes a look at all
             self._cache[key] = entry
             self._bytes += entry.size
             if pinned:
                 self._pinned.add(key)
         return True
 
-    def _evict(self) -> None:
-        oldest = next(key for key in self._cache if key not in self._pinned)
-        self._evictions += self.enable_stats
-        log.debug("evicted from the pattern cache: %s, %d bytes", kind_of(oldest), self._drop(oldest).size)
+    def _evict(self, count: int) -> None:
+        """Drop the least recently used entries."""
+        free = (key for key in self._cache if key not in self._pinned)
+        for key in heapq.nsmallest(count, free, key=lambda key: self._cache[key].used):
+            self._evictions += 1
+            log.debug("evicted from the pattern cache: %s, %d bytes", kind_of(key), self._drop(key).size)
 
     def _drop(self, key: Hashable) -> Entry:
         entry = self._cache.pop(key)
+        self._old_hits[kind_of(key)] += entry.hits
         self._bytes -= entry.size
         self._pinned.discard(key)
         return entry
