@@ -1,6 +1,6 @@
-"""What dilated attention is: specs, pattern mathematics, the reference, the algebra of partials; and what calls share.
+"""What dilated attention computes: specs, patterns, the reference and the merge of partials; and what calls share.
 
-PyTorch only.
+This room imports PyTorch only.
 """
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout, keys_seen, layout_for, layout_of

@@ -1,9 +1,9 @@
 """Where the grid rows of a bounded cache lie: pure arithmetic on positions, shared by the cache and its kernels.
 
-A later query sees, in branch `(w, r)`, grid rows of its own segment only. So a branch keeps a ring of `capacity` rows
-for each of its key/value heads. Rows are numbered over the whole document, `rows` of them a segment: the token at
-position `p` is row `p // w * rows + (p % w) // r`, and lies at that number modulo `capacity`. Without room for
-rewinding `capacity` is `rows`: row `t` of every segment has the same place, and the next segment overwrites it.
+In branch `(w, r)` a later query sees grid rows of its own segment only. So a branch holds a ring of `capacity` rows for
+each of its key/value heads. Rows are numbered over the whole document, `rows` per segment: the token at position `p` is
+row `p // w * rows + (p % w) // r`, and lies at that number modulo `capacity`. Without room for rewinding, `capacity` is
+`rows`: row `t` of every segment has the same slot, and the next segment overwrites it.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable
 
 @dataclass(frozen=True)
 class BranchRows:
-    """One branch's rings, which follow each other from row `first` of the cache on, one for each head in `heads`."""
+    """The rings of one branch, one per head in `heads`, stored one after another from row `first` of the cache."""
 
     index: int  # of the branch in its spec
     segment_length: int  # w
     dilation_rate: int  # r
-    heads: slice  # the key/value heads that are on the branch: in every head layout a contiguous range
+    heads: slice  # the key/value heads on the branch: in every head layout a contiguous range
     offsets: tuple[int, ...]  # of those heads
-    rows: int  # of a whole segment, for the head that has most
+    rows: int  # per whole segment, for the head that has the most
     capacity: int
     first: int
-    ring: int  # the number of its first ring among those of all branches
+    ring: int  # the number of its first ring among the rings of all branches
 
     def every(self, heads: slice) -> slice:
-        """Some of the branch's heads, numbered among all of them."""
+        """Some of the branch's heads, as numbers among all heads."""
         return slice(self.heads.start + heads.start, self.heads.start + heads.stop, heads.step)
 
     def number(self, position: int) -> int:
-        """The number of the last grid row at or before a position, or of its segment's first."""
+        """The number of the last grid row at or before a position; of the segment's first row if there is none."""
         segment, within = divmod(position, self.segment_length)
         return segment * self.rows + min(within // self.dilation_rate, self.rows - 1)
 
     def stored(self, stored: Tensor) -> Tensor:
-        """The branch's rings in the cache's keys or values, as a view `(B, heads, capacity, D)`."""
+        """A view `(B, heads, capacity, D)` of the branch's rings in the cache's keys or values."""
         count = len(self.offsets)
         return stored[:, self.first : self.first + count * self.capacity].unflatten(1, (count, self.capacity))
 
     def overwritten(self, length: int, longest: int) -> bool:
-        """Whether a document cut back to `length` tokens misses rows that it needs, after it has had `longest`."""
+        """Whether a document of `longest` tokens that is cut back to `length` has lost rows that it still needs."""
         segment, within = divmod(length, self.segment_length)
         if within <= min(self.offsets) or longest <= length:
             return False
@@ -60,10 +60,10 @@ class BranchRows:
 class CacheRows:
     """The rows of a whole cache: those of every branch that has heads, and one that is written and never read.
 
-    Any `rewindable` tokens can be taken back at any time, which costs about `rewindable / r` rows a head and branch.
+    The last `rewindable` tokens can be taken back at any time, for about `rewindable / r` rows per head and branch.
 
     >>> spec = DilatedSpec.of([4, 8], [1, 2])
-    >>> CacheRows(spec, spec.offsets(2)).total  # 4 rows a head on both branches
+    >>> CacheRows(spec, spec.offsets(2)).total  # 4 rows per head on both branches
     17
     """
 
@@ -71,7 +71,7 @@ class CacheRows:
     offsets: OffsetTable
     rewindable: int = 0
     branches: tuple[BranchRows, ...] = field(init=False, repr=False, compare=False)
-    # Branches that have the same heads: in every head layout those are all heads, or heads of one branch only.
+    # Branches with the same heads. In every head layout, branches share all heads or none.
     branches_by_heads: tuple[tuple[BranchRows, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class CacheRows:
             rows = max((grid_rows(w, r, offset) for offset in mine), default=0)
             if rows == 0:
                 continue
-            # To go back into a segment from up to `rewindable` tokens later, none of its rows may be overwritten then.
+            # Going back into a segment from up to `rewindable` tokens later needs all of its rows.
             segments, rest = divmod(w - 1 + max(self.rewindable - 1, 0), w)
             capacity = segments * rows + min(rest // r, rows - 1) + 1
             heads = slice(present[0], present[-1] + 1)
@@ -101,7 +101,7 @@ class CacheRows:
 
     @property
     def unread(self) -> int:
-        """Where tokens go that no later query sees, so that shapes do not depend on positions."""
+        """The row for tokens that no later query sees, so that shapes do not depend on positions."""
         if not self.branches:
             return 0
         last = self.branches[-1]
@@ -113,7 +113,7 @@ class CacheRows:
 
 
 class Rings(NamedTuple):
-    """Every ring of a cache, `(rings,)` each: branch by branch, and head by head."""
+    """Every ring of a cache as tensors `(rings,)`: branch by branch, and head by head."""
 
     head: Tensor
     offset: Tensor
@@ -124,13 +124,13 @@ class Rings(NamedTuple):
     first: Tensor
 
     def number(self, position: Tensor) -> Tensor:
-        """`(..., rings)`: the number of the grid row at, or around, each position `(..., 1)`."""
+        """`(..., rings)`: the number of the last grid row at or before each position `(..., 1)`, as in `BranchRows`."""
         w = self.segment_length
-        # After the last row of a segment there may be room for one that no head here has.
+        # After the last row of a segment there may be room for one more, which no head here has.
         return position // w * self.rows + torch.minimum(position % w // self.dilation_rate, self.rows - 1)
 
     def on_grid(self, position: Tensor) -> Tensor:
-        """`(..., rings)`: whether each position `(..., 1)` is a row of each ring; one before the first token is not."""
+        """`(..., rings)`: whether each position `(..., 1)` is a row of each ring; positions below 0 are not."""
         return (position % self.segment_length % self.dilation_rate == self.offset) & (position >= 0)
 
 
@@ -152,10 +152,10 @@ def _rings(rows: CacheRows, device: torch.device) -> Rings:
 
 
 class CacheState(NamedTuple):
-    """A cache as the kernels take it: keys and values `(B, rows.total, D)`, and how many tokens each row has had.
+    """A cache as the kernels take it: keys and values `(B, rows.total, D)`, and the tokens of each batch row so far.
 
-    A length is also the position of the row's next token; below 0, that token is left padding. `known` are the same
-    lengths where the host has them, so that it need not wait for the device.
+    A length is also the position of the next token; below 0, that token is left padding. `known` has the same lengths
+    if the host knows them, which saves waiting for the device.
     """
 
     keys: Tensor
@@ -165,7 +165,7 @@ class CacheState(NamedTuple):
     known: tuple[int, ...] | None = None
 
     def of_row(self, b: int) -> CacheState:
-        """The state of batch row `b` alone."""
+        """The state of batch row `b`."""
         row = slice(b, b + 1)
         known = None if self.known is None else self.known[row]
         return CacheState(self.keys[row], self.values[row], self.lengths[row], self.rows, known)

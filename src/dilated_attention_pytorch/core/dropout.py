@@ -1,8 +1,8 @@
 """Which attention probabilities are dropped: a pure function of (seed, batch row, head, branch, query, key).
 
-Every backend draws the same mask for the same seed, whatever its tiling, so recomputation in backward, under activation
-checkpointing or on another rank agrees. The hash is Wellons' `lowbias32` over 32-bit words, kept in int64 because
-PyTorch has no unsigned arithmetic.
+Every backend draws the same mask from the same seed, whatever its tiles, so that recomputation in backward, under
+activation checkpointing or on another rank agrees. The hash is Wellons' `lowbias32` over 32-bit words, stored in int64
+because PyTorch has no unsigned arithmetic.
 """
 
 from __future__ import annotations

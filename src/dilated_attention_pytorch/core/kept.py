@@ -1,9 +1,9 @@
-"""Results that a checkpointed part keeps: what costs most to compute again is handed out again instead.
+"""Attention results that a checkpointed part of a model keeps, because they cost the most to compute again.
 
-`torch.utils.checkpoint` keeps a part's inputs and runs it once more in backward. Attention asks `kept` for its result:
-within `KeptResults.keeping()` it is computed and remembered, within `KeptResults.giving()` the remembered one is
-returned, in the same order. PyTorch's own selective checkpointing does this for operators that a dispatch mode sees: it
-slows every operator of the part, sees into no compiled layer and no exchange between ranks, and keeps on the device.
+`torch.utils.checkpoint` keeps a part's inputs and runs the part again in backward. Attention passes its computation to
+`kept`: within `KeptResults.keeping()` the result is computed and stored, within `KeptResults.giving()` the stored
+results are returned in the same order. PyTorch's selective checkpointing does the same through a dispatch mode, which
+slows every operator of the part, sees neither compiled layers nor messages between ranks, and keeps results on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _thread = threading.local()  # backward runs in threads of its own
 
 
 def kept(compute: Callable[[], Results]) -> Results:
-    """`compute()`, or what it gave when this part ran first.
+    """`compute()`, or its result from the first run of this part.
 
     >>> import torch
     >>> results = KeptResults()
@@ -34,7 +34,7 @@ def kept(compute: Callable[[], Results]) -> Results:
 
 
 class KeptResults:
-    """The kept results of one part; `pack` and `unpack` say how a tensor lies meanwhile, as autograd's hooks do."""
+    """The kept results of one part; `pack` and `unpack` convert tensors for storage, as autograd's hooks do."""
 
     def __init__(
         self, pack: Callable[[Tensor], Any] = Tensor.detach, unpack: Callable[[Any], Tensor] = Tensor.detach
@@ -43,11 +43,11 @@ class KeptResults:
         self._packed: list[tuple[Any, ...]] = []
 
     def keeping(self) -> _Active:
-        """While the part runs first."""
+        """For the first run of the part."""
         return _Active(lambda: self._keep)
 
     def giving(self) -> _Active:
-        """While it runs again; each time from its first result on."""
+        """For every later run, which starts again from the first result."""
         return _Active(lambda: self._give(iter(self._packed)))
 
     def _keep(self, compute: Callable[[], Results]) -> Results:
@@ -56,12 +56,12 @@ class KeptResults:
         return results
 
     def _give(self, packed: Iterator[tuple[Any, ...]]) -> Callable[[Callable[[], Results]], Results]:
-        # Detached: what autograd hangs on a result must not stay on the kept one.
+        # Detached: autograd's graph of a run must not stay on the stored tensor.
         return lambda _: tuple(self._unpack(x).detach() for x in next(packed))
 
 
 class _Active:
-    """A context that can be entered again, which a second backward of a retained graph does."""
+    """A context that can be entered again, as a second backward of a retained graph does."""
 
     def __init__(self, begin: Callable[[], Callable[[Callable[[], Results]], Results]]) -> None:
         self._begin = begin

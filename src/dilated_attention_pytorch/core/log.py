@@ -1,4 +1,4 @@
-"""The package's logger: silent by default, at DEBUG it tells what calls decide, make, share, send and save."""
+"""The package's logger: silent by default; at DEBUG it reports what calls decide, make, share, send and save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger("dilated_attention_pytorch")
 
 
 class _WhenNobodyListens(logging.NullHandler):
-    """Writes to stderr where no handler is configured: lowering the level is then enough to see the records."""
+    """Writes to stderr if no handler is configured, so that lowering the level is enough to see the records."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         if log.handlers == [self] and not logging.getLogger().handlers:
@@ -23,5 +23,5 @@ log.addHandler(_WhenNobodyListens())
 
 
 def debugging() -> bool:
-    """Whether records at DEBUG are wanted: ask before preparing one. A compiler that traces a call sees no logging."""
+    """Whether to prepare records at DEBUG. A compiler that traces a call sees no logging."""
     return not torch.compiler.is_compiling() and log.isEnabledFor(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""Patterns in two tiers, those asked for often on the GPU, and a cache that has everything there from the start."""
+"""Two caches of patterns on a GPU: one in two tiers, and one that holds everything from the start."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ HotKey = tuple[Hashable, torch.device]
 
 
 class OptimizedPatternCache(PatternCache):
-    """Patterns on the CPU, and those asked for more than three times on the asking GPU as well.
+    """A cache in two tiers: all patterns on the CPU, and copies of the hot ones on the GPU that asks for them.
 
-    Copies run on a stream of their own (`enable_async`), from pinned memory, and whoever gets a pattern is ordered
-    behind its copy. With `enable_prefetch`, the pattern that followed this one last time is copied ahead. Where there
-    is no GPU, the hot tier lies on the CPU, and everything else is the same.
+    A pattern becomes hot when it is asked for more than three times. Copies run from pinned memory on a stream of their
+    own (`enable_async`), and a reader's stream waits for its copy. With `enable_prefetch`, the pattern that was asked
+    for after this one last time is copied ahead. Without a GPU, the hot tier is on the CPU, and all else is the same.
 
-    Promotion and prefetching are for patterns that you `put`. What the library remembers is hot from the start, on the
-    device where it was made, so that there is nothing to promote or to fetch ahead; pushed out by the limits, it comes
-    back from its copy on the CPU.
+    What the library remembers is hot from the start, on the device where it was made. If the limits push it out, it
+    comes back from its copy on the CPU.
 
     Args:
-        max_gpu_patterns, max_cpu_patterns: the most patterns that each tier holds.
-        gpu_memory_limit_mb: the most MiB that the hot tier holds.
+        max_gpu_patterns, max_cpu_patterns: the most entries of each tier.
+        gpu_memory_limit_mb: the most MiB of the hot tier.
         enable_async: copy on a stream of its own.
         enable_prefetch: copy the likely next pattern ahead.
         enable_stats, enable_profiling: as in `PatternCache`.
-        max_bytes: the most bytes that the CPU's tier holds; None for no limit.
+        max_bytes: the most bytes of the CPU's tier; None for no limit.
 
     >>> cache = OptimizedPatternCache()
     >>> cache.put("rows", torch.arange(4))
@@ -266,7 +265,7 @@ class OptimizedPatternCache(PatternCache):
 
 @checked()
 def generate_pattern(key: str) -> tuple[Tensor, ...]:
-    """The rows on each branch's grid, for heads of offset 0, of a pattern that `DilatedPatternCache.dilated_key` names.
+    """The rows on each branch's grid, for heads at offset 0; the key is one of `DilatedPatternCache.dilated_key`.
 
     >>> generate_pattern("dilated_s8_seg[4, 8]_dil[1, 3]")
     (tensor([0, 1, 2, 3, 4, 5, 6, 7]), tensor([0, 3, 6]))
@@ -280,10 +279,10 @@ def generate_pattern(key: str) -> tuple[Tensor, ...]:
 
 
 class SimpleGPUCache:
-    """Every pattern on the GPU from the start, and nothing to manage: for few patterns that are always used.
+    """Holds every pattern on the GPU from the start: for a few patterns that are always used.
 
-    `patterns_to_cache` are keys of dilated patterns, which are generated, or a mapping of keys to patterns. They live
-    on `device`: the current GPU, or the CPU where there is none.
+    `patterns_to_cache` are keys of dilated patterns, which are generated, or a mapping from keys to patterns. They live
+    on `device`, by default the current GPU, or the CPU if there is none.
 
     >>> cache = SimpleGPUCache(["dilated_s8_seg[4]_dil[2]"])
     >>> cache.get("dilated_s8_seg[4]_dil[2]")[0].tolist(), list(cache.gpu_patterns)
@@ -303,14 +302,14 @@ class SimpleGPUCache:
 
     @checked()
     def get(self, key: str, default: Any = None) -> Any:
-        """A copy of the pattern on the device; `default` if it is not there."""
+        """A copy of the pattern on the device; `default` if it is missing."""
         refuse_device(default)
         entry = self._entries.get(key)
         return default if entry is None else entry.copy_for(None)
 
 
 def hot_device() -> torch.device:
-    """Where patterns live that are always at hand: the current GPU, or the CPU where there is none."""
+    """Where hot patterns live: on the current GPU, or on the CPU if there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -321,10 +320,10 @@ def _hot_place(entry: Entry) -> torch.device:
 
 
 def _place_of(entry: Entry) -> torch.device:
-    """Where an entry was put from or made; what has no tensors is nowhere, which is as good as the CPU."""
+    """The device where an entry was put from or made; the CPU for an entry without tensors."""
     return torch.device("cpu") if entry.home is None else entry.home
 
 
 def get_optimized_pattern_cache() -> OptimizedPatternCache:
-    """The two-tier cache that modules of `RingDilatedAttentionV3` share; see `get_global_pattern_cache`."""
+    """The two-tier cache that `RingDilatedAttentionV3` modules share; see `get_global_pattern_cache`."""
     return shared_cache(OptimizedPatternCache)

@@ -108,7 +108,7 @@ def covered_rows(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Tensor:
 
 
 def check_table(spec: DilatedSpec, offsets: OffsetTable) -> None:
-    """Refuse an offset table that is none of the spec's."""
+    """Refuse an offset table that does not fit the spec."""
     entries = [row for row in offsets if isinstance(row, tuple) and all(o is None or type(o) is int for o in row)]
     if len(offsets) != len(spec.branches) or len(entries) < len(offsets) or len({*map(len, entries)}) != 1:
         raise ValueError(
@@ -137,7 +137,7 @@ def visible_pairs(
 ) -> int:
     """How many (query, key) pairs of a document of `n` tokens the branch computes for one head.
 
-    Of all queries, or of those at positions `[start, stop)`.
+    Counts all queries, or those at positions `[start, stop)`.
 
     >>> visible_pairs(Branch(4, 2), 0, 8), visible_pairs(Branch(4, 2), 0, 8, is_causal=True)
     (8, 6)
@@ -149,7 +149,7 @@ def visible_pairs(
     w, r = branch.segment_length, branch.dilation_rate
 
     def within(segment: int, queries: int) -> int:
-        """Of the first `queries` positions of a segment."""
+        """Pairs of the first `queries` positions of a segment."""
         rows = grid_rows(queries, r, offset)
         return rows * (rows + 1) // 2 if is_causal else rows * grid_rows(segment, r, offset)
 
@@ -184,7 +184,7 @@ def training_bytes(tokens: int, heads: int, head_dim: int, *, kv_heads: int | No
 
     It is linear in the number of tokens and does not depend on the branches.
 
-    >>> training_bytes(1024, 12, 64) / 1024  # bytes a token
+    >>> training_bytes(1024, 12, 64) / 1024  # bytes per token
     12384.0
     """
     kv_heads = heads if kv_heads is None else kv_heads
@@ -199,10 +199,10 @@ def common_period(spec: DilatedSpec) -> int:
 
 
 def rounds_little(spec: DilatedSpec, table: OffsetTable) -> bool:
-    """Whether branches may add to a result of the inputs' dtype; otherwise they add in float32, and it is rounded once.
+    """Whether branches may add to a result in the inputs' dtype; otherwise they add in float32, which is rounded once.
 
-    Every branch rounds what it adds to. Up to two that a row lies on, on average, that stays within the dtype's error
-    budget, for the head that has the most.
+    Every branch that a row is on rounds the row. Up to two branches per row, on average over the rows of the head that
+    has the most, stay within the dtype's error budget.
     """
     most = max(
         sum(1 / branch.dilation_rate for branch, offset in zip(spec.branches, offsets) if offset is not None)
@@ -212,7 +212,7 @@ def rounds_little(spec: DilatedSpec, table: OffsetTable) -> bool:
 
 
 def most_scratch(tensor_bytes: int) -> int:
-    """The bytes that a backward pass on Hopper may allocate for its sums of dq, given those of the tensors it works on.
+    """The bytes that a backward pass on Hopper may allocate for sums of dq, given the bytes of its tensors.
 
     >>> most_scratch(1_000_000_000)
     80000000

@@ -1,4 +1,4 @@
-"""What calls may share, a cache and a pool, and when that pays."""
+"""What calls may share, a cache and a pool, and from which length on that pays."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dilated_attention_pytorch.core.profile import Profile
 
 Result = TypeVar("Result")
 
-# From how many tokens on a call gains by them, as `bench cache` and `bench pool` measure: packed batches by the cache
-# at every length measured, low precision by the pool from 2,048 tokens on, but what it holds is not there for others.
+# The lengths from which factories enable them. As `bench cache` and `bench pool` measure, packed batches gain by the
+# cache at every length, and low precision by the pool from 2,048 tokens on; but others cannot use what a pool holds.
 CACHE_FROM_TOKENS = 1024
 POOL_FROM_TOKENS = 8192
 
 
 class Resources(NamedTuple):
-    """The cache, the pool and the profile of a call; None is off. They change what it takes, never what it gives."""
+    """The cache, the pool and the profile of a call; None is off. They change its cost, never its result."""
 
     cache: Remembers | None = None
     pool: Lends | None = None
@@ -31,7 +31,7 @@ class Resources(NamedTuple):
 
     @classmethod
     def profiled(cls, cache: PatternCache | None, pool: WorkspacePool | None, profile: Profile) -> Resources:
-        """Those of a module whose lookups, loans and messages are noted in `profile`."""
+        """The resources of a module that notes its lookups, loans and messages in `profile`."""
         return cls(
             None if cache is None else ProfiledCache(cache, profile),
             None if pool is None else ProfiledPool(pool, profile),
@@ -39,15 +39,15 @@ class Resources(NamedTuple):
         )
 
     def workspaces(self) -> AbstractContextManager[Take]:
-        """`take(shape, dtype=, device=)`: workspaces that must not be used after the block, uninitialised."""
+        """`take(shape, dtype=, device=)`: uninitialised workspaces, which must not be used after the block."""
         return _from_allocator if self.pool is None else self.pool.lease()
 
     def message_buffers(self) -> AbstractContextManager[Loans]:
-        """As `workspaces`, and `take.give_back`; if the block fails, messages under way keep their buffers."""
+        """As `workspaces`, with `take.give_back`; if the block fails, messages under way keep their buffers."""
         return _from_allocator if self.pool is None else self.pool.lease(keep_after_error=False)
 
     def retrying(self, run: Callable[[], Result]) -> Result:
-        """`run()`, which has no side effects; where memory runs out, once more after freeing what the pool can."""
+        """`run()`, which has no side effects; if memory runs out, once more after freeing the pool's idle buffers."""
         return run() if self.pool is None else self.pool.retrying(run)
 
 
@@ -68,7 +68,10 @@ NO_RESOURCES = Resources()
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether nothing but autograd watches a call of these tensors; what is traced must not find things remembered."""
+    """Whether only autograd watches a call of these tensors: no tracer, mode, transform or subclass of tensors does.
+
+    Only such calls may look things up and remember them.
+    """
     return (
         not torch.compiler.is_compiling()
         and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)

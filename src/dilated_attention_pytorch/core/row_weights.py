@@ -1,4 +1,4 @@
-"""The attention weights of single rows, from the keys that they see and no others."""
+"""The attention weights of single rows, computed from the keys that they see."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dilated_attention_pytorch.core.spec import Call
 
 
 class RowWeights(NamedTuple):
-    """The keys that a row of a head sees, in order, and their weights, which add up to 1; empty if it sees none."""
+    """The keys that a row of a head sees, in order, and their weights, which sum to 1; empty if it sees none."""
 
     positions: Tensor  # (keys,) int64, in the batch row
     weights: Tensor  # (keys,)
@@ -36,7 +36,7 @@ def row_weights(
                 offsets = [branch[kv_head] for branch in table]
                 positions, times = _seen(call, offsets, row, home.get((b, row)), query.device)
                 heads = slice(kv_head * group, (kv_head + 1) * group)
-                # A key that several branches show counts as often: its logarithm is a bias of the score.
+                # A key that k branches show counts k times: log k is added to its score.
                 scores = query[b, row, heads].to(dtype) @ key[b, positions, kv_head].to(dtype).T * scale
                 weights = (scores + times.to(dtype).log()).softmax(-1)  # (group, keys)
                 for g in range(group):
@@ -47,7 +47,7 @@ def row_weights(
 def _documents_of(
     rows: Sequence[int], spans: Tensor | None, batch: int, tokens: int
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """`(start, end)` of the document that holds each `(batch row, row)`; none for padding."""
+    """`(start, end)` of the document of each `(batch row, row)`; padding has none."""
     return {
         (b, row): (start, start + length)
         for batch_rows, start, length in documents(spans, batch, tokens)

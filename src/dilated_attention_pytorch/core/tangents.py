@@ -1,4 +1,4 @@
-"""Forward-mode derivatives: which tensors carry a tangent, and the error where none can be given."""
+"""Forward-mode derivatives: which tensors carry a tangent, and the error if a tangent would be lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 
 def has_tangents(*tensors: Tensor) -> bool:
-    """Whether forward mode follows one of these tensors; under `torch.compile` and `torch.func`, whether it is on.
+    """Whether one of these tensors has a tangent; under `torch.compile` and `torch.func`, whether forward mode is on.
 
     >>> x = torch.ones(2)
     >>> with forward_ad.dual_level():
@@ -27,7 +27,7 @@ def has_tangents(*tensors: Tensor) -> bool:
 
 
 def refuse_tangents(what: str, *tensors: Tensor) -> None:
-    """Raise where a tangent would be lost, because PyTorch would take a lost tangent for zero."""
+    """Raise if a tensor has a tangent: PyTorch would take a lost tangent for zero."""
     if has_tangents(*tensors):
         raise NotImplementedError(
             f"{what} computes no forward-mode derivatives (torch.func.jvp, torch.func.jacfwd, "

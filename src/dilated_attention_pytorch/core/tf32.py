@@ -6,7 +6,7 @@ import torch
 
 
 def tf32_is_on() -> bool:
-    """PyTorch's setting, whichever way it was made.
+    """PyTorch's setting, in whichever way it was set.
 
     >>> tf32_is_on() in (True, False)
     True
