@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.hf.cache import DilatedCache
@@ -170,6 +171,7 @@ class LongNetModel(LongNetPreTrainedModel):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.longnet.embedding = value
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -178,9 +180,8 @@ class LongNetModel(LongNetPreTrainedModel):
         past_key_values: DilatedCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        return_dict: bool | None = None,
         **asked: Any,
-    ) -> Any:
+    ) -> BaseModelOutputWithPast:
         """`attention_mask` states padding; `position_ids` that begin again, or `cu_seq_lens_q`, packed documents.
 
         `inputs_embeds` are `(B, N, d_model)` as `get_input_embeddings()` returns them; the model scales them by
@@ -225,8 +226,6 @@ class LongNetModel(LongNetPreTrainedModel):
             back = order.argsort(1)
             hidden = reordered(hidden, back)
             every = None if every is None else tuple(reordered(state, back) for state in every)
-        if return_dict is False:
-            return tuple(x for x in (hidden, past_key_values, every) if x is not None)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=every)
 
     def new_cache(self, batch: int, rewindable: int = 0) -> DilatedCache:
@@ -319,18 +318,7 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.lm_head
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.lm_head = value
-
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -341,12 +329,11 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        return_dict: bool | None = None,
         **asked: Any,
-    ) -> Any:
+    ) -> CausalLMOutputWithPast:
         """Logits `(B, N, vocab)`, or of the last `logits_to_keep` tokens; with `labels`, the loss too."""
         refuse_unknown(asked, _TAKEN | _OF_THE_LOSS)
-        told = {name: asked.pop(name) for name in _TAKEN if name in asked}
+        told = {name: asked.pop(name) for name in _TAKEN if name in asked} | {"return_dict": True}
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **told
         )
@@ -355,8 +342,6 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **asked)
-        if return_dict is False:
-            return tuple(x for x in (loss, logits, out.past_key_values, out.hidden_states) if x is not None)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )
