@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.pattern import grid_rows
 from dilated_attention_pytorch.core.resources import is_plain
@@ -46,10 +47,6 @@ def log_zero_keys(
                 mine = slice(offsets.index(offset), len(offsets) - offsets[::-1].index(offset))
                 counts[start + offset :: r, mine] += zeros
     return counts.log() if any_zeros else None
-
-
-# The layers of a model ask the same. Tensors made in inference mode could not be saved for backward.
-_remembered_log_zero_keys = functools.lru_cache(maxsize=8)(torch.inference_mode(False)(log_zero_keys))
 
 
 class PaddedAttention(DilatedAttention):
@@ -118,8 +115,9 @@ class PaddedAttention(DilatedAttention):
         out, lse = self._call(query, key, value, branches, is_causal)
         if is_causal:
             return out, lse
-        count = _remembered_log_zero_keys if is_plain(lse) else log_zero_keys
-        zeros = count(branches, query.shape[1], query.shape[2], lse.dtype, lse.device)
+        asked = (branches, query.shape[1], query.shape[2], lse.dtype, lse.device)
+        make = functools.partial(log_zero_keys, *asked)
+        zeros = plans.remember("segment table", ("zero keys", *asked), make) if is_plain(lse) else make()
         if zeros is None:
             return out, lse
         return merge(out, lse, out.new_zeros(()).expand_as(out), zeros.expand(lse.shape))
