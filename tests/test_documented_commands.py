@@ -11,12 +11,23 @@ import pytest
 
 from benchmarks.command import parser as bench_parser
 from dilated_attention_pytorch.cli import _parser
+from dilated_attention_pytorch.train import command as training
 from examples.recall import parser as recall_parser
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OF_THE_SCRIPT = {"test", "docs", "help"}  # which ./run has beside the command line's
 SHOWN = re.compile(r"(?:\./run|dilated-attention) ([a-z]+)(.*)")
+
+
+def parse(command: str, arguments: list[str]) -> None:
+    training.parse_flags(arguments) if command == "train" else commands()[command].parse_args(arguments)
+
+
+def flags_of(command: str) -> set[str]:
+    if command == "train":
+        return {"--" + name.replace("_", "-") for name in (*training._STARTING, *training.SETTINGS)}
+    return set(commands()[command]._option_string_actions)
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -34,7 +45,7 @@ def blocks(page: Path) -> str:
 def test_commands_in_blocks_are_taken_as_they_stand(page) -> None:
     for command, rest in SHOWN.findall(blocks(page)):
         if command not in OF_THE_SCRIPT:
-            commands()[command].parse_args(shlex.split(rest, comments=True))
+            parse(command, shlex.split(rest, comments=True))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -42,7 +53,7 @@ def test_commands_within_text_have_the_flags_that_it_names(page) -> None:
     for command, rest in re.findall(r"`(?:\./run|dilated-attention) ([a-z]+)([^`]*)`", page.read_text()):
         assert command in commands().keys() | OF_THE_SCRIPT, command
         for flag in re.findall(r"--[a-z0-9-]+", rest) if command in commands() else ():
-            assert flag in commands()[command]._option_string_actions, f"{command} {flag}"
+            assert flag in flags_of(command), f"{command} {flag}"
 
 
 def test_the_pages_show_every_command() -> None:

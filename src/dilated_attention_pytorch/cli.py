@@ -19,12 +19,17 @@ from dilated_attention_pytorch.tools.command import add_doctor, add_show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 for an error of the user's, 128 and its number for a signal."""
-    stated = sys.argv[1:] if argv is None else list(argv)
+    """Run a command; returns 0, 1 after an error that the user can mend, or 128 + the number of a signal."""
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        if stated and stated[0] in _IN_CHECKOUT and stated[:2] != ["bench", "tune"]:
-            return _run_from_checkout(*stated)
-        arguments = _parser().parse_args(stated)
+        if given[:1] == ["train"]:
+            from dilated_attention_pytorch.train.command import run_command
+
+            run_command(given[1:])
+            return 0
+        if given and given[0] in _IN_CHECKOUT and given[:2] != ["bench", "tune"]:
+            return _run_from_checkout(*given)
+        arguments = _parser().parse_args(given)
         status: int | None = arguments.command(arguments)
     except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
         print(f"dilated-attention: {error}", file=sys.stderr)
@@ -38,99 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dilated-attention", description="Dilated attention for very long sequences.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser(
-        "train",
-        help="train a LongNet language model",
-        description="Train a LongNetLM on text; by default on the bytes of the source of Python's standard library.",
-        argument_default=argparse.SUPPRESS,
-    )
-    train.set_defaults(command=_train)
-    train.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML, which flags go before")
-    train.add_argument("--data", nargs="+", metavar="PATH", help="text files or folders")
-    train.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (default: bytes)")
-    train.add_argument("--token-cache", metavar="FOLDER", help="where token files are kept (default: beside the run)")
-    train.add_argument("--pack", action="store_true", help="nothing crosses from a file to the next")
-    train.add_argument(
-        "--order", choices=["random", "epochs"], help="of sequences (default: epochs with --pack, else random)"
-    )
-    train.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder (default: a new one below runs/)")
-    train.add_argument(
-        "--resume",
-        nargs="?",
-        type=Path,
-        const=None,
-        metavar="FOLDER",
-        help="continue a run (default: the newest below runs/); only how long and where it runs may change",
-    )
-    train.add_argument(
-        "--auto-resume", action="store_true", help="continue the run in --out if there is one, else begin it"
-    )
-    for flag, kind, text in (
-        ("--steps", int, "optimizer steps in all"),
-        ("--batch-size", int, "sequences a step"),
-        ("--sequence-length", int, "tokens (bytes, without --tokenizer) a sequence"),
-        ("--learning-rate", float, "peak learning rate"),
-        ("--warmup-steps", int, "steps of linear warm-up"),
-        ("--validate-every", int, "steps between validations"),
-        ("--checkpoint-every", int, "steps between checkpoints"),
-        ("--sample-bytes", int, "tokens (bytes, without --tokenizer) to generate at the end"),
-        ("--seed", int, "of weights, batches and the sample"),
-        ("--device", str, "cpu, cuda, ... (default: a GPU if there is one)"),
-        ("--d-model", int, "width of the model"),
-        ("--num-heads", int, "attention heads"),
-        ("--num-layers", int, "layers"),
-        ("--dropout", float, "of embeddings and layers"),
-        ("--accumulate", int, "micro-batches a step, one after the other"),
-        (
-            "--skip-broken-steps",
-            int,
-            "steps in a row that may have a loss or gradient that is not finite (5)",
-        ),
-        ("--mlp-tile", int, "rows of a feed-forward network at a time, computed again in backward"),
-        ("--loss-chunk", int, "rows whose logits exist at a time"),
-    ):
-        train.add_argument(flag, type=kind, help=text)
-    _add_memory(train)
-    train.add_argument(
-        "--preset",
-        choices=["125m", "350m", "760m", "770m", "1.3b", "2.7b", "6b"],
-        help="a model of this size, with the length, batch, learning rate and memory options for it",
-    )
-    train.add_argument(
-        "--hardware",
-        choices=["auto", "h100", "h200", "a100", "v100", "rocm", "cpu"],
-        help="precision for it (default: PyTorch's; with --preset that of the device)",
-    )
-    train.add_argument(
-        "--stages", type=Path, metavar="FILE", help="stages of length, pattern, batch and learning rate: .toml or .json"
-    )
-    train.add_argument("--segment-lengths", nargs="+", type=int, metavar="W", help="one a branch")
-    train.add_argument("--dilation-rates", nargs="+", type=int, metavar="R", help="one a branch")
-    train.add_argument(
-        "--ranks", type=int, metavar="P", help="share each batch among P processes here; across machines use torchrun"
-    )
-    train.add_argument("--max-restarts", type=int, metavar="K", help="with --ranks: how often to restart after a death")
-    train.add_argument(
-        "--engine",
-        choices=["fsdp", "ddp", "deepspeed"],
-        help="ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard",
-    )
-    train.add_argument("--sequence-parallel", type=int, metavar="P", help="ranks that share the tokens of a sequence")
-    train.add_argument("--tensor-parallel", type=int, metavar="P", help="ranks that share the heads of the model")
-    train.add_argument("--zero-stage", type=int, metavar="Z", help="with deepspeed: 1, 2 or 3 (default: 3)")
-    train.add_argument("--cpu-offload", action="store_true", help="with deepspeed: keep shards in main memory")
-    train.add_argument("--nvme-offload", metavar="FOLDER", help="with deepspeed: keep shards on a disk")
-    train.add_argument(
-        "--options", type=Path, metavar="FILE", help="RunOptions as JSON: engine, checkpoints, monitors, restarts"
-    )
-    train.add_argument("--timeout-seconds", type=float, help="silence of a rank after which the others end (600)")
-    train.add_argument(
-        "--monitors",
-        nargs="+",
-        choices=["console", "jsonl", "tensorboard", "wandb", "prometheus"],
-        help="where figures go, beside the progress bar",
-    )
-    train.add_argument("--prometheus-address", metavar="HOST:PORT", help="default: 127.0.0.1:9464, this machine alone")
+    # Listed here; `train.command` parses its flags. `rank` is what `train --ranks` starts on each process.
+    commands.add_parser("train", help="train a LongNet language model", add_help=False)
+    rank = commands.add_parser("rank")
+    rank.set_defaults(command=_rank)
+    rank.add_argument("file", type=Path)
 
     generate = commands.add_parser(
         "generate",
@@ -161,29 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     add_show(commands)
     add_doctor(commands)
     return parser
-
-
-def _add_memory(train: argparse.ArgumentParser) -> None:
-    for flag, choices, text in (
-        ("--checkpointing", ["none", "full", "selective"], "compute layers again in backward, or all but attention"),
-        ("--optimizer", ["adamw", "adamw8bit-torchao", "adamw8bit-bitsandbytes"], "with a state of 32 or 8 bits"),
-        ("--precision", ["fp32", "bf16", "fp16"], "of products"),
-        ("--parameters", ["fp32", "bf16"], "bf16, with --precision bf16: they, gradients and what layers hand on"),
-        (
-            "--compile-mode",
-            ["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"],
-            "with --compile: how torch.compile goes about it",
-        ),
-    ):
-        train.add_argument(flag, choices=choices, help=text)
-    for flag, text in (
-        ("--offload", "keep what checkpointing keeps in host memory"),
-        ("--float8", "products of linear layers in float8, from compute capability 9.0 on"),
-        ("--structured-sparsity", "two of four neighbouring weights of feed-forward networks count, from 8.0 on"),
-        ("--compile", "torch.compile each layer"),
-    ):
-        train.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-    train.add_argument("--compile-backend", metavar="NAME", help="with --compile: default inductor")
 
 
 def _add_report(commands: Any) -> None:
@@ -349,10 +243,10 @@ def _plan_step(given: dict[str, Any], as_data: bool) -> None:
         print(*fit_text(given["model"], config, gpu, batch, fits, asked=tokens is not None), sep="\n")
 
 
-def _train(arguments: argparse.Namespace) -> None:
-    from dilated_attention_pytorch.train.command import run_command
+def _rank(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.train.command import train_rank
 
-    run_command({name: value for name, value in vars(arguments).items() if name != "command"})
+    train_rank(arguments.file)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -7,10 +7,12 @@ first line that is the CRC-32 of the rest. They tell damage, not intent: whoever
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import math
 import os
 import shutil
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -101,6 +103,20 @@ def json_line(values: Mapping[str, Any]) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(values), allow_nan=False) + "\n"
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The content of a TOML file; errors call it `what`."""
+    try:
+        tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"a {what} is read with tomli before Python 3.11: pip install tomli") from error
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no {what} {path}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from None
 
 
 def sum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.parallel import Zero
 from dilated_attention_pytorch.train import TrainConfig, command
-from dilated_attention_pytorch.train.config import SMALL_MODEL, build_tables, read_settings
-from dilated_attention_pytorch.train.engine import launch_ranks
+from dilated_attention_pytorch.train.config import SMALL_MODEL, override, read_settings
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.presets import hardware_preset, run_preset
 
@@ -105,8 +105,16 @@ steps = 2
 @pytest.mark.parametrize(
     ("stated", "flags", "message"),
     [
-        ("", "--batch-size 8", "stages say what --batch-size are"),  # the default, and yet stated
-        ("", "--segment-lengths 16 --dilation-rates 1", "stages say what --segment-lengths, --dilation-rates are"),
+        (
+            "",
+            "--batch-size 8",
+            "stages say what batch_size is, 4 at first, got 8 beside them",
+        ),  # the default, and yet stated
+        (
+            "",
+            "--segment-lengths 16 --dilation-rates 1",
+            "segment_lengths is, (16, 32) at first, got (16,)",
+        ),
         ("batch_size = 8", "", "stages say what batch_size is, 4 at first, got 8 beside them"),
         ("model.segment_lengths = [8]", "", "stages say what segment_lengths is, (16, 32) at first, got [8]"),
     ],
@@ -133,20 +141,23 @@ def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started
         ("[memory]\ncheckpoint = 'full'", "unknown key [memory] checkpoint: did you mean checkpointing?"),
         ("[model]\nd_modle = 8", "unknown key [model] d_modle: did you mean d_model?"),
         ("[memroy]\noffload = true", "unknown key memroy: did you mean memory?"),
-        ("steps = '7'", "steps in FILE must be a whole number, got '7'"),
-        ("steps = true", "must be a whole number, got True"),
-        ("learning_rate = 'high'", "must be a number, got 'high'"),
-        ("data = 'a.txt'", "data in FILE must be a list, got 'a.txt'"),
+        ("steps = '7'", "steps must be a whole number of at least 1, got '7' (in FILE, or a flag)"),
+        ("steps = true", "steps must be a whole number of at least 1, got True"),
+        ("learning_rate = 'high'", "learning_rate must be a finite number above 0, got 'high'"),
+        ("data = 'a.txt'", "data must be a sequence such as a list or a tuple, got 'a.txt' (in FILE, or a flag)"),
         ("data = [1]", "(in FILE, or a flag)"),
-        ("steps = -1", "steps must be at least 1, got -1 (in FILE, or a flag)"),
-        ("steps = 0", "steps must be at least 1, got 0"),
+        ("steps = -1", "steps must be a whole number of at least 1, got -1 (in FILE, or a flag)"),
+        ("steps = 0", "steps must be a whole number of at least 1, got 0"),
         ("learning_rate = nan", "learning_rate must be a finite number above 0, got nan"),
         ("seed = 99999999999999999999", "seed must be a whole number of at most 9223372036854775807"),
         ("[model]\ndropout = nan", "dropout must be a finite number of at least 0 and below 1, got nan"),
-        ("preset = 125", "preset in FILE must be a string, got 125"),
+        ("preset = 125", "a model's size is one of 125m, 350m"),
         ("preset = '7b'", "a model's size is one of"),
         ("memory = 3", "memory in FILE is a table: write [memory]"),
-        ("[memory]\noffload = true", "FILE, [memory]: offload moves what checkpointing keeps"),
+        (
+            "[memory]\noffload = true",
+            "[memory]: offload moves what checkpointing keeps",
+        ),
         ("[zero]\nstage = 2", "are of the engine deepspeed, and this one is fsdp"),
         ("steps = ", "FILE is not a TOML file"),
         (None, "no config file FILE"),
@@ -169,13 +180,20 @@ def test_a_file_begins_a_run_and_does_not_resume_one(file, tmp_path, started, ca
     assert "--options and --config both say how to run" in capsys.readouterr().err
 
 
-def test_ranks_are_told_the_file_and_the_flags(file, monkeypatch) -> None:
+def test_ranks_are_told_the_parsed_config_as_a_file(file, started, monkeypatch) -> None:
     caught: list[list[str]] = []
-    monkeypatch.setattr(command, "launch_ranks", lambda ranks, restarts, arguments: caught.append(arguments))
-    flags = ["--config", str(file), "--no-offload", "--compile", "--mlp-tile", "5"]
-    assert main(["train", "--ranks", "2", "--out", "run", *flags]) == 0
-    assert caught == [["train", *flags, "--out", "run"]]
-    assert launch_ranks is not command.launch_ranks
+
+    def torchrun(arguments: list[str]) -> None:
+        caught.append(arguments)
+        assert main(arguments[arguments.index("rank") :]) == 0
+
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    flags = ["--config", str(file), "--no-offload", "--compile", "--mlp-tile", "5", "--zero-stage", "2"]
+    assert main(["train", "--ranks", "2", "--max-restarts", "3", "--out", "run", *flags]) == 0
+    assert main(["train", "--out", "run", *flags]) == 0
+    assert started[0] == started[1]
+    assert caught[0][:3] == ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    assert not Path(caught[0][-1]).exists()
 
 
 @pytest.fixture
@@ -217,7 +235,7 @@ def test_every_memory_option_but_the_least_bytes_has_a_flag(started) -> None:
 
 
 def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
-    config = TrainConfig(**build_tables(read_settings(file), {}))
+    config = TrainConfig(**override({}, read_settings(file)))
     (tmp_path / "config.json").write_text(config.to_json())
     assert TrainConfig.from_json(tmp_path / "config.json") == config
 

@@ -163,7 +163,7 @@ def test_an_address_without_a_host_or_a_port_is_refused(address) -> None:
 
 
 def test_unknown_monitors_engines_and_timeouts_are_refused() -> None:
-    with pytest.raises(ValueError, match="monitors must be of console, jsonl"):
+    with pytest.raises(ValueError, match=r"monitors\[0\] must be one of console, jsonl"):
         TrainConfig(monitors=("statsd",))
     with pytest.raises(ValueError, match="engine must be one of fsdp, ddp"):
         TrainConfig(engine="horovod")

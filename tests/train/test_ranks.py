@@ -71,13 +71,8 @@ def finish(process: subprocess.Popen) -> str:
 
 def launch_with_restart(scenario: str, folder: Path, flags: list[str]) -> str:
     """Run a scenario on two ranks through torchrun, as `--ranks 2 --max-restarts 1` does."""
-    with pytest.MonkeyPatch.context() as patch:
-        caught = []
-        patch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))
-        engine.launch_ranks(2, 1, [scenario, str(folder), *flags])
-    python, command, environment = caught[0]
-    at = command.index("dilated_attention_pytorch.cli") - 1
-    process = start([python, *command[1:at], str(WORKER), *command[at + 2 :]], environment)
+    arguments = engine.torchrun_arguments(2, 1, [str(WORKER), scenario, str(folder), *flags])
+    process = start([sys.executable, "-m", "torch.distributed.run", *arguments], engine.RESTARTABLE)
     output = finish(process)
     assert process.returncode == 0, output
     return output
@@ -298,20 +293,23 @@ def test_an_error_that_cannot_be_pickled_reaches_other_ranks_in_words() -> None:
     assert str(engine._that_travels(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
 
 
-def test_ranks_are_started_with_the_command_that_was_given(monkeypatch, capsys) -> None:
+def test_ranks_are_started_in_one_folder_by_torchrun(monkeypatch, capsys) -> None:
     caught = []
-    monkeypatch.setattr(engine.os, "execve", lambda *arguments: caught.append(arguments))
+
+    def torchrun(arguments) -> None:
+        caught.append((arguments, json.loads(Path(arguments[-1]).read_text()), os.environ.copy()))
+
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     given = "--out here --auto-resume --steps 3 --segment-lengths 8 16 --dilation-rates 1 2 --learning-rate 0.1"
     assert main(["train", "--ranks", "2", "--max-restarts", "3", *given.split()]) == 0
-    _, command, environment = caught.pop()
-    assert "--nproc-per-node=2 --max-restarts=3 -m dilated_attention_pytorch.cli train" in " ".join(command)
-    flags = " ".join(command[command.index("train") :])
-    for flag in ("--auto-resume", "--steps 3", "--segment-lengths 8 16", "--learning-rate 0.1", "--out here"):
-        assert flag in flags
-    assert "--ranks" not in flags
+    arguments, told, environment = caught.pop()
+    assert "--nproc-per-node=2 --max-restarts=3 -m dilated_attention_pytorch.cli rank" in " ".join(arguments)
+    assert (told["run"], told["resume"], told["config"]["steps"]) == ("here", "auto", 3)
+    assert (told["config"]["learning_rate"], told["config"]["model"]["segment_lengths"]) == (0.1, [8, 16])
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert main(["train", "--ranks", "2"]) == 0
-    assert "--out runs/" in " ".join(caught.pop()[1])  # one folder, chosen once
+    assert caught.pop()[1]["run"].startswith("runs/")  # one folder, chosen once
     assert main(["train", "--ranks", "0"]) == 1
     assert "--ranks must be at least 1" in capsys.readouterr().err
     assert main(["train", "--max-restarts", "1"]) == 1

@@ -376,5 +376,5 @@ def test_a_device_that_is_not_there_is_named(tmp_path, text, capsys) -> None:
 
 def test_the_learning_rate_rises_then_falls() -> None:
     config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0)
-    rates = [trainer._learning_rate(config, step) for step in (1, 10, 55, 100)]
+    rates = [config.learning_rate_at(step) for step in (1, 10, 55, 100)]
     assert rates == pytest.approx([0.1, 1.0, 0.55, 0.1])

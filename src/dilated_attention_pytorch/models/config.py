@@ -19,6 +19,7 @@ from dilated_attention_pytorch.core.checks import (
     check_fields,
 )
 from dilated_attention_pytorch.core.reach import stated_branches
+from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 
 Positions = Literal["rotary", "xpos", "none"]
@@ -64,18 +65,18 @@ class ModelConfig:
     """
 
     vocab_size: int = 256
-    d_model: int = 768
-    num_heads: int = 12
+    d_model: int = setting(768, "width of the model")
+    num_heads: int = setting(12, "attention heads")
     num_kv_heads: int | None = None
-    num_layers: int = 12
+    num_layers: int = setting(12, "layers")
     num_decoder_layers: int = 12
     dim_feedforward: int = 0  # 0: four times d_model
-    segment_lengths: tuple[int, ...] = _LENGTHS
-    dilation_rates: tuple[int, ...] = _RATES
+    segment_lengths: tuple[int, ...] = setting(_LENGTHS, "segment lengths, one per branch")
+    dilation_rates: tuple[int, ...] = setting(_RATES, "dilation rates, one per branch")
     head_layout: HeadLayout = "interleaved"
     positions: Positions = "rotary"
     scale_base: float = 512.0  # the distance over which xPos lets scores decay
-    dropout: float = 0.0
+    dropout: float = setting(0.0, "dropout of embeddings and layers")
     attention_dropout: float = 0.0
     activation: str = "gelu"
     layer_norm_eps: float = 1e-5

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dilated_attention_pytorch.core.checks import COUNT, MOST_ENTRIES, check_fields
+from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class Zero:
         nvme_path: a folder on a fast disk to keep them in instead; stage 3 only.
     """
 
-    stage: int = 3
-    cpu_offload: bool = False
-    nvme_path: str | None = None
+    stage: int = setting(3, "with --engine deepspeed: what ZeRO shards; 1, 2 or 3", flag="zero_stage")
+    cpu_offload: bool = setting(False, "with --engine deepspeed: keep shards in main memory")
+    nvme_path: str | None = setting(None, "with --engine deepspeed: keep shards in this folder", flag="nvme_offload")
 
     def __post_init__(self) -> None:
         check_fields(self)

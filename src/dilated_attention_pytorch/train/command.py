@@ -1,61 +1,130 @@
-"""The command `train`: how a file of settings, options and flags become a run, here or on ranks that it starts."""
+"""The command `train`: flags override the config file, which overrides the preset; it trains here or starts ranks.
+
+Flags are the settings of `TrainConfig`, its model, memory options and ZeRO that have a help text.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
+from dilated_attention_pytorch.core.checks import check_whole
+from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.core.reach import branches_for
-from dilated_attention_pytorch.parallel.options import RunOptions, Zero
+from dilated_attention_pytorch.parallel.options import RunOptions
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import (
-    MAY_CHANGE,
-    MEMORY_MAY_CHANGE,
     OF_A_STAGE,
+    PATTERN,
     PRESETS,
     SMALL_MODEL,
+    TABLES,
     TrainConfig,
-    build_tables,
-    change_model,
+    may_change,
+    override,
     read_settings,
     settings_of,
 )
-from dilated_attention_pytorch.train.engine import launch_ranks, under_torchrun
-from dilated_attention_pytorch.train.memory import MemoryOptions
-from dilated_attention_pytorch.train.presets import expand_presets
+from dilated_attention_pytorch.train.engine import RESTARTABLE, Stopped, torchrun_arguments, under_torchrun
+from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, expand_presets
 from dilated_attention_pytorch.train.stages import Stage, read_stages
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 from dilated_attention_pytorch.train.trainer import train
 
 RUNS = Path("runs")
 
-# What a flag sets on the model, or on DeepSpeed, rather than on the run.
-_MODEL_FLAGS = ("d_model", "num_heads", "num_layers", "dropout", "segment_lengths", "dilation_rates")
-_ZERO_FLAGS = {"zero_stage": "stage", "cpu_offload": "cpu_offload", "nvme_offload": "nvme_path"}
-_MEMORY_FLAGS = tuple(field.name for field in dataclasses.fields(MemoryOptions))
-# What a launcher settles, so that its ranks are not told.
-_SETTLED = ("ranks", "max_restarts", "out", "resume")
+# Flags that are no settings: what the settings start from, and how the run is started.
+_STARTING: dict[str, tuple[Any, str]] = {
+    "config": (Path, "settings as TOML; flags override them"),
+    "options": (Path, "RunOptions as JSON: engine, checkpoints, monitors, restarts"),
+    "preset": (
+        Literal[MODEL_SIZES],
+        "a model of this size, with the length, batch, learning rate and memory options for it",
+    ),
+    "hardware": (Literal[HARDWARE], "precision for it (default: PyTorch's; with --preset that of the device)"),
+    "out": (Path, "the run's folder (default: a new one below runs/)"),
+    "resume": (
+        tuple[()] | tuple[Path],
+        "continue the run in a folder (default: the newest below runs/); only how long and where it runs may change",
+    ),
+    "auto_resume": (bool, "continue the run in --out if there is one, else begin it"),
+    "ranks": (int, "train on so many processes of this machine; across machines use torchrun"),
+    "max_restarts": (int, "with --ranks: how often to restart after a rank dies"),
+}
 
 
-def run_command(stated: dict[str, Any]) -> None:
-    """Carry out `train` with these flags, by name; what is not among them was not given."""
-    flags = dict(stated)
-    ranks, max_restarts = flags.pop("ranks", None), flags.pop("max_restarts", None)
-    out, auto_resume = flags.pop("out", None), flags.pop("auto_resume", False)
-    resuming = "resume" in flags
-    run = flags.pop("resume", None) if resuming else out
-    before, file = _begun_with(flags, resuming)
-    if isinstance(before, RunOptions):
-        auto_resume = auto_resume or before.auto_resume
+def _flag_of(field: dataclasses.Field[Any]) -> str:
+    return field.metadata.get("flag") or field.name
+
+
+# By flag: the table of the setting ("" for the run itself) and its field.
+SETTINGS: dict[str, tuple[str, dataclasses.Field[Any]]] = {
+    _flag_of(field): (table, field)
+    for table, kind in {"": TrainConfig, **TABLES}.items()
+    for field in dataclasses.fields(kind)
+    if field.metadata.get("help")
+}
+
+
+def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """The values of the flags that were given, by flag."""
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"train reads its flags with tyro: {install_extra('train')}") from error
+    hints = {table: get_type_hints(kind) for table, kind in {"": TrainConfig, **TABLES}.items()}
+    kinds: dict[str, Any] = {
+        name: Annotated[
+            kind, tyro.conf.arg(help=text, help_behavior_hint="", metavar="[PATH]" if name == "resume" else None)
+        ]
+        for name, (kind, text) in _STARTING.items()
+    }
+    for name, (table, field) in SETTINGS.items():
+        kind = Path if name == "stages" else _without_none(hints[table][field.name])
+        shown = "" if field.default in (None, False, 0, ()) or "(default" in field.metadata["help"] else field.default
+        hint = f"(default: {shown})" if shown and table != "model" else ""
+        kinds[name] = Annotated[kind, tyro.conf.arg(help=field.metadata["help"], help_behavior_hint=hint)]
+    flags: Any = TypedDict("flags", kinds, total=False)  # type: ignore[misc]
+    description = "Train a LongNetLM on text; by default on the bytes of the source of Python's standard library."
+    return dict(tyro.cli(flags, args=list(arguments), prog="dilated-attention train", description=description))
+
+
+def _without_none(kind: Any) -> Any:
+    rest = [part for part in get_args(kind) if part is not NoneType]
+    return rest[0] if NoneType in get_args(kind) else kind
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """Carry out `train` with these arguments."""
+    flags = parse_flags(arguments)
+    given = {name: flags.pop(name) for name in _STARTING if name in flags}
+    ranks, max_restarts, out = given.get("ranks"), given.get("max_restarts"), given.get("out")
+    resuming = "resume" in given
+    options = RunOptions.from_json(given["options"]) if "options" in given else None
+    auto_resume = given.get("auto_resume", False)
+    for name in ("options", "config"):
+        if name in given and resuming:
+            raise ValueError(f"--{name} begins a run: resume it with --auto-resume, or leave --{name} out")
+    if options is not None:
+        if "config" in given:
+            raise ValueError("--options and --config both say how to run: put into the TOML file what the options say")
+        auto_resume = auto_resume or options.auto_resume
         if ranks is not None and max_restarts is None:
-            max_restarts = before.max_restarts
+            max_restarts = options.max_restarts
     if auto_resume and (resuming or out is None):
         raise ValueError("--auto-resume continues the run in --out FOLDER: name it, and leave --resume out")
     if max_restarts is not None and ranks is None:
         raise ValueError("--max-restarts goes with --ranks; torchrun has an option of that name itself")
+    if ranks is not None and (ranks < 1 or (max_restarts or 0) < 0):
+        raise ValueError(f"--ranks must be at least 1 and --max-restarts at least 0, got {ranks} and {max_restarts}")
+    run = next(iter(given["resume"]), None) if resuming else out
     if under_torchrun():
         if ranks is not None:
             raise ValueError("torchrun has started this rank: leave --ranks out, or torchrun")
@@ -64,126 +133,98 @@ def run_command(stated: dict[str, Any]) -> None:
     elif run is None:
         run = _newest_run() if resuming else RUNS / time.strftime("%Y-%m-%d-%H%M%S")
     if resuming:
-        fixed = sorted(flags.keys() - {*MAY_CHANGE, *MEMORY_MAY_CHANGE, *_ZERO_FLAGS})
-        if fixed or out is not None:
-            raise ValueError(
-                f"{_names([*fixed, *(['out'] if out else [])])} cannot change when a run is resumed: start a new one"
-            )
-        config = _changed(TrainConfig.from_json(run / "config.json"), {}, flags)
+        if fixed := sorted(filter(_is_fixed, {*flags, *given} - {"resume", "ranks", "max_restarts"})):
+            raise ValueError(f"{_names(fixed)} cannot change when a run is resumed: start a new one")
+        before = TrainConfig.from_json(run / "config.json")
+        fields = {field.name: getattr(before, field.name) for field in dataclasses.fields(before)}
+        config = _with_flags(fields, flags)
     else:
         started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks or 1
-        settings = settings_of(before, started) if isinstance(before, RunOptions) else before
-        try:
-            config = _changed(TrainConfig(), _with_presets(settings, flags, file), flags)
-        except (TypeError, ValueError) as error:
-            raise ValueError(str(error) if file is None else f"{error} (in {file}, or a flag)") from None
+        config = _begin(flags, given, {} if options is None else settings_of(options, started))
+    resume: bool | Literal["auto"] = "auto" if auto_resume else resuming
     if ranks is None:
-        train(config, run, resume="auto" if auto_resume else resuming)
-        return
-    if ranks < 1 or (max_restarts or 0) < 0:
-        raise ValueError(f"--ranks must be at least 1 and --max-restarts at least 0, got {ranks} and {max_restarts}")
-    passed = _as_flags({name: value for name, value in stated.items() if name not in _SETTLED})
-    launch_ranks(ranks, max_restarts or 0, ["train", *passed, "--resume" if resuming else "--out", str(run)])
+        train(config, run, resume=resume)
+    else:
+        launch_ranks(config, run, resume, ranks, max_restarts or 0)
 
 
-def _begun_with(flags: dict[str, Any], resuming: bool) -> tuple[dict[str, Any] | RunOptions, Path | None]:
-    """What the flags go before: the settings of a file, the options of a module, or nothing."""
-    options, file = flags.pop("options", None), flags.pop("config", None)
-    for flag, path in (("--options", options), ("--config", file)):
-        if path is not None and resuming:
-            raise ValueError(f"{flag} begins a run: resume it with --auto-resume, or leave {flag} out")
-    if options is not None:
-        if file is not None:
-            raise ValueError("--options and --config both say how to run: put into the TOML file what the options say")
-        return RunOptions.from_json(options), None
-    return ({} if file is None else read_settings(file)), file
+def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, Any]) -> TrainConfig:
+    """The config of a new run: of its preset, the `settings` or the file over it, and the flags over those."""
+    file = given.get("config")
+    if file is not None:
+        settings = read_settings(file)
+    try:
+        settings |= {name: given[name] for name in PRESETS if name in given}
+        if "stages" in flags:
+            flags["stages"] = read_stages(flags["stages"])
+        stated = _nested(flags)
+        together = {**settings, **stated, "model": {**settings.get("model", {}), **stated.get("model", {})}}
+        if "steps" in together:
+            check_whole("steps", together["steps"], least=1)
+        if together.get("stages"):
+            _check_beside_stages(together)
+        before = _preset(together)
+        return _with_flags(override(before, {k: v for k, v in settings.items() if k not in PRESETS}), flags)
+    except (TypeError, ValueError) as error:
+        raise ValueError(str(error) if file is None else f"{error} (in {file}, or a flag)") from None
 
 
-def _with_presets(settings: dict[str, Any], flags: dict[str, Any], file: Path | None) -> dict[str, Any]:
-    """The settings of a file, after what --preset and --hardware, flags or keys, stand for; reads --stages."""
-    for stated in (settings, flags):
-        if stated.get("steps", 1) < 1:
-            raise ValueError(f"steps must be at least 1, got {stated['steps']}")
-    if "stages" in flags:
-        flags["stages"] = read_stages(flags["stages"])
-    together = {**settings, **flags}
-    if together.get("stages"):
-        _check_beside_stages(settings, flags, Stage.of(together["stages"][0]))
-        settings = {"steps": 0, **settings}  # those of the stages
+def _preset(together: dict[str, Any]) -> dict[str, Any]:
+    """The fields that `preset` and `hardware` stand for, and a model whose branches connect a stated length."""
     concerning = ("device", "engine", "sequence_length", "stages", *PRESETS)
-    concerned: dict[str, Any] = {name: together[name] for name in concerning if name in together}
+    concerned = {name: together[name] for name in concerning if name in together}
     if together.get("tokenizer") is not None and any(name in together for name in PRESETS):
         concerned["vocab_size"] = read_tokenizer(together["tokenizer"]).vocab_size
     before = expand_presets(concerned)
-    if "model" not in before and not together.get("stages"):
-        before |= _reaching(settings.get("model", {}), flags, together.get("sequence_length", 0))
-    for name in PRESETS:
-        flags.pop(name, None)
-    stated = {name: value for name, value in settings.items() if name not in PRESETS}
-    return {**before, **build_tables(stated, before, file)}
+    model, tokens = together["model"], together.get("sequence_length", 0)
+    is_stated = "model" in before or together.get("stages") or model.keys() & {*PATTERN}
+    if not is_stated and tokens > SMALL_MODEL.segment_lengths[-1]:
+        heads = model.get("num_kv_heads") or model.get("num_heads", SMALL_MODEL.num_heads)
+        pattern = branches_for(tokens, heads, shortest=SMALL_MODEL.segment_lengths[0])
+        before |= override({}, {"model": dict(zip(PATTERN, pattern))})
+    return before
 
 
-def _reaching(table: Any, flags: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The default model with branches that connect longer sequences than its own, if nobody states them."""
-    stated = {**(table if isinstance(table, dict) else {}), **flags}
-    shortest, longest = SMALL_MODEL.segment_lengths[0], SMALL_MODEL.segment_lengths[-1]
-    if tokens <= longest or stated.keys() & {"segment_lengths", "dilation_rates"}:
-        return {}
-    heads = stated.get("num_kv_heads") or stated.get("num_heads", SMALL_MODEL.num_heads)
-    lengths, rates = branches_for(tokens, heads, shortest=shortest)
-    return {"model": change_model(SMALL_MODEL, {"segment_lengths": lengths, "dilation_rates": rates})}
-
-
-def _check_beside_stages(settings: dict[str, Any], flags: dict[str, Any], first: Stage) -> None:
-    """Stages decide these: a flag is refused, and so is a file that says otherwise."""
-    of_the_model = ("segment_lengths", "dilation_rates")
-    if both := [name for name in (*OF_A_STAGE, *of_the_model) if name in flags]:
-        raise ValueError(f"{'--' * ('stages' in flags)}stages say what {_names(both)} are: leave one of both out")
-    model = settings.get("model", {})
-    for names, stated in ((OF_A_STAGE, settings), (of_the_model, model if isinstance(model, dict) else {})):
+def _check_beside_stages(together: dict[str, Any]) -> None:
+    """Refuse what contradicts the stages, even where it is the default."""
+    first = Stage.of(together["stages"][0])
+    for names, stated in ((OF_A_STAGE, together), (PATTERN, together["model"])):
         for name in names:
             value, decided = stated.get(name), getattr(first, name)
             if value is not None and (tuple(value) if isinstance(value, list) else value) != decided:
                 raise ValueError(f"stages say what {name} is, {decided} at first, got {value} beside them")
 
 
-def _changed(config: TrainConfig, settings: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
-    """A config with other settings, and flags that go before them."""
-    flags = dict(flags)
-    model, memory, zero = (
-        {name: flags.pop(name) for name in names if name in flags}
-        for names in (_MODEL_FLAGS, _MEMORY_FLAGS, _ZERO_FLAGS)
-    )
-    changes = {**settings, **flags}
-    if changes.get("tokenizer") is not None:
-        model["vocab_size"] = read_tokenizer(changes["tokenizer"]).vocab_size
-    if model:
-        changes["model"] = change_model(changes.get("model", config.model), model)
-    if memory:
-        changes["memory"] = dataclasses.replace(changes.get("memory", config.memory), **memory)
-    engine = changes.get("engine", config.engine)
-    if zero and engine != "deepspeed":
-        raise ValueError(f"{_names(zero)} goes with --engine deepspeed: add it, or leave {_names(zero)} out")
-    if zero:
-        named = {_ZERO_FLAGS[flag]: value for flag, value in zero.items()}
-        changes["zero"] = dataclasses.replace(changes.get("zero", config.zero) or Zero(), **named)
-    elif "engine" in flags and engine != "deepspeed":  # it takes back what the run had
-        changes["zero"] = None
-    return dataclasses.replace(config, **changes)
+def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags as settings: fields of the run, and tables of fields."""
+    stated: dict[str, Any] = {}
+    for name, value in flags.items():
+        table, field = SETTINGS[name]
+        (stated.setdefault(table, {}) if table else stated)[field.name] = value
+    return stated
+
+
+def _with_flags(before: Mapping[str, Any], flags: Mapping[str, Any]) -> TrainConfig:
+    stated = _nested(flags)
+    if stated.get("tokenizer", before.get("tokenizer")) is not None:
+        vocab_size = read_tokenizer(stated.get("tokenizer", before.get("tokenizer"))).vocab_size
+        stated["model"] = {**stated.get("model", {}), "vocab_size": vocab_size}
+    if stated.get("engine", before.get("engine", "fsdp")) != "deepspeed":
+        if "zero" in stated:
+            names = _names(name for name in flags if SETTINGS[name][0] == "zero")
+            raise ValueError(f"{names} goes with --engine deepspeed: add it, or leave {names} out")
+        if "engine" in stated:  # which takes back what the file or the run has for DeepSpeed
+            stated["zero"] = None
+    return TrainConfig(**override(before, stated))
+
+
+def _is_fixed(flag: str) -> bool:
+    table, field = SETTINGS.get(flag, ("", None))
+    return field is None or not (table == "zero" or may_change(field))
 
 
 def _names(flags: Any) -> str:
     return ", ".join("--" + flag.replace("_", "-") for flag in flags)
-
-
-def _as_flags(given: dict[str, Any]) -> list[str]:
-    flags = []
-    for name, value in given.items():
-        spelled = name.replace("_", "-")
-        flags.append(f"--no-{spelled}" if value is False else f"--{spelled}")
-        if not isinstance(value, bool):
-            flags += map(str, value if isinstance(value, list) else [value])
-    return flags
 
 
 def _newest_run() -> Path:
@@ -191,3 +232,25 @@ def _newest_run() -> Path:
     if not newest:
         raise FileNotFoundError(f"no run with a checkpoint below {RUNS}/: name its folder with --resume FOLDER")
     return max(newest, key=lambda checkpoint: checkpoint.stat().st_mtime).parents[1]
+
+
+def launch_ranks(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: int, max_restarts: int) -> None:
+    """Run torchrun, which starts `train_rank` on `ranks` processes of this machine and restarts them after a death."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import main
+
+    with tempfile.TemporaryDirectory(prefix="dilated-attention-") as folder:
+        file = Path(folder) / "run.json"
+        file.write_text(json.dumps({"config": dataclasses.asdict(config), "run": str(run), "resume": resume}))
+        program = ["-m", "dilated_attention_pytorch.cli", "rank", str(file)]
+        os.environ.update(RESTARTABLE)
+        try:
+            main(torchrun_arguments(ranks, max_restarts, program))
+        except SignalException as stop:  # the ranks have ended by then, and said what there is to say
+            raise Stopped(stop.sigval) from None
+
+
+def train_rank(file: Path) -> None:
+    """Train as one of the ranks that `launch_ranks` started, with the config in `file`."""
+    told = json.loads(file.read_text())
+    train(TrainConfig.from_dict(told["config"], file), Path(told["run"]), resume=told["resume"])

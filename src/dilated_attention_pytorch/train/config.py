@@ -1,4 +1,7 @@
-"""A training run as one frozen value; saved with the run, so that resuming needs nothing else."""
+"""A training run as one frozen value; it is saved with the run, so that resuming needs nothing else.
+
+A setting that has a help text is also a flag of `train` (see `command`).
+"""
 
 from __future__ import annotations
 
@@ -8,66 +11,25 @@ import functools
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.core.checks import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    check_fields,
-    check_sequence,
-    install_extra,
-)
+from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_fields, check_sequence
+from dilated_attention_pytorch.core.settings import setting
+from dilated_attention_pytorch.files import read_toml
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.data import Order
 from dilated_attention_pytorch.train.engine import Engine
 from dilated_attention_pytorch.train.memory import MemoryOptions
-from dilated_attention_pytorch.train.monitor import KINDS, parse_address
+from dilated_attention_pytorch.train.monitor import Kind, parse_address
 from dilated_attention_pytorch.train.stages import Stage, stage_at, with_pattern
 
-# How long, where and how a run is carried out; the rest makes it the run it is.
-MAY_CHANGE = (
-    "steps",
-    "device",
-    "tf32",
-    "engine",
-    "zero",
-    "sequence_parallel",
-    "tensor_parallel",
-    "timeout_seconds",
-    "monitors",
-    "prometheus_address",
-    "accumulate",
-    "skip_broken_steps",
-    "token_cache",
-)
-# Of the memory options, those that leave the mathematics as it is.
-MEMORY_MAY_CHANGE = (
-    "checkpointing",
-    "offload",
-    "offload_least_bytes",
-    "mlp_tile",
-    "loss_chunk",
-    "compile",
-    "compile_mode",
-    "compile_backend",
-)
-
-# What a TOML file has for a field whose default is of a type.
-_TOML_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a string"),
-    tuple: ((list,), "a list"),
-}
-
 OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")  # fields of a run that its stages decide
+PATTERN = ("segment_lengths", "dilation_rates")  # fields of the model that they decide
+PRESETS = ("preset", "hardware")  # keys of a config file that stand for several fields
 
 # Small enough to learn something visible on two CPU cores in two minutes; its branches connect 512 tokens.
 SMALL_MODEL = ModelConfig(
@@ -82,58 +44,55 @@ SMALL_MODEL = ModelConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """`data` are text files or folders; none means the source of the running interpreter's standard library.
+    """Everything that decides a run.
 
-    `tokenizer` is a `tokenizer.json`, and None reads bytes. Token files are kept in the folder `token_cache`, by
-    default beside the run. `pack` keeps attention, positions and the loss within documents, which are files. Sequences
-    come in an `order`: `random` windows, or `epochs` in which each comes once; by default epochs if packed.
+    `data` defaults to the source of the running interpreter's standard library. `pack` keeps attention, positions and
+    the loss within documents, which are files. `batch_size` counts the sequences of all ranks together; a step takes
+    them in `accumulate` micro-batches, and its loss and update are those of the whole batch. `model`, `memory` and
+    `zero` (with the engine `deepspeed`) are settings of their own.
 
-    `batch_size` counts the sequences of all ranks together. `engine` says how ranks share the model: `fsdp` shards its
-    parameters, `ddp` copies them, `deepspeed` shards what `zero` says. So many ranks as `sequence_parallel` says share
-    the tokens of a sequence, and `tensor_parallel` the heads and features of the model; by default all share the batch
-    alone. A rank that is silent for `timeout_seconds`, in a step or a checkpoint, ends the run.
-
-    `memory` says how a step saves memory. A step takes its batch in `accumulate` micro-batches, one after the other,
-    and its loss and update are those of the whole batch. Up to `skip_broken_steps` steps in a row whose loss or
-    gradient is not finite are skipped; the next one ends the run.
-
-    `stages` follow each other, and each says what its length, pattern, batch, peak learning rate and steps are: the
-    run's own are those of the first, and `steps` all of theirs, unless the run is to end elsewhere. Each warms up.
-    `tf32` lets float32 products on GPUs round to TF32.
+    `stages` follow each other. Each one states its length, pattern, batch, peak learning rate and steps, and warms up;
+    those of the run are the first stage's. `steps` of 0 are those of the stages, or 250 without stages.
     """
 
-    data: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    token_cache: str | None = None
-    pack: bool = False
-    order: Order | None = None
-    model: ModelConfig = field(default=SMALL_MODEL)
-    sequence_length: int = 512
-    batch_size: int = 8
-    steps: int = 0  # 0: those of the stages, else 250
-    stages: tuple[Stage, ...] = ()
-    learning_rate: float = 2e-3
-    warmup_steps: int = 30
+    data: tuple[str, ...] = setting((), "text files or folders (default: the standard library's source)")
+    tokenizer: str | None = setting(None, "a tokenizer.json (default: bytes)")
+    token_cache: str | None = setting(None, "folder for token files (default: beside the run)", may_change=True)
+    pack: bool = setting(False, "keep attention and loss within each file")
+    order: Order | None = setting(
+        None, "random windows, or epochs in which each sequence comes once (default: epochs with --pack)"
+    )
+    model: ModelConfig = SMALL_MODEL
+    sequence_length: int = setting(512, "tokens per sequence (bytes without --tokenizer)")
+    batch_size: int = setting(8, "sequences per step, of all ranks together")
+    steps: int = setting(0, "optimizer steps in all (default: those of the stages, or 250)", may_change=True)
+    stages: tuple[Stage, ...] = setting((), "TOML or JSON file: stages of length, pattern, batch and learning rate")
+    learning_rate: float = setting(2e-3, "peak learning rate")
+    warmup_steps: int = setting(30, "steps of linear warm-up")
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    validate_every: int = 50
+    validate_every: int = setting(50, "steps between validations")
     validation_batches: int = 8
-    checkpoint_every: int = 100
+    checkpoint_every: int = setting(100, "steps between checkpoints")
     keep_checkpoints: int = 2
-    sample_bytes: int = 200
-    seed: int = 0
-    device: str = "auto"
-    tf32: bool = False
-    engine: Engine = "fsdp"
-    zero: Zero | None = None
-    sequence_parallel: int = 1
-    tensor_parallel: int = 1
-    timeout_seconds: float = 600.0
-    monitors: tuple[str, ...] = ()
-    prometheus_address: str = "127.0.0.1:9464"
-    accumulate: int = 1
-    skip_broken_steps: int = 5
-    memory: MemoryOptions = field(default=MemoryOptions())
+    sample_bytes: int = setting(200, "tokens (bytes without --tokenizer) to generate at the end")
+    seed: int = setting(0, "seed of weights, batches and the sample")
+    device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", may_change=True)
+    tf32: bool = setting(False, may_change=True)  # float32 products on GPUs may round to TF32
+    engine: Engine = setting(
+        "fsdp", "ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard", may_change=True
+    )
+    zero: Zero | None = setting(None, may_change=True)
+    sequence_parallel: int = setting(1, "ranks that share the tokens of a sequence", may_change=True)
+    tensor_parallel: int = setting(1, "ranks that share the heads and features of the model", may_change=True)
+    timeout_seconds: float = setting(600.0, "a rank that is silent for so long ends the run", may_change=True)
+    monitors: tuple[Kind, ...] = setting((), "where figures go, beside the progress bar", may_change=True)
+    prometheus_address: str = setting("127.0.0.1:9464", "HOST:PORT of --monitors prometheus", may_change=True)
+    accumulate: int = setting(1, "micro-batches per step", may_change=True)
+    skip_broken_steps: int = setting(
+        5, "steps in a row that may have a loss or gradient that is not finite", may_change=True
+    )
+    memory: MemoryOptions = MemoryOptions()
 
     def __post_init__(self) -> None:
         stages = tuple(Stage.of(stage) for stage in check_sequence("stages", self.stages))
@@ -166,23 +125,12 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
         self._begin_with_first_stage()
-        if self.engine == "deepspeed" and self.zero is None:
-            object.__setattr__(self, "zero", Zero())
-        if self.engine != "deepspeed" and self.zero is not None:
-            raise ValueError(f"ZeRO's stage and offload are of the engine deepspeed, and this one is {self.engine}")
-        if self.engine != "fsdp" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"engine {self.engine} wants every parameter alike on all ranks, and tensor_parallel="
-                f"{self.tensor_parallel} cuts them: use engine fsdp, or tensor_parallel 1"
-            )
-        self._check_memory()
+        self._check_engine()
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"accumulate cuts a batch into micro-batches of one size: {self.accumulate} must divide the "
                 f"batch_size, which is {self.batch_size}"
             )
-        if unknown := set(self.monitors) - set(KINDS):
-            raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {', '.join(sorted(unknown))}")
         parse_address(self.prometheus_address)
         if self.tokenizer is None and self.model.vocab_size != 256:
             raise ValueError(
@@ -190,13 +138,13 @@ class TrainConfig:
             )
         for number, stage in enumerate(self.stages, start=1):
             own = {name: getattr(stage, name) for name in OF_A_STAGE}
-            try:  # each is to pass as a run of its own
+            try:  # each must be valid as a run of its own
                 dataclasses.replace(self, stages=(), model=with_pattern(self.model, stage), **own)
             except ValueError as error:
                 raise ValueError(f"stage {number}: {error}") from None
 
     def _begin_with_first_stage(self) -> None:
-        """Let the run's own settings be those of its first stage; stated ones that differ are refused."""
+        """Take the first stage's settings as the run's own; refuse other values."""
         stages = self.stages
         object.__setattr__(self, "steps", self.steps or sum(stage.steps for stage in stages) or 250)
         if not stages:
@@ -208,8 +156,50 @@ class TrainConfig:
             object.__setattr__(self, name, first)
         object.__setattr__(self, "model", with_pattern(self.model, stages[0]))
 
+    def _check_engine(self) -> None:
+        """Refuse what an engine cannot do; what a device cannot do is refused when the model is on it."""
+        memory = self.memory
+        if self.engine != "fsdp" and self.tensor_parallel > 1:
+            raise ValueError(
+                f"engine {self.engine} wants every parameter alike on all ranks, and tensor_parallel="
+                f"{self.tensor_parallel} cuts them: use engine fsdp, or tensor_parallel 1"
+            )
+        if self.tensor_parallel > 1:
+            for name in ("float8", "structured_sparsity"):
+                if getattr(memory, name):
+                    raise ValueError(
+                        f"{name} replaces linear layers whole, and tensor_parallel={self.tensor_parallel} cuts them: "
+                        f"use tensor_parallel 1, or leave {name} out"
+                    )
+        if self.engine != "deepspeed":
+            if self.zero is not None:
+                raise ValueError(f"ZeRO's stage and offload are of the engine deepspeed, and this one is {self.engine}")
+            return
+        zero = self.zero or Zero()
+        object.__setattr__(self, "zero", zero)
+        if memory.optimizer != "adamw":
+            raise ValueError(
+                f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} "
+                "keeps another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'"
+            )
+        if memory.precision == "fp16":
+            raise ValueError(
+                "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine "
+                "deepspeed does by itself: use 'bf16', or engine fsdp or ddp"
+            )
+        if memory.parameters != "fp32":
+            raise ValueError(
+                f"the engine deepspeed shards float32 parameters, and parameters={memory.parameters!r} are not: "
+                "use engine fsdp or ddp, or parameters 'fp32'"
+            )
+        if memory.mlp_tile and zero.stage == 3:
+            raise ValueError(
+                "mlp_tile takes gradients of weights that ZeRO stage 3 has freed by then: use stage 1 or 2, "
+                "engine fsdp, or checkpointing without mlp_tile"
+            )
+
     def stage_at(self, step: int) -> tuple[Stage, int]:
-        """The stage of a step, and the step's number within it; without stages, the run is one."""
+        """The stage of a step, and the step's number within it; without stages, the run is one stage."""
         if self.stages:
             number, within = stage_at(self.stages, step)
             return self.stages[number], within
@@ -220,56 +210,19 @@ class TrainConfig:
         own: dict[str, Any] = {name: getattr(self, name) for name in (*OF_A_STAGE, "steps")}
         return Stage(segment_lengths=self.model.segment_lengths, dilation_rates=self.model.dilation_rates, **own)
 
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of a step of the run."""
+        stage, step_of_stage = self.stage_at(step)
+        return stage.learning_rate_at(step_of_stage, self.warmup_steps)
+
     @property
     def settled_order(self) -> Order:
-        """The order that is taken where none is stated."""
+        """The order of sequences, with the default in place of None."""
         return self.order or ("epochs" if self.pack else "random")
-
-    def _check_memory(self) -> None:
-        """Refuse what an engine cannot do; what a device cannot is refused when the model is on it."""
-        memory = self.memory
-        if self.engine == "deepspeed":
-            if memory.optimizer != "adamw":
-                raise ValueError(
-                    f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} "
-                    "keeps another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'"
-                )
-            if memory.precision == "fp16":
-                raise ValueError(
-                    "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine "
-                    "deepspeed does by itself: use 'bf16', or engine fsdp or ddp"
-                )
-            if memory.parameters != "fp32":
-                raise ValueError(
-                    f"the engine deepspeed shards float32 parameters, and parameters={memory.parameters!r} are not: "
-                    "use engine fsdp or ddp, or parameters 'fp32'"
-                )
-            if memory.mlp_tile and self.zero is not None and self.zero.stage == 3:
-                raise ValueError(
-                    "mlp_tile takes gradients of weights that ZeRO stage 3 has taken away by then: use stage 1 or 2, "
-                    "engine fsdp, or checkpointing without mlp_tile"
-                )
-        if self.tensor_parallel > 1:
-            for name in ("float8", "structured_sparsity"):
-                if getattr(memory, name):
-                    raise ValueError(
-                        f"{name} replaces linear layers whole, and tensor_parallel={self.tensor_parallel} cuts them: "
-                        f"use tensor_parallel 1, or leave {name} out"
-                    )
 
     def is_same_run(self, other: TrainConfig) -> bool:
         """Whether both describe one run, perhaps carried out in another way."""
-        return self._what_makes_it() == other._what_makes_it()
-
-    def _what_makes_it(self) -> dict[str, Any]:
-        """The settings that may not change."""
-        settings = dataclasses.asdict(self)
-        memory = settings.pop("memory")
-        for name in MAY_CHANGE:
-            del settings[name]
-        for name in MEMORY_MAY_CHANGE:
-            del memory[name]
-        return {**settings, "memory": memory}
+        return _identity(self) == _identity(other)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -277,92 +230,80 @@ class TrainConfig:
     @classmethod
     def from_json(cls, path: Path) -> TrainConfig:
         try:
-            values = json.loads(path.read_text())
-            if values.get("zero"):
-                values["zero"] = Zero(**values["zero"])
-            if "memory" in values:  # runs of before have none
-                values["memory"] = MemoryOptions(**values["memory"])
-            return cls(model=ModelConfig.from_dict(values.pop("model"), path), **values)
+            return cls.from_dict(json.loads(path.read_text()), path)
         except FileNotFoundError:
             raise FileNotFoundError(f"no training run at {path.parent}: there is no {path.name}") from None
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} is not the config of a training run: {error}") from None
 
+    @classmethod
+    def from_dict(cls, values: Any, source: Path) -> TrainConfig:
+        """The config that `dataclasses.asdict` made `values` of; `source` is named in errors."""
+        try:
+            values = dict(values)
+            if values.get("zero"):
+                values["zero"] = Zero(**values["zero"])
+            if "memory" in values:  # older runs have none
+                values["memory"] = MemoryOptions(**values["memory"])
+            return cls(model=ModelConfig.from_dict(values.pop("model"), source), **values)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(str(error)) from None
 
-_TABLES: dict[str, Any] = {"model": ModelConfig, "memory": MemoryOptions, "zero": Zero}
-PRESETS = ("preset", "hardware")  # keys of a file that stand for several fields
+
+def _identity(config: Any) -> dict[str, Any]:
+    """The settings that make a run the run it is."""
+    kept = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if not may_change(one)}
+    return {name: _identity(value) if dataclasses.is_dataclass(value) else value for name, value in kept.items()}
+
+
+def may_change(field: dataclasses.Field[Any]) -> bool:
+    """Whether a resumed run may have another value of a setting."""
+    return field.metadata.get("may_change", False)
+
+
+TABLES: dict[str, Any] = {"model": ModelConfig, "memory": MemoryOptions, "zero": Zero}
+_DEFAULTS: dict[str, Any] = {"model": SMALL_MODEL, "memory": MemoryOptions(), "zero": Zero()}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The fields of a `TrainConfig` that a TOML file states, and `PRESETS`; `build_tables` makes its tables objects."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"a config file is read with tomli before Python 3.11: {install_extra('train')}"
-            ) from error
-    try:
-        stated = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no config file {path}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not a TOML file: {error}") from None
-    fields = {key: value for key, value in stated.items() if key not in PRESETS}
-    _check_keys(fields, TrainConfig, path, "")
-    for name in stated.keys() & {*PRESETS}:
-        if not isinstance(stated[name], str):
-            raise ValueError(f"{name} in {path} must be a string, got {stated[name]!r}")
-    for name, kind in _TABLES.items():
-        if name in stated:
-            if not isinstance(stated[name], dict):
-                raise ValueError(f"{name} in {path} is a table: write [{name}] and its keys below")
-            _check_keys(stated[name], kind, path, f"[{name}] ")
+    """The settings that a TOML file states: fields of `TrainConfig`, tables of fields, and `PRESETS`."""
+    stated = read_toml(path, "config file")
+    _check_keys({key: value for key, value in stated.items() if key not in PRESETS}, TrainConfig, path)
+    for name in TABLES.keys() & stated.keys():
+        if not isinstance(stated[name], dict):
+            raise ValueError(f"{name} in {path} is a table: write [{name}] and its keys below")
+        _check_keys(stated[name], TABLES[name], path, f"[{name}] ")
     return stated
 
 
-def build_tables(stated: Mapping[str, Any], over: Mapping[str, Any], source: object = "the settings") -> dict[str, Any]:
-    """The settings with objects for their tables; what a table leaves out is as in `over`, or else the default."""
-    built = dict(stated)
-    for name in _TABLES.keys() & built.keys():
-        if not isinstance(built[name], Mapping):
-            continue
-        try:
-            if name == "model":
-                built[name] = change_model(over.get(name, SMALL_MODEL), built[name])
-            else:
-                built[name] = dataclasses.replace(over.get(name) or _TABLES[name](), **built[name])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{source}, [{name}]: {error}") from None
-    return built
-
-
-def change_model(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
-    """A model of other sizes; the width of its feed-forward networks follows its own unless it is stated."""
-    if "d_model" in changes:
-        changes = {"dim_feedforward": 0, **changes}
-    return dataclasses.replace(model, **changes)
-
-
-def _check_keys(stated: Mapping[str, Any], kind: Any, path: Path, table: str) -> None:
-    """Every key is a field, and every value of the type of the field's default."""
-    known = {given.name: given for given in dataclasses.fields(kind)}
-    for key, value in stated.items():
+def _check_keys(stated: Mapping[str, Any], kind: Any, path: Path, table: str = "") -> None:
+    known = [one.name for one in dataclasses.fields(kind)]
+    for key in stated:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise ValueError(f"{path} has an unknown key {table}{key}: did you mean {near[0]}?")
-        types, said = _TOML_TYPES.get(type(known[key].default), ((type(value),), ""))
-        if type(value) not in types:
-            raise ValueError(f"{table}{key} in {path} must be {said}, got {value!r}")
+
+
+def override(before: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `TrainConfig` with stated settings over them; a table changes only the fields that it states."""
+    result = {**before, **stated}
+    for name in TABLES.keys() & stated.keys():
+        if not isinstance(stated[name], Mapping):
+            continue
+        changes = dict(stated[name])
+        if "d_model" in changes:  # the width of feed-forward networks follows unless it is stated
+            changes = {"dim_feedforward": 0, **changes}
+        try:
+            result[name] = dataclasses.replace(before.get(name) or _DEFAULTS[name], **changes)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"[{name}]: {error}") from None
+    return result
 
 
 def settings_of(options: RunOptions, ranks: int = 1) -> dict[str, Any]:
     """The fields of a `TrainConfig` that the options of `RingAdvancedDistributedDilatedAttention` decide.
 
-    `ranks` is how many train. What else the options decide is for `train` (`options.resume`) and for the launcher
-    (`options.max_restarts`).
+    `ranks` is the number of ranks that train. `options.resume` is for `train`, `options.max_restarts` for the launcher.
     """
     axes = options.axes(ranks) if options.stated_axes else {}
     return {

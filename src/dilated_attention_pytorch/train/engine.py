@@ -314,25 +314,9 @@ def _token_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return found
 
 
-def launch_ranks(ranks: int, max_restarts: int, arguments: list[str]) -> None:
-    """Become torchrun, which runs `dilated-attention ARGUMENTS` on `ranks` processes of this machine."""
-    launcher = ["-c", f"from {__name__} import torchrun; torchrun()", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, f"--max-restarts={max_restarts}", "-m", "dilated_attention_pytorch.cli"]
-    sys.stdout.flush()
-    os.execve(sys.executable, [*command, *arguments], {**os.environ, **RESTARTABLE})
-
-
-def torchrun() -> None:
-    """Torchrun with the arguments of this process, which a signal ends as it ends the ranks: with a status."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.run import main
-
-    try:
-        main()
-    except SignalException as stop:  # the ranks have ended by then, and said what there is to say
-        sys.exit(128 + stop.sigval)
-    except KeyboardInterrupt:  # before torchrun listens to signals
-        sys.exit(128 + signal.SIGINT)
+def torchrun_arguments(ranks: int, max_restarts: int, program: list[str]) -> list[str]:
+    """The arguments with which torchrun runs a program on `ranks` processes of this machine."""
+    return ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *program]
 
 
 def find_device(name: str) -> torch.device:

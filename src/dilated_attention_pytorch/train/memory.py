@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields, install_extra
 from dilated_attention_pytorch.core.pool import LEAST_THRESHOLD
+from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.nn.attention import DilatedAttention
@@ -67,19 +68,25 @@ class MemoryOptions:
     'fp32'
     """
 
-    checkpointing: Checkpointing = "none"
-    offload: bool = False
-    offload_least_bytes: int = LEAST_THRESHOLD
-    mlp_tile: int = 0
-    loss_chunk: int = 0
-    optimizer: OptimizerName = "adamw"
-    precision: Precision = "fp32"
-    parameters: ParameterPrecision = "fp32"
-    float8: bool = False
-    structured_sparsity: bool = False
-    compile: bool = False
-    compile_mode: CompileMode = "default"
-    compile_backend: str = "inductor"
+    checkpointing: Checkpointing = setting(
+        "none", "compute layers again in backward: all of a layer, or all but its attention", may_change=True
+    )
+    offload: bool = setting(False, "keep what checkpointing keeps in host memory", may_change=True)
+    offload_least_bytes: int = setting(LEAST_THRESHOLD, may_change=True)
+    mlp_tile: int = setting(0, "rows of a feed-forward network per tile, computed again in backward", may_change=True)
+    loss_chunk: int = setting(0, "rows whose logits exist at the same time", may_change=True)
+    optimizer: OptimizerName = setting("adamw", "optimizer, with a state of 32 or 8 bits")
+    precision: Precision = setting("fp32", "precision of products")
+    parameters: ParameterPrecision = setting(
+        "fp32", "bf16 (with --precision bf16): parameters, gradients and activations between layers"
+    )
+    float8: bool = setting(False, "products of linear layers in float8; compute capability 9.0 or newer")
+    structured_sparsity: bool = setting(
+        False, "2:4 sparse weights in feed-forward networks; compute capability 8.0 or newer"
+    )
+    compile: bool = setting(False, "torch.compile each layer", may_change=True)
+    compile_mode: CompileMode = setting("default", "with --compile: the mode of torch.compile", may_change=True)
+    compile_backend: str = setting("inductor", "with --compile: the backend of torch.compile", may_change=True)
 
     def __post_init__(self) -> None:
         check_fields(self, mlp_tile=SIZE, loss_chunk=SIZE, offload_least_bytes=COUNT)

@@ -221,7 +221,7 @@ def float32_products(tf32: bool) -> Iterator[None]:
 
 
 def _size(name: str) -> _Size:
-    found = _SIZES.get(name.lower())
+    found = _SIZES.get(str(name).lower())
     if found is None:
         raise ValueError(f"a model's size is one of {', '.join(MODEL_SIZES)}, got {name!r}")
     return found

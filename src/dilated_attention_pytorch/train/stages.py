@@ -6,10 +6,8 @@ Which stage a step belongs to, and with which learning rate, is a function of th
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import nn
 from dilated_attention_pytorch.core.checks import COUNT, MOST_TOKENS, POSITIVE, check_fields, check_whole, checked
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.files import read_toml
 from dilated_attention_pytorch.functional import check_sparse_config
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.nn.attention import DilatedAttention
@@ -106,7 +105,7 @@ def read_stages(path: Path) -> tuple[Stage, ...]:
     """The stages of a file: `[[stages]]` tables of TOML; of JSON a list, or an object with one under `stages`."""
     try:
         if path.suffix == ".toml":
-            found = _toml().loads(path.read_text())
+            found: Any = read_toml(path, "file of stages")
         elif path.suffix == ".json":
             found = json.loads(path.read_text())
         else:
@@ -207,10 +206,3 @@ def _pattern(
         segments, rates = stated, dilation_rates
     spec = DilatedSpec.of(segments, rates)
     return spec.segment_lengths, spec.dilation_rates
-
-
-def _toml() -> Any:
-    try:
-        return importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    except ModuleNotFoundError:
-        raise ValueError("TOML is read with tomli before Python 3.11: pip install tomli, or write JSON") from None

@@ -163,7 +163,7 @@ def _train(
             ahead = _read_ahead(corpus, config, step + 1, stepper.packed_rows)
             seconds = time.perf_counter() - began
             record = record_of(step, outcome, records, corpus.training.tokens_per_byte)
-            record["learning_rate"] = _learning_rate(config, step)
+            record["learning_rate"] = config.learning_rate_at(step)
             records.append(record)
             if outcome.is_broken:
                 skipped += 1
@@ -335,12 +335,7 @@ def validate(stepper: Stepper, corpus: Corpus, batches: Sequence[Batch]) -> floa
 def _step(stepper: Stepper, batch: Batch, config: TrainConfig, step: int, ranks: Ranks) -> Outcome:
     # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never stopped.
     torch.manual_seed(config.seed * 1_000_003 + step + (ranks.token_rank << 40))
-    return stepper.step(batch, _learning_rate(config, step))
-
-
-def _learning_rate(config: TrainConfig, step: int) -> float:
-    stage, step_of_stage = config.stage_at(step)
-    return stage.learning_rate_at(step_of_stage, config.warmup_steps)
+    return stepper.step(batch, config.learning_rate_at(step))
 
 
 def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
