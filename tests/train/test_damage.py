@@ -17,6 +17,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.files import CHECKSUMS, DamagedFile
 from dilated_attention_pytorch.models import ModelConfig
 from dilated_attention_pytorch.train import checkpoint as checkpoints
+from dilated_attention_pytorch.train import shards
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints
 from dilated_attention_pytorch.train.engine import Ranks, join_ranks
 
@@ -128,10 +129,10 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_and_said_to_have_no_checks
         (folder / CHECKSUMS).unlink()
     assert checkpointer(run, Ranks(device=torch.device("cpu"))).restore() == 2
     assert capsys.readouterr().out.count("has no checksums.txt, so that damage in it may go unnoticed") == 1
-    state = list_checkpoints(run)[-1] / "state.pt"
+    state = list_checkpoints(run)[-1] / "state" / "__0_0.distcp"
     state.write_bytes(state.read_bytes()[:100])
     assert checkpointer(run, Ranks(device=torch.device("cpu"))).restore() == 1
-    assert "step-00000002: state.pt is broken or truncated" in capsys.readouterr().out
+    assert "step-00000002: state/ is broken or truncated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
@@ -146,7 +147,7 @@ def test_an_error_of_the_disk_or_the_memory_is_no_damage(run, monkeypatch, error
     def fail(*_, **__):
         raise error
 
-    for module, name in ((files, "_summing"), (torch, "load"), (checkpoints, "load_weights")):
+    for module, name in ((files, "_summing"), (shards, "load"), (shards, "set_model_state_dict")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
             with pytest.raises(OSError, match=r"not because it is damaged .*: nothing was renamed"):

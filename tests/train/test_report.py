@@ -141,7 +141,7 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(run) -> None:
     (run / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:20], '{"loss": NaN, "step": 3}', "{}"]))
     (run / "environment.jsonl").write_bytes(b"\xff\xfe\x00")
     (run / "samples" / "step-00000004.txt").write_bytes(b"\xff")
-    (run / "checkpoints" / "step-00000004" / "state.pt").unlink()
+    (run / "checkpoints" / "step-00000004" / "state" / ".metadata").unlink()
     (run / "checkpoints" / ".step-00000006.1.partial").mkdir()
     (run / "checkpoints" / "step-00000002").rename(run / "checkpoints" / "damaged-step-00000002")
     states = {one.path.name: one.state for one in list_saved(run)}

@@ -58,7 +58,7 @@ def shared(folder, flags, alone) -> str:
     """What two ranks say that train in every stage, resume what one process did, and refuse NVMe."""
     damaged = folder / "damaged" / "checkpoints"
     shutil.copytree(alone, folder / "damaged")
-    broken = damaged / f"step-{STEPS:08d}" / "state.pt"
+    broken = damaged / f"step-{STEPS:08d}" / "state" / "__0_0.distcp"
     broken.write_bytes(broken.read_bytes()[:1000])
     (folder / "options.json").write_text(OPTIONS.to_json())
     return launch(2, "share", folder, flags, worker="zero_worker")
@@ -94,7 +94,7 @@ def test_bf16_is_that_of_autocast(folder, alone, shared) -> None:
 
 @needs_deepspeed
 def test_two_ranks_go_on_where_one_process_stopped_and_pass_over_what_is_damaged(folder, alone, shared) -> None:
-    assert f"step-{STEPS:08d}: state.pt is broken or truncated" in shared
+    assert f"step-{STEPS:08d}: state/__0_0.distcp is broken or truncated" in shared
     assert losses(folder / "damaged") == pytest.approx(losses(alone), abs=1e-5)
 
 

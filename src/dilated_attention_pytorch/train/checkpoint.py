@@ -1,13 +1,12 @@
 """Checkpoints of a run: folders that appear whole or not at all, newest last.
 
-`checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and what resuming needs. One
-process writes that as `state.pt`, before it goes on. Ranks write it as `state/`, each its own shards, while training
-goes on; any number of ranks reads it, and one process too. `checksums.txt` holds the checksum of every file, with which
-it is compared before it is loaded.
+`checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and `state/`, which resuming
+needs: each rank writes its own shards, and any number of ranks reads them. One process saves before it goes on; ranks
+save while training goes on. `checksums.txt` has the checksum of every file, which is checked before anything is loaded.
 
 The state is model, optimizer (with its learning rate), the loss scale of float16 and step. Batches, learning rates and
 random numbers are functions of (seed, step, token rank), so that the step is their position, whatever the number of
-ranks.
+ranks. `shards` writes and reads the state; importing it takes a second, so that is left to the first save.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import re
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.files import (
@@ -45,12 +44,11 @@ from dilated_attention_pytorch.files import (
     write_whole,
 )
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.models.weights import load_weights, save_tensors, untied_names
+from dilated_attention_pytorch.models.weights import save_tensors, untied_names
 from dilated_attention_pytorch.train.engine import Ranks
 
 Result = TypeVar("Result")
 
-_WHOLE = "state.pt"
 _SHARDS = "state"
 _DAMAGED = "damaged-"
 _CHECKPOINT = "a checkpoint"
@@ -128,11 +126,11 @@ class Checkpointer:
         self._ranks, self._keep, self._beside = ranks, keep, dict(beside or {})
         self._saving: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
+        # Now, for the saving thread must not touch the model: to look at its state reshards it under the training.
+        self._names = untied_names(plain)
         if ranks.mesh is not None:
             # Its own group: the saving thread's messages must not mix with the training's.
             self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
-            # Now, for the saving thread must not touch the model: to look at its state reshards it under the training.
-            self._names = untied_names(plain)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, step: int) -> None:
@@ -141,36 +139,30 @@ class Checkpointer:
         Weights that are not finite are an error, lest they push out the last ones that are. With ranks this returns
         when the state is copied, and `settle` says how it ended; at most one save is under way.
         """
+        from dilated_attention_pytorch.train.shards import (
+            gather_state,
+            local_weights,
+            save_now,
+            start_saving,
+            wait_written,
+        )
+
         self.settle()
         folder = self._run / "checkpoints" / f"step-{step:08d}"
-        if self._group is not None:
-            from dilated_attention_pytorch.train.shards import gather_state, local_weights, start_saving
-
-            shares = gather_state(self._model, self._optimizer, self._rest(), step)
-            finite = _all_finite(local_weights(shares))
-        else:
-            finite = _all_finite(self._plain.state_dict().values())
+        state = gather_state(self._model, self._optimizer, self._rest(), step)
+        finite = all(bool(weight.isfinite().all()) for weight in local_weights(state))
         if not self._ranks.gather(finite).all():
             raise FloatingPointError(
                 f"the weights are not finite after step {step}, which no further step can mend, so they are not saved: "
                 f"lower --learning-rate; {_kept(self._run)}"
             )
         partial = self._ranks.on_first(lambda: _open_partial(self._run, folder))
+        config = self._plain.config.to_json()  # as it is now: the next stage may have another pattern
         if self._group is None:
-            try:
-                self._plain.save_pretrained(partial)
-                state = {"step": step, "optimizer": self._optimizer.state_dict(), **self._rest()}
-                write_whole(partial / _WHOLE, lambda path: torch.save(state, path))
-                self._publish(partial, folder)
-            except Exception as error:  # a full disk is a different one to each library that writes
-                raise _not_saved(self._run, _CHECKPOINT, error) from error
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+            self._finish(lambda: save_now(state, partial / _SHARDS), partial, folder, config)
         else:
-            written = start_saving(shares, partial / _SHARDS, self._group)
-            # The config as it is now: the next stage may have another pattern.
-            config = self._plain.config.to_json()
-            self._saving = self._thread.submit(self._finish, written, partial, folder, config)
+            written = start_saving(state, partial / _SHARDS, self._group)
+            self._saving = self._thread.submit(self._finish, lambda: wait_written(written), partial, folder, config)
 
     @property
     def failed(self) -> bool:
@@ -236,16 +228,16 @@ class Checkpointer:
         if self._ranks.first:
             print(line, flush=True)
 
-    def _finish(self, written: Future[Any], partial: Path, folder: Path, config: str) -> None:
-        """In the background: when all ranks have written, the first one adds the weights for use and publishes."""
-        from dilated_attention_pytorch.train.shards import read_model, wait_written
+    def _finish(self, write: Callable[[], None], partial: Path, folder: Path, config: str) -> None:
+        """When all ranks have written, the first one adds the weights for use and publishes."""
+        from dilated_attention_pytorch.train.shards import read_model
 
         try:
-            wait_written(written)
+            write()
             if self._ranks.first:
                 save_tensors(read_model(self._names, partial / _SHARDS), config, partial)
                 self._publish(partial, folder)
-        except Exception as error:
+        except Exception as error:  # a full disk is a different one to each library that writes
             raise _not_saved(self._run, _CHECKPOINT, error) from error
         finally:
             if self._ranks.first:
@@ -260,8 +252,7 @@ class Checkpointer:
             noted.unlink()
         sums |= sum_files(partial, [name for name in _files(partial) if name not in sums])
         write_checksums(partial / CHECKSUMS, sums)
-        if (partial / _SHARDS).is_dir():
-            sync_folder(partial / _SHARDS)
+        sync_folder(partial / _SHARDS)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
@@ -274,12 +265,10 @@ class Checkpointer:
     def _check(self, folder: Path) -> bool:
         """Compare this rank's share of the files with their checksums; whether there are any."""
         if not _is_complete(folder):
-            raise DamagedFile(f"it has neither {_WHOLE} nor {_COMPLETE}, so its save was cut off")
+            raise DamagedFile(f"it has no {_COMPLETE}, so its save was cut off")
         ranks = 1 if self._ranks.mesh is None else self._ranks.mesh.size()
         if not (folder / CHECKSUMS).is_file():
-            sum_files(
-                folder, _files(folder)[self._ranks.rank :: ranks]
-            )  # read here, an error of the disk is told as one
+            sum_files(folder, _files(folder)[self._ranks.rank :: ranks])  # an error of the disk shows here
             return False
         sums = read_checksums(folder / CHECKSUMS)
         own = sorted(sums, key=lambda name: sums[name].bytes)[self._ranks.rank :: ranks]
@@ -295,35 +284,16 @@ class Checkpointer:
             raise DamagedFile(_line(error)) from error
 
     def _load(self, folder: Path) -> int:
-        if not (folder / _WHOLE).is_file():
-            from dilated_attention_pytorch.train.shards import load_shards
+        from dilated_attention_pytorch.train.shards import load_shards
 
-            rest = self._rest()
-            step = load_shards(self._model, self._optimizer, rest, folder / _SHARDS, self._group)
-            self._restore_rest(rest)
-            return step
-        try:
-            state = torch.load(folder / _WHOLE, map_location="cpu", weights_only=True)
-        except Exception as error:
-            if not _may_be_damage(error):
-                raise
-            raise ValueError(f"{_WHOLE} is broken or truncated ({error})") from error
-        if self._group is None:
-            load_weights(self._plain, folder)
-            self._optimizer.load_state_dict(state["optimizer"])
-        else:
-            from dilated_attention_pytorch.train.shards import load_whole
-
-            load_whole(self._plain, self._model, self._optimizer, folder, state)
-        self._restore_rest(state)
-        return int(state["step"])
+        rest = self._rest()
+        step = load_shards(self._model, self._optimizer, rest, folder / _SHARDS, self._group)
+        if self._scaler.is_enabled():
+            self._scaler.load_state_dict(rest["scaler"])
+        return step
 
     def _rest(self) -> dict[str, Any]:
         return {"scaler": self._scaler.state_dict()} if self._scaler.is_enabled() else {}
-
-    def _restore_rest(self, state: dict[str, Any]) -> None:
-        if self._scaler.is_enabled():
-            self._scaler.load_state_dict(state["scaler"])
 
 
 def _step_folders(run: Path) -> list[Path]:
@@ -335,15 +305,11 @@ def _partials(run: Path) -> list[Path]:
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / _WHOLE).is_file() or (folder / _COMPLETE).is_file()
+    return (folder / _COMPLETE).is_file()
 
 
 def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def _all_finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _may_be_damage(error: Exception) -> bool:

@@ -1,13 +1,11 @@
-"""State that several ranks hold together, on disk: a thin layer on `torch.distributed.checkpoint`.
-
-Apart from `checkpoint`, because importing PyTorch's engine takes a second that a single process need not wait.
-"""
+"""The state of one process or of several ranks, on disk: a thin layer on `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +17,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from dilated_attention_pytorch.files import CHECKSUMS, sum_files, write_checksums
-from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.models.weights import load_tensors
 from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
 
@@ -51,6 +46,12 @@ def start_saving(state: dict[str, Any], shards: Path, group: dist.ProcessGroup) 
     return written
 
 
+def save_now(state: dict[str, Any], shards: Path) -> None:
+    """Write the state of a single process to `shards`."""
+    with _alone(), _write_errors():
+        save(state, storage_writer=_SummingWriter(shards), no_dist=True)
+
+
 class _SummingWriter(FileSystemWriter):
     """Writes a rank's shards, and beside them their checksums."""
 
@@ -64,8 +65,14 @@ class _SummingWriter(FileSystemWriter):
 
 def wait_written(written: Future[Any]) -> None:
     """Wait until every rank has written; an error of one rank is an error of all."""
-    try:
+    with _write_errors():
         written.result()
+
+
+@contextmanager
+def _write_errors() -> Iterator[None]:
+    try:
+        yield
     except CheckpointException as error:
         raise OSError(_first_failure(error)) from next((failure for failure, _ in error.failures.values()), error)
 
@@ -88,43 +95,6 @@ def load_shards(
     set_model_state_dict(model, state["model"])
     _set_optimizer(model, optimizer, state["optimizer"])
     return int(state["step"])
-
-
-def load_whole(
-    plain: LongNetLM, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, saved: dict[str, Any]
-) -> None:
-    """Restore what one process wrote: the weights in `folder` and `saved`, its step and its optimizer's state dict."""
-    # One process numbers the parameters; ranks go by name.
-    if isinstance(model, ZeroModel):
-        groups = model.groups
-    else:
-        names = {parameter: name for name, parameter in plain.named_parameters()}
-        groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    by_name: dict[str, Any] = {"state": {}, "param_groups": []}
-    for named, numbered in zip(groups, saved["optimizer"]["param_groups"]):
-        by_name["param_groups"].append({**numbered, "params": named})
-        by_name["state"].update(zip(named, (saved["optimizer"]["state"][number] for number in numbered["params"])))
-    if isinstance(model, ZeroModel):
-        with torch.device("meta"):  # the shapes, for DeepSpeed has taken the tensors away
-            weights = load_tensors(folder, LongNetLM(plain.config))
-        state = by_name["state"]
-        model.restore(
-            int(state[groups[0][0]]["step"]),
-            lambda name, _: Values(weights[name], state[name]["exp_avg"], state[name]["exp_avg_sq"]),
-        )
-        return
-    # Tied weights are stored once, so that a name may be missing.
-    weights_options = StateDictOptions(full_state_dict=True, strict=False)
-    try:
-        set_model_state_dict(model, {**load_tensors(folder, plain)}, options=weights_options)
-    except AssertionError as error:
-        raise ValueError(
-            "PyTorch cannot cut what one process wrote both by heads and for ranks that do not divide the rest: resume "
-            "with --tensor-parallel 1, or on another number of ranks"
-        ) from error
-    if any(_in_8_bits(value) is not None for state in by_name["state"].values() for value in state.values()):
-        raise ValueError("one process wrote the 8-bit state of its optimizer, which ranks cannot cut: resume it alone")
-    set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
 
 
 def read_model(names: Sequence[str], shards: Path) -> dict[str, Tensor]:
@@ -197,14 +167,20 @@ def _in_float32(value: Any, parameter: Any) -> Any:
 def _read(state: dict[str, Any], shards: Path, group: dist.ProcessGroup | None) -> None:
     """Fill the tensors of `state`; without a group, by this process alone."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist asks
+        with _alone():
             load(state, checkpoint_id=shards, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         kinds = [type(failure) for failure, _ in error.failures.values()]
         if any(issubclass(kind, (OSError, MemoryError)) and kind is not FileNotFoundError for kind in kinds):
             raise OSError(f"{shards.name}/ cannot be read ({_first_failure(error)})") from error
         raise ValueError(f"{shards.name}/ is broken or truncated ({_first_failure(error)})") from error
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist asks
+        yield
 
 
 def _first_failure(error: CheckpointException) -> str:
