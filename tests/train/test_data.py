@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import tempfile
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models import ModelConfig
 from dilated_attention_pytorch.train import TrainConfig, data, token_files, trainer
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
-from dilated_attention_pytorch.train.data import NO_TARGET, Corpus, open_corpus, permuted, read_corpus
+from dilated_attention_pytorch.train.data import NO_TARGET, Corpus, open_corpus, permuted
 from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.step import Stepper
 from dilated_attention_pytorch.train.token_files import Split
@@ -36,6 +37,12 @@ WORDS = "the quick brown fox jumps over the lazy dög. ".split()  # noqa: SIM905
 needs_tokenizers = pytest.mark.skipif(
     find_spec("tokenizers") is None, reason="needs tokenizers: pip install '.[tokenizers]'"
 )
+
+
+def read_corpus(paths: list[str], length: int, tokenizer=None) -> Corpus:
+    """`open_corpus` with token files that nobody else sees: open files outlive their names."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        return open_corpus(paths, length, Path(folder), tokenizer=tokenizer)
 
 
 @pytest.fixture
@@ -638,16 +645,10 @@ def test_a_token_file_that_becomes_shorter_ends_the_run_after_a_save(tmp_path, c
 def test_numbers_of_a_file_are_those_in_it(tmp_path) -> None:
     (tmp_path / "numbers").write_bytes(torch.arange(100, dtype=torch.int64).numpy().tobytes())
     numbers = token_files.FileNumbers(tmp_path / "numbers", torch.int64, 100)
-    assert (len(numbers), numbers[7], numbers[:].tolist(), numbers[90:200].tolist()) == (
-        100,
-        7,
-        [*range(100)],
-        [*range(90, 100)],
-    )
+    assert (len(numbers), numbers[:].tolist(), numbers[90:200].tolist()) == (100, [*range(100)], [*range(90, 100)])
     assert numbers[5:5].tolist() == []
-    for wrong in (100, -1, slice(0, 9, 2)):
-        with pytest.raises(IndexError):
-            numbers[wrong]
+    with pytest.raises(IndexError, match="read in a row"):
+        numbers[0:9:2]
     with pytest.raises(ValueError, match="should hold 99 numbers"):
         token_files.FileNumbers(tmp_path / "numbers", torch.int64, 99)
 

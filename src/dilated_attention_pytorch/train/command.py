@@ -163,19 +163,21 @@ def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, 
             check_whole("steps", together["steps"], least=1)
         if together.get("stages"):
             _check_beside_stages(together)
-        before = _preset(together)
-        return _with_flags(override(before, {k: v for k, v in settings.items() if k not in PRESETS}), flags)
+        tokenizer = together.get("tokenizer")
+        vocabulary = {} if tokenizer is None else {"vocab_size": read_tokenizer(tokenizer).vocab_size}
+        before = override(
+            _preset(together, vocabulary), {name: value for name, value in settings.items() if name not in PRESETS}
+        )
+        return _with_flags(override(before, {"model": vocabulary}), flags)
     except (TypeError, ValueError) as error:
         raise ValueError(str(error) if file is None else f"{error} (in {file}, or a flag)") from None
 
 
-def _preset(together: dict[str, Any]) -> dict[str, Any]:
+def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, Any]:
     """The fields that `preset` and `hardware` stand for, and a model whose branches connect a stated length."""
     concerning = ("device", "engine", "sequence_length", "stages", *PRESETS)
     concerned = {name: together[name] for name in concerning if name in together}
-    if together.get("tokenizer") is not None and any(name in together for name in PRESETS):
-        concerned["vocab_size"] = read_tokenizer(together["tokenizer"]).vocab_size
-    before = expand_presets(concerned)
+    before = expand_presets({**concerned, **vocabulary})
     model, tokens = together["model"], together.get("sequence_length", 0)
     is_stated = "model" in before or together.get("stages") or model.keys() & {*PATTERN}
     if not is_stated and tokens > SMALL_MODEL.segment_lengths[-1]:
@@ -206,9 +208,6 @@ def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_flags(before: Mapping[str, Any], flags: Mapping[str, Any]) -> TrainConfig:
     stated = _nested(flags)
-    if stated.get("tokenizer", before.get("tokenizer")) is not None:
-        vocab_size = read_tokenizer(stated.get("tokenizer", before.get("tokenizer"))).vocab_size
-        stated["model"] = {**stated.get("model", {}), "vocab_size": vocab_size}
     if stated.get("engine", before.get("engine", "fsdp")) != "deepspeed":
         if "zero" in stated:
             names = _names(name for name in flags if SETTINGS[name][0] == "zero")

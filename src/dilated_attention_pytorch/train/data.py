@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sysconfig
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -152,9 +151,9 @@ def open_corpus(
     tqdm, or something like it. What is in `cache`, in the folders `apart` and in those of other runs is no text.
     """
     ranks = Ranks(device=torch.device("cpu")) if ranks is None else ranks
-    writing = _Writing(paths, ByteTokenizer() if tokenizer is None else tokenizer, cache, progress, apart)
-    while (written := ranks.on_first(writing.go_on)) is None:
-        pass
+    work = _prepared(paths, ByteTokenizer() if tokenizer is None else tokenizer, cache.absolute(), progress, apart)
+    while (written := ranks.on_first(lambda: _work_for_a_turn(work))) is None:
+        pass  # ranks that wait must hear from the first one now and then
     found = open_token_files(written.folder)
     seen = ranks.gather_objects(found is not None)
     if found is None or not all(seen):
@@ -176,12 +175,6 @@ def open_corpus(
     return Corpus(found.training, found.validation, source, found.byte_pairs, found.content)
 
 
-def read_corpus(paths: Sequence[str], length: int, *, tokenizer: Tokenizer | None = None) -> Corpus:
-    """`open_corpus` with token files that nobody else sees: they go when the corpus does."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # open files outlive their names
-        return open_corpus(paths, length, Path(folder), tokenizer=tokenizer)
-
-
 class _Written(NamedTuple):
     """What ranks are told of token files and of the text in them; `vocab_size` is None for bytes."""
 
@@ -192,60 +185,48 @@ class _Written(NamedTuple):
     vocab_size: int | None
 
 
-class _Writing:
-    """Writes token files unless they are there, some seconds at a time: a rank that waits must hear from the first."""
+def _work_for_a_turn(work: Iterator[_Written | None]) -> _Written | None:
+    until = time.monotonic() + _TURN_SECONDS
+    for result in work:
+        if result is not None or time.monotonic() > until:
+            return result
+    raise AssertionError("the work ends with its result")
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        tokenizer: Tokenizer,
-        cache: Path,
-        progress: Callable[..., Any] | None,
-        apart: Sequence[Path],
-    ) -> None:
-        self._paths, self._tokenizer, self._progress = paths, tokenizer, progress
-        self._cache, self._apart = cache.absolute(), tuple(folder.resolve() for folder in (cache, *apart))
-        self._written: _Written | None = None
-        self._steps: Iterator[None] = iter(())
 
-    def go_on(self) -> _Written | None:
-        """None as long as there is more to do."""
-        if self._written is None:
-            self._written = self._begin()
-        until = time.monotonic() + _TURN_SECONDS
-        for _ in self._steps:
-            if time.monotonic() > until:
-                return None
-        return self._written
+def _prepared(
+    paths: Sequence[str],
+    tokenizer: Tokenizer,
+    cache: Path,
+    progress: Callable[..., Any] | None,
+    apart: Sequence[Path],
+) -> Iterator[_Written | None]:
+    """Write token files unless they are there, undamaged: yields None while there is more to do, then the result."""
+    text = Text.of(*_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))
+    folder = cache / text.fingerprint(tokenizer)
+    sweep_token_files(cache)
+    is_whole = open_token_files(folder) is not None
+    if is_whole:
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        try:
+            yield from _shown(check_token_files(folder), size, "checking", progress)
+        except DamagedFile as damage:
+            print(f"tokens   written again, because in {folder} {damage}", flush=True)
+            drop_token_files(folder)
+            is_whole = False
+    if not is_whole:
+        yield from _shown(write_token_files(text, tokenizer, folder), text.bytes, "tokens", progress)
+    vocab_size = None if tokenizer.content is None else tokenizer.vocab_size
+    yield _Written(folder, text.source, len(text.files), text.bytes, vocab_size)
 
-    def _begin(self) -> _Written:
-        text = Text.of(*_files(self._paths, self._apart))
-        folder = self._cache / text.fingerprint(self._tokenizer)
-        self._steps = self._prepare(text, folder)
-        vocab_size = None if self._tokenizer.content is None else self._tokenizer.vocab_size
-        return _Written(folder, text.source, len(text.files), text.bytes, vocab_size)
 
-    def _prepare(self, text: Text, folder: Path) -> Iterator[None]:
-        """Token files that are as they were written, be they there already or not."""
-        sweep_token_files(self._cache)
-        if open_token_files(folder) is not None:
-            size = sum(file.stat().st_size for file in folder.iterdir())
-            try:
-                yield from self._shown(check_token_files(folder), size, "checking")
-                return
-            except DamagedFile as damage:
-                print(f"tokens   written again, because in {folder} {damage}", flush=True)
-                drop_token_files(folder)
-        yield from self._shown(write_token_files(text, self._tokenizer, folder), text.bytes, "tokens")
-
-    def _shown(self, steps: Iterator[int], total: int, what: str) -> Iterator[None]:
-        if self._progress is None:
-            yield from (None for _ in steps)
-            return
-        with self._progress(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
-            for taken in steps:
-                bar.update(taken)
-                yield
+def _shown(steps: Iterator[int], total: int, what: str, progress: Callable[..., Any] | None) -> Iterator[None]:
+    if progress is None:
+        yield from (None for _ in steps)
+        return
+    with progress(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+        for taken in steps:
+            bar.update(taken)
+            yield
 
 
 def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
@@ -313,13 +294,15 @@ def _windows(split: Split, starts: Sequence[int], length: int, rows: int) -> Bat
         return Batch(tokens, following)
     following = following.clone()
     begins: list[list[int]] = [[] for _ in range(rows)]
+    documents = split.documents
+
+    def begins_until(place: int) -> int:
+        return bisect_right(range(len(documents)), place, key=lambda number: int(documents[number : number + 1]))
+
     for number, start in enumerate(starts):
         # From the window's second token to the one behind it, which may be the first of another document.
-        first, last = (
-            bisect_right(range(len(split.documents)), place, key=lambda number: int(split.documents[number]))
-            for place in (start, start + length)
-        )
-        begun = sorted({begin - start for begin in split.documents[first:last].tolist()})
+        first, last = begins_until(start), begins_until(start + length)
+        begun = sorted({begin - start for begin in documents[first:last].tolist()})
         following[number, [begin - 1 for begin in begun]] = NO_TARGET
         row, place = divmod(number, len(starts) // rows)
         begins[row] += [place * length + begin for begin in (0, *begun) if begin < length]

@@ -21,8 +21,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,12 +69,10 @@ class Text:
     @classmethod
     def of(cls, files: Sequence[Path], source: str) -> Text:
         try:
-            found = [(file, file.stat()) for file in files]
+            found = [file.stat() for file in files]
         except OSError as error:
             raise OSError(f"cannot read {error.filename}: {error.strerror}") from error
-        return cls(
-            tuple(files), tuple(s.st_size for _, s in found), tuple(s.st_mtime_ns for _, s in found), source
-        )  # fmt: skip
+        return cls(tuple(files), tuple(s.st_size for s in found), tuple(s.st_mtime_ns for s in found), source)
 
     @cached_property
     def bytes(self) -> int:
@@ -93,51 +92,36 @@ class Text:
 
 
 class FileNumbers:
-    """Whole numbers in a file, read where they are looked at; a file that becomes shorter is an `OSError`.
+    """Whole numbers in a file, of which a slice is read when it is asked for; a file that shrinks is an `OSError`.
 
-    They are not mapped into memory: a process that looks at a mapped file behind its new end is killed.
+    The file is not mapped into memory: a process that reads a mapped file behind its new end is killed.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype, count: int) -> None:
         if path.stat().st_size != count * dtype.itemsize:
             raise ValueError(f"{path} should hold {count} numbers of {dtype}")
-        self._path, self._dtype, self._count = path, dtype, count
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._file, self._dtype, self._count = path.open("rb", buffering=0), dtype, count
         self._turn = threading.Lock()
-        weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, self._file.close)
 
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, place: int) -> int: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Tensor: ...
-
-    def __getitem__(self, place: int | slice) -> int | Tensor:
-        if isinstance(place, int):
-            if not 0 <= place < self._count:
-                raise IndexError(f"{self._path} has {self._count} numbers, got the place {place}")
-            return int(self[place : place + 1])
+    def __getitem__(self, place: slice) -> Tensor:
         start, stop, step = place.indices(self._count)
         if step != 1:
             raise IndexError(f"numbers of a file are read in a row, got a step of {step}")
-        size = self._dtype.itemsize
-        content = bytearray()
-        while len(content) < (stop - start) * size:
-            more = self._read((stop - start) * size - len(content), start * size + len(content))
-            if not more:
-                raise OSError(f"{self._path} became shorter while it was in use: it is written again at the next start")
-            content += more
+        content, size = bytearray(), (stop - start) * self._dtype.itemsize
+        with self._turn:
+            self._file.seek(start * self._dtype.itemsize)
+            while len(content) < size:  # one read returns 2 GiB at most
+                more = self._file.read(size - len(content))
+                if not more:
+                    raise OSError(
+                        f"{self._file.name} became shorter while it was in use: it is written again at the next start"
+                    )
+                content += more
         return torch.frombuffer(content, dtype=self._dtype) if content else torch.empty(0, dtype=self._dtype)
-
-    def _read(self, count: int, at: int) -> bytes:
-        if hasattr(os, "pread"):
-            return os.pread(self._file, count, at)
-        with self._turn:  # Windows
-            os.lseek(self._file, at, os.SEEK_SET)
-            return os.read(self._file, count)
 
 
 @dataclass(frozen=True)
@@ -157,8 +141,7 @@ class Split:
         return len(self.tokens) / max(self.bytes, 1)
 
 
-@dataclass(frozen=True)
-class TokenFiles:
+class TokenFiles(NamedTuple):
     """An opened folder; `byte_pairs` is `(2, 257, 256)`: how often a byte follows another, or begins, in each split.
 
     `content` is the same for the same tokens and documents, wherever and whenever they were read. `lossless` says
@@ -176,11 +159,23 @@ def open_token_files(folder: Path) -> TokenFiles | None:
     """The token files in `folder`, or None where there are none, or not whole."""
     try:
         summary = json.loads((folder / _SUMMARY).read_text())
-        splits = [_open_split(folder, name, summary["typecode"], **summary[name]) for name in _SPLITS]
+        dtype = _DTYPES[summary["typecode"]]
+        training, validation = (
+            Split(
+                FileNumbers(_file(folder, name, "tokens"), dtype, summary[name]["tokens"]),
+                FileNumbers(_file(folder, name, "documents"), torch.int64, summary[name]["documents"]),
+                summary[name]["bytes"],
+            )
+            for name in _SPLITS
+        )
         pairs = FileNumbers(folder / _PAIRS, torch.int64, 2 * (_START + 1) * 256)[:].view(2, _START + 1, 256)
-        return TokenFiles(splits[0], splits[1], pairs, summary["content"], summary["lossless"])
+        return TokenFiles(training, validation, pairs, summary["content"], summary["lossless"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _file(folder: Path, split: str, what: str) -> Path:
+    return folder / f"{split}.{what}.bin"
 
 
 def check_token_files(folder: Path) -> Iterator[int]:
@@ -260,8 +255,9 @@ def _fill(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
     typecode = next(code for code in _DTYPES if tokenizer.vocab_size <= 1 << 8 * array(code).itemsize)
     lossless: bool | None = None
     with contextlib.ExitStack() as opened:
-        writers = [_SplitWriter(opened, folder, name, typecode) for name in _SPLITS]
-        for batch in _batches(_pieces(text, tokenizer)):
+        writers = [_SplitWriter(opened, folder, name) for name in _SPLITS]
+        pieces = _pieces(text, tokenizer)
+        while batch := list(islice(pieces, _BATCH)):
             tokens = _encode(tokenizer, batch)
             if lossless is None:  # the first pieces tell
                 lossless = all(
@@ -272,11 +268,10 @@ def _fill(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
             for piece, found in zip(batch, tokens):
                 writers[piece.held_out].add(piece, array(typecode, found))
             yield sum(len(piece.text) for piece in batch)
-        for writer in writers:
-            writer.finish()
+        hashes = [writer.finish() for writer in writers]
     pairs = torch.stack([writer.pairs for writer in writers])
     (folder / _PAIRS).write_bytes(array("q", pairs.flatten().tolist()).tobytes())
-    content = hashlib.sha256(repr((typecode, [writer.content for writer in writers])).encode()).hexdigest()
+    content = hashlib.sha256(repr((typecode, hashes)).encode()).hexdigest()
     summary = {"typecode": typecode, "content": content, "lossless": lossless is not False, "text": text.source}
     summary |= {name: writer.summary for name, writer in zip(_SPLITS, writers)}
     (folder / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
@@ -313,17 +308,6 @@ def _pieces(text: Text, tokenizer: Tokenizer) -> Iterator[_Piece]:
             raise _CannotRead(f"cannot read {file}: {error.strerror}") from error
 
 
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
-    for piece in pieces:
-        batch.append(piece)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
 def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> Sequence[Sequence[int]]:
     try:
         return tokenizer.encode_pieces([piece.text for piece in batch])
@@ -338,14 +322,13 @@ def _encode(tokenizer: Tokenizer, batch: list[_Piece]) -> Sequence[Sequence[int]
 class _SplitWriter:
     """Appends to the two files of a split, and counts what goes in."""
 
-    def __init__(self, opened: contextlib.ExitStack, folder: Path, name: str, typecode: str) -> None:
-        self._tokens: BinaryIO = opened.enter_context(_tokens_file(folder, name).open("wb"))
-        self._documents: BinaryIO = opened.enter_context(_documents_file(folder, name).open("wb"))
-        self._itemsize = array(typecode).itemsize
-        self._hashes = hashlib.sha256(), hashlib.sha256()
+    def __init__(self, opened: contextlib.ExitStack, folder: Path, name: str) -> None:
+        kinds = ("tokens", "documents")
+        self._files = {kind: opened.enter_context(_file(folder, name, kind).open("wb")) for kind in kinds}
+        self._hashes = {kind: hashlib.sha256() for kind in kinds}
         self._end = -1  # in the whole text, of what was added last
         self._last = _START
-        self._sizes = {"tokens": 0, "documents": 0, "bytes": 0}
+        self.summary = {"tokens": 0, "documents": 0, "bytes": 0}
         self.pairs = torch.zeros((_START + 1) * 256, dtype=torch.int64)
 
     def count(self, text: bytes) -> None:
@@ -359,30 +342,24 @@ class _SplitWriter:
     def add(self, piece: _Piece, tokens: array[int]) -> None:
         # What follows a held-out block is a document of its own: it does not follow what precedes the block.
         if piece.begins or piece.at != self._end:
-            self._write(1, array("q", [self._sizes["tokens"]]))
-            self._sizes["documents"] += 1
-        self._write(0, tokens)
+            self._write("documents", array("q", [self.summary["tokens"]]))
+            self.summary["documents"] += 1
+        self._write("tokens", tokens)
         self._end = piece.at + len(piece.text)
-        self._sizes["tokens"] += len(tokens)
-        self._sizes["bytes"] += len(piece.text)
+        self.summary["tokens"] += len(tokens)
+        self.summary["bytes"] += len(piece.text)
 
-    def finish(self) -> None:
-        for stream in (self._tokens, self._documents):
+    def finish(self) -> list[str]:
+        """Make the files survive a power cut; returns what they hold as hashes."""
+        for stream in self._files.values():
             stream.flush()
             os.fsync(stream.fileno())
+        return [found.hexdigest() for found in self._hashes.values()]
 
-    @property
-    def summary(self) -> dict[str, int]:
-        return self._sizes
-
-    @property
-    def content(self) -> list[str]:
-        return [found.hexdigest() for found in self._hashes]
-
-    def _write(self, which: int, values: array[int]) -> None:
+    def _write(self, kind: str, values: array[int]) -> None:
         written = values.tobytes()
-        (self._tokens, self._documents)[which].write(written)
-        self._hashes[which].update(written)
+        self._files[kind].write(written)
+        self._hashes[kind].update(written)
 
 
 def _publish(partial: Path, folder: Path) -> None:
@@ -404,19 +381,3 @@ def sweep_token_files(cache: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - max(file.stat().st_mtime for file in [partial, *partial.iterdir()]) > _STALE:
                 shutil.rmtree(partial)
-
-
-def _open_split(folder: Path, name: str, typecode: str, *, tokens: int, documents: int, bytes: int) -> Split:
-    return Split(
-        FileNumbers(_tokens_file(folder, name), _DTYPES[typecode], tokens),
-        FileNumbers(_documents_file(folder, name), torch.int64, documents),
-        bytes,
-    )
-
-
-def _tokens_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.tokens.bin"
-
-
-def _documents_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.documents.bin"
