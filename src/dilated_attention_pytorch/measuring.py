@@ -169,13 +169,15 @@ def resident() -> int:
 
 
 def peak_resident() -> int:
-    """Bytes of host memory that this process has held at most."""
+    """Bytes of host memory that this process has held at most; 0 on a system that does not tell."""
     # Where it exists: getrusage counts from the size of the process that started this one.
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else []:
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
-    import resource  # which Windows does not have
+    if sys.platform == "win32":
+        return 0
+    import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models import ModelConfig
-from dilated_attention_pytorch.train import TrainConfig, data, token_files, trainer
+from dilated_attention_pytorch.train import TrainConfig, data, loop, token_files
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.data import NO_TARGET, Corpus, open_corpus, permuted
 from dilated_attention_pytorch.train.engine import Ranks
@@ -521,7 +521,7 @@ def test_a_wrong_tokenizer_is_refused(tmp_path, documents, tokenizer_file, capsy
     if damage == "vocab_size":
         config = TrainConfig(data=(str(documents),), tokenizer=str(tokenizer_file), sequence_length=16)
         with pytest.raises(ValueError, match="the model's vocab_size is 256: they must be the same"):
-            trainer.train(config, tmp_path / "run")
+            loop.train(config, tmp_path / "run")
         return
     if damage == "missing":
         tokenizer_file.unlink()
@@ -625,7 +625,7 @@ def test_a_token_file_that_becomes_shorter_ends_the_run_after_a_save(tmp_path, c
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     again = ("--data", tmp_path / "a.txt", "--steps", 6, *FLAGS, "--checkpoint-every", 100)
     assert run(*again, "--out", tmp_path / "whole") == 0
-    real = trainer._step
+    real = loop._step
 
     def step_and_cut(*given):
         if given[3] == 3:
@@ -633,7 +633,7 @@ def test_a_token_file_that_becomes_shorter_ends_the_run_after_a_save(tmp_path, c
                 os.truncate(path, 10)
         return real(*given)
 
-    monkeypatch.setattr(trainer, "_step", step_and_cut)
+    monkeypatch.setattr(loop, "_step", step_and_cut)
     assert run(*again, "--out", tmp_path / "cut") == 1
     assert "training.tokens.bin became shorter while it was in use" in capsys.readouterr().err
     assert [path.name for path in list_checkpoints(tmp_path / "cut")] == ["step-00000003"]

@@ -19,8 +19,7 @@ from dilated_attention_pytorch import files
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_scaler
-from dilated_attention_pytorch.train.records import record_of
-from dilated_attention_pytorch.train.step import LossScale, Outcome, Stepper
+from dilated_attention_pytorch.train.step import LossScale, Outcome, Stepper, record_of
 
 from .test_train import FLAGS
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.train import TrainConfig, curve, trainer
+from dilated_attention_pytorch.train import TrainConfig, curve, loop
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train.run_folder import claim
 from dilated_attention_pytorch.train.step import Stepper
@@ -107,7 +107,7 @@ def test_a_run_whose_end_failed_shows_it_when_it_is_resumed(tmp_path, text, caps
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "draw_curve", full)
+        patch.setattr(loop, "draw_curve", full)
         assert run("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS) == 1
     assert not (tmp_path / "run" / "samples").exists()
     assert run("--resume", tmp_path / "run") == 0
@@ -137,8 +137,8 @@ def test_a_second_process_asks_for_the_lock_before_it_reads(tmp_path, text, caps
         raise AssertionError("the second process has read")
 
     with claim(folder):
-        monkeypatch.setattr(trainer, "open_corpus", read)
-        monkeypatch.setattr(trainer, "_is_to_resume", read)
+        monkeypatch.setattr(loop, "open_corpus", read)
+        monkeypatch.setattr(loop, "_is_to_resume", read)
         for again in (("--resume", folder), ("--data", text, "--out", folder, "--steps", 2, *FLAGS)):
             assert run(*again) == 1
             assert f"process {os.getpid()} is training in {folder}: wait" in capsys.readouterr().err
@@ -181,14 +181,14 @@ def test_checkpoints_stay_where_they_are_if_none_can_be_read(tmp_path, text, cap
 
 
 def test_sigterm_finishes_the_step_and_saves(tmp_path, text, capsys, monkeypatch) -> None:
-    real = trainer._step
+    real = loop._step
 
     def terminated(*arguments):
         for _ in range(2):  # one of them may come through a parent
             signal.raise_signal(signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(trainer, "_step", terminated)
+    monkeypatch.setattr(loop, "_step", terminated)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 128 + signal.SIGTERM
     assert "stopped after step 1; continue with --resume" in capsys.readouterr().out
     assert [path.name for path in checkpoints.list_checkpoints(tmp_path / "run")] == ["step-00000001"]
@@ -219,7 +219,7 @@ def test_a_run_that_is_killed_after_a_save_has_the_records_of_all_steps(tmp_path
 
 
 def test_a_run_with_no_step_left_is_examined_where_it_was_not(tmp_path, text, monkeypatch) -> None:
-    monkeypatch.setattr(trainer, "_step", lambda *given, step=trainer._step: signal.raise_signal(2) or step(*given))
+    monkeypatch.setattr(loop, "_step", lambda *given, step=loop._step: signal.raise_signal(2) or step(*given))
     again = ("--data", text, "--out", tmp_path / "run", "--auto-resume", *FLAGS)
     assert run(*again, "--steps", 6) == 130  # after one step, without a validation
     monkeypatch.undo()
@@ -267,7 +267,7 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, text, capsys, mo
 @pytest.mark.parametrize("moment", ["_step", "validate"])
 def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(tmp_path, text, monkeypatch, moment) -> None:
     assert run("--data", text, "--out", tmp_path / "whole", "--steps", 6, *FLAGS) == 0
-    real, calls, before = getattr(trainer, moment), [], signal.getsignal(signal.SIGINT)
+    real, calls, before = getattr(loop, moment), [], signal.getsignal(signal.SIGINT)
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -275,7 +275,7 @@ def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(tmp_path, text, monke
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
-    monkeypatch.setattr(trainer, moment, interrupted)
+    monkeypatch.setattr(loop, moment, interrupted)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 130
     stopped = 1 if moment == "_step" else 2
     assert checkpoints.list_checkpoints(tmp_path / "run")[-1].name == f"step-{stopped:08d}"
@@ -291,7 +291,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(trainer, "_step", twice)
+    monkeypatch.setattr(loop, "_step", twice)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 130
     assert checkpoints.list_checkpoints(tmp_path / "run") == []
 
@@ -331,8 +331,8 @@ def test_a_run_with_dropout_resumes_exactly(tmp_path, text) -> None:
     config = TrainConfig(
         data=(str(text),), model=model, sequence_length=16, steps=4, checkpoint_every=2, sample_bytes=1
     )
-    trainer.train(config, tmp_path / "whole")
-    trainer.train(dataclasses.replace(config, steps=2), tmp_path / "parts")
+    loop.train(config, tmp_path / "whole")
+    loop.train(dataclasses.replace(config, steps=2), tmp_path / "parts")
     # Steps set the learning rate too, so the first half is the whole run's own checkpoint.
     for name in ("metrics.jsonl", "config.json"):
         shutil.copy(tmp_path / "whole" / name, tmp_path / "parts" / name)
@@ -340,7 +340,7 @@ def test_a_run_with_dropout_resumes_exactly(tmp_path, text) -> None:
     shutil.copytree(
         tmp_path / "whole" / "checkpoints" / "step-00000002", tmp_path / "parts" / "checkpoints" / "step-00000002"
     )
-    trainer.train(config, tmp_path / "parts", resume=True)
+    loop.train(config, tmp_path / "parts", resume=True)
     losses = [[m["loss"] for m in metrics(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[0] == losses[1]
 

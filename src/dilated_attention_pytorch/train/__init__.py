@@ -2,7 +2,7 @@
 
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.engine import Stopped
+from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.stages import Stage
-from dilated_attention_pytorch.train.trainer import train
 
 __all__ = ["Stage", "Stopped", "TrainConfig", "train"]

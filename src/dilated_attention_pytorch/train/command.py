@@ -33,10 +33,10 @@ from dilated_attention_pytorch.train.config import (
     settings_of,
 )
 from dilated_attention_pytorch.train.engine import RESTARTABLE, Stopped, torchrun_arguments, under_torchrun
+from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, expand_presets
 from dilated_attention_pytorch.train.stages import Stage, read_stages
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
-from dilated_attention_pytorch.train.trainer import train
 
 RUNS = Path("runs")
 

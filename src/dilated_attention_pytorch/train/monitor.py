@@ -12,18 +12,18 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 
 from dilated_attention_pytorch.core.checks import check_instance, install_extra
 from dilated_attention_pytorch.files import json_line, write_whole
+from dilated_attention_pytorch.measuring import peak_resident
 
 Kind = Literal["console", "jsonl", "tensorboard", "wandb", "prometheus"]
-KINDS: tuple[str, ...] = get_args(Kind)
 Values = Mapping[str, float | Mapping[str, float]]
 
 
@@ -44,8 +44,15 @@ class Monitors:
 
     def open(self, kinds: Sequence[str], run: Path, start: int, prometheus_address: str) -> None:
         """Add those of a run in the folder `run` that begins after step `start`."""
+        makers: dict[str, Callable[[], Monitor]] = {
+            "console": ConsoleMonitor,
+            "jsonl": lambda: JsonLinesMonitor(run / "log.jsonl"),
+            "tensorboard": lambda: TensorBoardMonitor(run / "tensorboard", start=start),
+            "wandb": lambda: WandbMonitor(run),
+            "prometheus": lambda: PrometheusMonitor(*parse_address(prometheus_address)),
+        }
         for kind in kinds:
-            self._monitors.append(_open(kind, run, start, prometheus_address))
+            self._monitors.append(makers[kind]())
 
     def log(self, values: Values, step: int) -> None:
         for monitor in self._monitors:
@@ -73,20 +80,6 @@ class Monitors:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _open(kind: str, run: Path, start: int, prometheus_address: str) -> Monitor:
-    if kind == "console":
-        return ConsoleMonitor()
-    if kind == "jsonl":
-        return JsonLinesMonitor(run / "log.jsonl")
-    if kind == "tensorboard":
-        return TensorBoardMonitor(run / "tensorboard", start=start)
-    if kind == "wandb":
-        return WandbMonitor(run)
-    if kind == "prometheus":
-        return PrometheusMonitor(*parse_address(prometheus_address))
-    raise ValueError(f"monitors must be of {', '.join(KINDS)}, got {kind!r}")
 
 
 class ConsoleMonitor:
@@ -232,14 +225,7 @@ def flatten(values: Values) -> dict[str, float]:
 
 def peak_memory(device: torch.device) -> int:
     """The most bytes this process has held so far: on its GPU, or of main memory where it computes on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0  # it keeps no such count without a further package
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
 
 
 def _package(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from dilated_attention_pytorch.train.memory import loss as memory_loss
 from dilated_attention_pytorch.train.memory import make_scaler, set_learning_rate
 from dilated_attention_pytorch.train.zero import ZeroModel
 
+_MEMORY = 50  # steps over which the smoothed loss forgets
+_HALVINGS = 16  # of the loss scale, from its first value down to 1
+
 
 class Outcome(NamedTuple):
     """What a step came to, the same on all ranks. The weights have moved only if both numbers are finite."""
@@ -27,6 +30,54 @@ class Outcome(NamedTuple):
     @property
     def is_broken(self) -> bool:
         return not math.isfinite(self.loss + self.gradient_norm)
+
+
+def record_of(
+    step: int, outcome: Outcome, before: Sequence[dict[str, Any]], tokens_per_byte: float = 1.0
+) -> dict[str, Any]:
+    """The record of a step, given those of the steps before it: finite numbers by name.
+
+    A skipped step has `"skipped": 1`, and a loss only if that was finite. `loss_ema` is the mean of the losses so far,
+    and after 50 of them their exponential moving average.
+
+    >>> first = record_of(1, Outcome(4.0, 1.0), [])
+    >>> record_of(2, Outcome(2.0, 1.0), [first])["loss_ema"]
+    3.0
+    """
+    record: dict[str, Any] = {"step": step}
+    if math.isfinite(outcome.loss):
+        record |= {"loss": outcome.loss, "bits": outcome.loss / math.log(2.0) * tokens_per_byte}
+    if math.isfinite(outcome.gradient_norm):
+        record["gradient_norm"] = outcome.gradient_norm
+    average = before[-1].get("loss_ema") if before else None
+    if outcome.is_broken:
+        record["skipped"] = 1
+    elif average is None:
+        average = outcome.loss
+    else:
+        average += (outcome.loss - average) / min(step, _MEMORY)
+    if average is not None:
+        record["loss_ema"] = average
+    return record
+
+
+def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: int, saved: int) -> str:
+    """What to say about a skipped step, the last of `records`; raises if too many in a row were skipped.
+
+    Overflows of float16 are too many only when the loss scale has come down to 1.
+    """
+    row = 0
+    while row < len(records) and "skipped" in records[-1 - row]:
+        row += 1
+    step = records[-1]["step"]
+    numbers = f"the loss is {outcome.loss} and the gradient's norm {outcome.gradient_norm} at step {step}"
+    if row <= (max(allowed, _HALVINGS) if outcome.is_overflow else allowed):
+        why = "too large for float16, so the loss scale is halved" if outcome.is_overflow else f"{row} in a row"
+        return f"skipped: {numbers} ({why})"
+    raise FloatingPointError(
+        f"{numbers}, after {row - 1} skipped steps before it: lower --learning-rate, or raise --skip-broken-steps; "
+        + (f"step {saved} is the last checkpoint" if saved else "there is no checkpoint yet")
+    )
 
 
 class LossScale:

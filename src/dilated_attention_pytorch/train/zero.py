@@ -145,7 +145,7 @@ class ZeroModel(nn.Module):
     def _make_moments(self, updates: int) -> None:
         """Let DeepSpeed lay out AdamW's state, by a step that moves nothing, and set its count of updates."""
         for group in self._optimizer.param_groups:
-            group["lr"] = 0.0  # the trainer sets it at every step
+            group["lr"] = 0.0  # the loop sets it at every step
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
         self.update(self(tokens).float().sum() * 0.0 for _ in range(self._accumulate))
         for state in self._optimizer.state.values():
