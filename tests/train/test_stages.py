@@ -300,7 +300,7 @@ def test_a_finished_staged_run_that_is_asked_for_again_samples_with_its_last_pat
 
 def test_flags_that_stages_decide_are_refused(folder, flags, capsys) -> None:
     assert main([*flags, "--out", str(folder / "none"), "--batch-size", "2", "--segment-lengths", "8"]) == 1
-    assert "--stages say what --batch-size, --segment-lengths are" in capsys.readouterr().err
+    assert "stages say what batch_size is, 4 at first, got 2 beside them" in capsys.readouterr().err
     assert main(["train", "--out", str(folder / "none"), "--stages", "absent.toml"]) == 1
     assert "no file absent.toml" in capsys.readouterr().err
     assert not (folder / "none").exists()
