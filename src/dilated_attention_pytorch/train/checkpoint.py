@@ -61,7 +61,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def load_newest(folders: Sequence[Path], device: torch.device) -> tuple[Path, LongNetLM]:
-    """The model in the last of these folders that is not damaged, and that folder; names those it passes over."""
+    """The last of these folders that is not damaged, and its model; prints which ones it passes over."""
     *older, folder = folders
     try:
         return folder, LongNetLM.from_pretrained(folder, device=device)
@@ -84,7 +84,7 @@ class Saved:
 
 
 def list_saved(run: Path) -> list[Saved]:
-    """Whatever saves have left, by step: also what a cut-off save left, and what was set aside as damaged."""
+    """All folders that saves have left, by step, including those that were cut off or set aside as damaged."""
     found = []
     for folder in (run / "checkpoints").glob("*step-*"):
         number = re.search(r"step-(\d+)", folder.name)
@@ -107,8 +107,8 @@ def list_saved(run: Path) -> list[Saved]:
 class Checkpointer:
     """Saves a run's state and restores it; every rank calls every method, in the same order.
 
-    `plain` is the model, and `model` what the ranks made of it to train it, or the same. `scaler` belongs to the state
-    where it is enabled. Files that go `beside` the weights are given by name and content.
+    `plain` is the model, and `model` what the ranks train, which may be the same. `scaler` belongs to the state if it
+    is enabled. `beside` has further files for a checkpoint, by name.
     """
 
     def __init__(
@@ -134,10 +134,10 @@ class Checkpointer:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, step: int) -> None:
-        """Save the state after `step`, then drop all but the newest checkpoints.
+        """Save the state after `step`, then delete all but the newest checkpoints.
 
-        Weights that are not finite are an error, lest they push out the last ones that are. With ranks this returns
-        when the state is copied, and `settle` says how it ended; at most one save is under way.
+        Weights that are not finite are an error: they would push out the last ones that are. On ranks this returns when
+        the state is copied, and `settle` tells how the save ended; at most one save is under way.
         """
         from dilated_attention_pytorch.train.shards import (
             gather_state,
@@ -186,18 +186,15 @@ class Checkpointer:
             self._thread.shutdown()
 
     def restore(self) -> int:
-        """Load the newest checkpoint that is whole, and say which were passed over; returns the step it finished."""
+        """Load the newest checkpoint that is whole; prints which ones it passes over, and returns its step."""
         found, cut_off = self._ranks.on_first(lambda: (_step_folders(self._run), _partials(self._run)))
         passed: list[Path] = []
         for partial in cut_off:
             self._say(f"passed over {partial}: its save was cut off")
         for folder in reversed(found):
-            has_checksums, damage = self._on_all(self._check, folder)
-            step = 0
+            _, damage = self._on_all(self._check, folder)
             if not damage:
-                if not has_checksums:
-                    self._say(f"{folder} has no {CHECKSUMS}, so that damage in it may go unnoticed")
-                step, damage = self._on_all(self._load if has_checksums else self._load_unchecked, folder)
+                step, damage = self._on_all(self._load, folder)
             if not damage:
                 self._ranks.on_first(lambda: _set_aside(passed))
                 return step
@@ -206,7 +203,7 @@ class Checkpointer:
         raise FileNotFoundError(f"nothing to resume in {self._run}: it has no checkpoint that can be read")
 
     def _on_all(self, act: Callable[[Path], Result], folder: Path) -> tuple[Result, str]:
-        """What `act` gives, and the damage that it found on any rank; any other error of a rank is one of all."""
+        """What `act` returns, and the damage that it found on any rank; another error of one rank is raised on all."""
         result: Any = None
         error: Exception | None = None
         try:
@@ -262,26 +259,16 @@ class Checkpointer:
         for old in list_checkpoints(self._run)[: -self._keep]:
             shutil.rmtree(old)
 
-    def _check(self, folder: Path) -> bool:
-        """Compare this rank's share of the files with their checksums; whether there are any."""
+    def _check(self, folder: Path) -> None:
+        """Compare this rank's share of the files with their checksums."""
         if not _is_complete(folder):
             raise DamagedFile(f"it has no {_COMPLETE}, so its save was cut off")
-        ranks = 1 if self._ranks.mesh is None else self._ranks.mesh.size()
         if not (folder / CHECKSUMS).is_file():
-            sum_files(folder, _files(folder)[self._ranks.rank :: ranks])  # an error of the disk shows here
-            return False
+            raise DamagedFile(f"{CHECKSUMS} is missing")
         sums = read_checksums(folder / CHECKSUMS)
+        ranks = 1 if self._ranks.mesh is None else self._ranks.mesh.size()
         own = sorted(sums, key=lambda name: sums[name].bytes)[self._ranks.rank :: ranks]
         deque(checking(folder, {name: sums[name] for name in own}), maxlen=0)
-        return True
-
-    def _load_unchecked(self, folder: Path) -> int:
-        try:
-            return self._load(folder)
-        except Exception as error:
-            if not _may_be_damage(error):
-                raise
-            raise DamagedFile(_line(error)) from error
 
     def _load(self, folder: Path) -> int:
         from dilated_attention_pytorch.train.shards import load_shards
@@ -312,14 +299,6 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _may_be_damage(error: Exception) -> bool:
-    """Whether an error of reading may come from what a file holds, rather than from the disk or the memory."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
-        return False
-    # PyTorch has no class of its own for main memory.
-    return not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error)
-
-
 def _open_partial(run: Path, folder: Path) -> Path:
     """Sweep what killed saves left, and make the folder in which `folder` is prepared."""
     for stale in _partials(run):
@@ -331,7 +310,7 @@ def _open_partial(run: Path, folder: Path) -> Path:
 
 
 def _set_aside(passed: list[Path]) -> None:
-    """Rename damaged checkpoints once an older one is loaded, lest they count among the newest that are kept."""
+    """Rename damaged checkpoints after an older one is loaded, so that they do not count among the newest."""
     for folder in passed:
         aside = folder.with_name(f"{_DAMAGED}{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
@@ -341,7 +320,7 @@ def _set_aside(passed: list[Path]) -> None:
 
 @contextmanager
 def naming_a_full_disk(run: Path, what: str) -> Iterator[None]:
-    """Around writing `what` into a run's folder: a full disk is named, with what is kept; other errors go on as is."""
+    """Around writing `what` into a run's folder: the error of a full disk also names the last checkpoint."""
     try:
         yield
     except OSError as error:

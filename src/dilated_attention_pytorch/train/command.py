@@ -16,6 +16,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from dilated_attention_pytorch.core.checks import check_whole
+from dilated_attention_pytorch.core.environment import under_torchrun, world_size
 from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.core.reach import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions
@@ -32,7 +33,7 @@ from dilated_attention_pytorch.train.config import (
     read_settings,
     settings_of,
 )
-from dilated_attention_pytorch.train.engine import RESTARTABLE, Stopped, torchrun_arguments, under_torchrun
+from dilated_attention_pytorch.train.engine import RESTARTABLE, Stopped, torchrun_arguments
 from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, expand_presets
 from dilated_attention_pytorch.train.stages import Stage, read_stages
@@ -139,7 +140,7 @@ def run_command(arguments: Sequence[str]) -> None:
         fields = {field.name: getattr(before, field.name) for field in dataclasses.fields(before)}
         config = _with_flags(fields, flags)
     else:
-        started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks or 1
+        started = ranks or world_size()
         config = _begin(flags, given, {} if options is None else settings_of(options, started))
     resume: bool | Literal["auto"] = "auto" if auto_resume else resuming
     if ranks is None:

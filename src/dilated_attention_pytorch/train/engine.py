@@ -1,6 +1,6 @@
-"""The ranks of a run: how they are started, laid out on a mesh of named axes, and share one model.
+"""The ranks of a run: they join, lie on a mesh of named axes, and share one model.
 
-A process that torchrun did not start is a run of one rank: no process group, no wrapper, every method below is local.
+A process that torchrun did not start is a run of one rank: no process group, no wrapper, every method is local.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from dilated_attention_pytorch.core.environment import (
+    local_rank,
+    torchrun_cannot_restart_gloo,
+    torchrun_restarts,
+    under_torchrun,
+)
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.group import Place
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
@@ -34,7 +40,7 @@ Result = TypeVar("Result")
 # gloo recovers a killed rank only if torchrun does not lend its own store to the workers.
 RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-# Runs of this process so far; ranks train the same ones in the same order.
+# Runs of this process so far; ranks train the same runs in the same order.
 _joined = itertools.count()
 
 
@@ -58,30 +64,30 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes and speaks for all."""
+        """Whether this rank writes and prints for all."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch is this rank's."""
+        """The number of this rank's part of a batch."""
         return 0 if self.mesh is None else self.mesh.get_local_rank("data")
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts a batch goes."""
+        """The number of parts of a batch."""
         return self.axis("data")
 
     @property
     def token_rank(self) -> int:
-        """Which part of a batch's tokens is this rank's; ranks that share heads have the same."""
+        """The number of this rank's part of the tokens; ranks that share heads have the same."""
         return 0 if self.mesh is None else _token_mesh(self.mesh).get_local_rank()
 
     def axis(self, name: str) -> int:
-        """How many ranks there are along an axis."""
+        """The number of ranks along an axis."""
         return 1 if self.mesh is None else self.mesh[name].size()
 
     def part(self, batch: Tensor) -> Tensor:
-        """This rank's tokens of a batch `(B, N)` that all ranks drew alike: of some sequences, a shard of each."""
+        """This rank's tokens of a batch `(B, N)` that all ranks drew alike: a shard of each of its sequences."""
         batch = batch.chunk(self.data_ranks)[self.data_rank]
         shards = Shards(even_lengths(batch.shape[1], self.axis("sequence")))
         first, last = shards.bounds(0 if self.mesh is None else self.mesh.get_local_rank("sequence"))
@@ -90,7 +96,7 @@ class Ranks:
     def share(self, model: LongNetLM, engine: Engine) -> nn.Module:
         """The model as the ranks train it: parameters sharded (`fsdp`), or copied with averaged gradients (`ddp`).
 
-        Gradients are averages over the ranks that have tokens of their own; `deepspeed` is left to shard and average.
+        Gradients are averages over the ranks that have their own tokens; DeepSpeed shards and averages by itself.
         """
         if self.mesh is None:
             return model
@@ -103,7 +109,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: ranks exchange gradients with the `last` one of a step only."""
+        """Around forward and backward of a micro-batch: ranks exchange gradients only with the `last` one of a step."""
         if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
             with model.no_sync():
                 yield
@@ -116,14 +122,13 @@ class Ranks:
         yield
 
     def clip_gradients(self, model: nn.Module, limit: float, scale: float = 1.0) -> float:
-        """Free the gradients of a loss scale, and cut them so that their norm over all ranks is at most `limit`.
+        """Divide the gradients by a loss scale, and clip their norm over all ranks to `limit`.
 
-        Returns the norm before that, without the scale.
+        Returns the norm before clipping, without the scale.
         """
         from torch.distributed.tensor import DTensor
 
         limit *= scale
-
         shards: dict[int, list[Tensor]] = {}  # by how many ranks have the same one
         for gradient in (parameter.grad for parameter in model.parameters()):
             if isinstance(gradient, DTensor):
@@ -149,7 +154,7 @@ class Ranks:
         return norm.item() / scale
 
     def bytes_received(self, branches: int) -> list[int]:
-        """What came over the wire for each branch since this was last asked; nothing where tokens are not shared."""
+        """Bytes received per branch since the last call; an empty list where ranks do not share sequences."""
         if self.axis("sequence") == 1:
             return []
         assert self.mesh is not None
@@ -193,13 +198,13 @@ class Ranks:
         return told[0]
 
     def fail_together(self, error: Exception | None) -> None:
-        """An error on every rank where one of them has one."""
+        """Raise on every rank if one of them has an error."""
         failures = [reason for reason in self.gather_objects(error and str(error)) if reason]
         if failures:
             raise OSError(failures[0]) from error
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """An error on every rank, at once, where a rank has another value than the first."""
+        """Raise on every rank if one of them has another value than the first."""
         found = self.gather_objects(dict(values))
         for rank, others in enumerate(found):
             for name, other in others.items():
@@ -210,7 +215,7 @@ class Ranks:
 
 
 def _that_travels(error: Exception) -> Exception:
-    """The error, or what it says if it cannot be pickled: the other ranks would wait for it."""
+    """The error, or its text if it cannot be pickled: the other ranks would wait for it."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever a class of another library does
@@ -222,11 +227,6 @@ def _divide(gradients: Mapping[int, list[Tensor]], scale: float) -> None:
     if scale != 1.0:
         for alike in gradients.values():
             torch._foreach_div_(alike, scale)
-
-
-def under_torchrun() -> bool:
-    """Whether the environment describes a rank of a group, as torchrun sets it."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 @contextlib.contextmanager
@@ -250,7 +250,7 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
     if chosen.type == "cuda":
         if ":" in device:
             raise ValueError(f"each rank takes the GPU of its own number on its machine: say cuda, not {device}")
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        chosen = torch.device("cuda", local_rank())
         torch.cuda.set_device(chosen)
     # Numbers and checkpoints travel between CPUs, so gloo is there beside NCCL.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
@@ -263,18 +263,13 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
     # A prefix of its own: the store outlives a group, and gloo would connect a second run to the first one's addresses.
     store = dist.PrefixStore(f"run-{next(_joined)}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if (
-        rank == 0
-        and chosen.type == "cpu"
-        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    ):
+    if rank == 0 and chosen.type == "cpu" and torchrun_cannot_restart_gloo():
         setting = " ".join(f"{name}={value}" for name, value in RESTARTABLE.items())
         print(f"torchrun cannot restart ranks on gloo: start it with {setting} in its environment", file=sys.stderr)
-    mesh = build_mesh(chosen.type, {"data": world // (sequence * tensor), "sequence": sequence, "tensor": tensor})
+    shape = (world // (sequence * tensor), sequence, tensor)
+    mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=("data", "sequence", "tensor"))
     try:
-        yield Ranks(device=chosen, rank=rank, restarts=restarts, timeout=patience, mesh=mesh)
+        yield Ranks(device=chosen, rank=rank, restarts=torchrun_restarts(), timeout=patience, mesh=mesh)
     except Stopped:
         _leave()
         raise
@@ -298,14 +293,6 @@ def _leave() -> None:
     # DeepSpeed, if it was used, remembers the group.
     comm = sys.modules.get("deepspeed.comm")
     (dist if comm is None or not comm.is_initialized() else comm).destroy_process_group()
-
-
-def build_mesh(device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
-    """The ranks on named axes, the last axis on neighbours: `{"data": 4, "sequence": 2}` takes eight."""
-    if math.prod(axes.values()) != dist.get_world_size():
-        sizes = " x ".join(f"{name} {size}" for name, size in axes.items())
-        raise ValueError(f"the axes of a mesh must take all ranks: {sizes} does not make {dist.get_world_size()}")
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _token_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,14 +1,13 @@
-"""Training recipes for a loop of one's own: models prepared by size, accumulated gradients, stages.
+"""Training recipes for your own loop: models prepared by size, accumulated gradients, stages.
 
-What all of them take and give:
+Common to all of them:
 
-- A batch is a mapping with `input_ids` `(B, N)`, and perhaps `labels` `(B, N)`: what each position should predict, -100
-  where nothing counts. Without labels it is the token that follows. `seqlens`, `cu_seqlens` or `key_padding_mask` go to
-  the model, and then labels are stated.
-- `model(input_ids)` gives scores `(B, N, vocabulary)`, of which the loss is the cross-entropy; or
-  `compute_loss(output, labels)` is the mean loss of a batch.
-- Precision, and whatever else a step does about memory, are the model's `MemoryOptions`: those that `optimize_*` and
-  `enable_*` gave it, or `options`.
+- A batch is a mapping with `input_ids` `(B, N)` and optionally `labels` `(B, N)`: what each position should predict,
+  -100 where nothing counts. The default label is the token that follows. `seqlens`, `cu_seqlens` or
+  `key_padding_mask` are passed to the model; a batch that has one of them must have labels.
+- `model(input_ids)` returns scores `(B, N, vocabulary)`, and the loss is their cross-entropy; or
+  `compute_loss(output, labels)` returns the mean loss of a batch.
+- The model's `MemoryOptions` decide precision and memory: those that `optimize_*` and `enable_*` gave it, or `options`.
 
 `dilated-attention train` is the loop that also resumes, shares the work among ranks and reports.
 """
@@ -25,13 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, check_divides, checked
+from dilated_attention_pytorch.core.environment import under_torchrun
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.replacement import replace_attention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
-from dilated_attention_pytorch.train.engine import Ranks, under_torchrun
+from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import (
     MemoryOptions,
     loss,
@@ -48,6 +48,7 @@ Batch = Mapping[str, Any]
 ComputeLoss = Callable[[Any, Tensor], Tensor]
 _LENGTHS = ("seqlens", "cu_seqlens", "key_padding_mask")
 _REMEMBERED = "memory_options"
+_SEED = {"least": -(2**63), "most": 2**63 - 1}
 
 
 @checked()
@@ -59,13 +60,13 @@ def optimize_small_model(
     dilation_rates: Sequence[int] | None = None,
     **changes: Any,
 ) -> nn.Module:
-    """Prepare a model of up to about 350M parameters, in place, for training on the device it is on.
+    """Prepare a model of up to about 350M parameters, in place, for training on its device; returns the model.
 
-    Activations fill the memory, so they are computed again in backward; products are in the hardware's precision; on a
-    GPU, layers are compiled. `changes` are fields of `MemoryOptions`, as they are to be. Returns the model.
+    Activations fill the memory, so they are computed again in backward. Products have the hardware's precision. On a
+    GPU, layers are compiled. `changes` are fields of `MemoryOptions` that override these choices.
 
-    The model is any that has dilated attention; with `segment_lengths` and `dilation_rates`, `replace_attention` first
-    puts it in the place of `nn.MultiheadAttention`. So it is for the other sizes.
+    The model is any model with dilated attention. With `segment_lengths` and `dilation_rates`, `replace_attention`
+    first puts it in place of `nn.MultiheadAttention`. The functions for the other sizes do the same.
 
     >>> sizes = {"d_model": 32, "num_heads": 4, "num_layers": 2, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
     >>> optimize_small_model(LongNetLM(**sizes), hardware="cpu").gradient_checkpointing
@@ -75,7 +76,7 @@ def optimize_small_model(
     compiled = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}
     if not hardware_preset(hardware, _device_of(model)).is_gpu or "compile" in changes:
         compiled = {}
-    return _optimized(model, "small", hardware, {**compiled, **changes})
+    return _prepare(model, _chosen("small", model, hardware, {**compiled, **changes}), hardware)
 
 
 @checked()
@@ -88,9 +89,9 @@ def optimize_medium_model(
     dilation_rates: Sequence[int] | None = None,
     **changes: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Prepare a model of about 350M to 1.3B parameters, and make its AdamW, on a GPU one of 8 bits.
+    """Prepare a model of about 350M to 1.3B parameters, and make its AdamW; on a GPU, the 8-bit one.
 
-    With `use_cpu_offload`, what is kept for backward lies in host memory. `changes` are fields of `MemoryOptions`.
+    With `use_cpu_offload`, host memory keeps what backward needs. `changes` are fields of `MemoryOptions`.
     """
     model = _dilated(model, segment_lengths, dilation_rates)
     return _with_adamw(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
@@ -108,12 +109,12 @@ def optimize_large_model(
     clip_norm: float = 1.0,
     **changes: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Prepare a model of 1.3B parameters or more, whose parameters and optimizer fill the memory; give both.
+    """Prepare a model of 1.3B parameters or more, whose parameters and optimizer fill the memory; returns both.
 
-    With DeepSpeed, under torchrun, ZeRO stage 2 shards gradients and optimizer, and updates in host memory: the model
-    is DeepSpeed's engine, which makes steps of its own (`engine.backward(loss)`, `engine.step()`), on batches of
-    `batch_size` a rank, with gradients clipped to `clip_norm`. Without it the optimizer is an AdamW, on a GPU one of 8
-    bits, and steps are the caller's.
+    With DeepSpeed, under torchrun, ZeRO stage 2 shards gradients and optimizer, and updates in host memory. The
+    returned model is DeepSpeed's engine, which makes its own steps (`engine.backward(loss)`, `engine.step()`) on
+    batches of `batch_size` per rank, with gradients clipped to `clip_norm`. Without DeepSpeed the optimizer is AdamW,
+    on a GPU the 8-bit one, and the caller makes the steps.
     """
     model = _dilated(model, segment_lengths, dilation_rates)
     if not use_deepspeed:
@@ -147,20 +148,20 @@ def optimize_large_model(
 
 @checked()
 def enable_fp8_training(model: nn.Module) -> nn.Module:
-    """Let the products of a model's linear layers run in float8, and others in bfloat16, in place; returns the model.
+    """Compute the products of a model's linear layers in float8, and others in bfloat16; in place, returns the model.
 
-    Parameters stay in float32, and each product scales its factors. Needs a GPU of compute capability 9.0 (H100) or
-    newer, and torchao. It is faster than bfloat16 only where layers are compiled and wide.
+    Parameters stay in float32, and each product scales its factors. Needs torchao and a GPU of compute capability 9.0
+    (H100) or newer.
     """
     return _enable(model, {"float8": True})
 
 
 @checked()
 def enable_structured_sparsity(model: nn.Module, sparsity_ratio: float = 0.5) -> nn.Module:
-    """Let two of four neighbouring weights of the feed-forward networks count, in place; returns the model.
+    """Use two of four neighbouring weights of the feed-forward networks, in place; returns the model.
 
-    They are the larger ones, chosen anew in every step, so that half of the products' work falls away on a GPU of
-    compute capability 8.0 or newer, in cuSPARSELt. The hardware knows no other `sparsity_ratio` than a half.
+    Every step chooses the two larger ones, which halves the work of the products. Needs cuSPARSELt and a GPU of compute
+    capability 8.0 or newer, which knows no other `sparsity_ratio` than 0.5.
     """
     if sparsity_ratio != 0.5:
         raise ValueError(
@@ -171,7 +172,7 @@ def enable_structured_sparsity(model: nn.Module, sparsity_ratio: float = 0.5) ->
 
 
 def options_of(model: nn.Module) -> MemoryOptions | None:
-    """What `optimize_*` and `enable_*` did to a model, also within DDP or DeepSpeed's engine; None if nothing."""
+    """The options that `optimize_*` and `enable_*` gave a model, also within DDP or DeepSpeed's engine, or None."""
     inner: Any = model
     while not hasattr(inner, _REMEMBERED) and isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module
@@ -191,11 +192,11 @@ def gradient_accumulation_training(
     clip_norm: float | None = None,
     options: MemoryOptions | None = None,
 ) -> list[float]:
-    """Go through a loader of small batches, and step along the gradient of large ones; gives the loss of every step.
+    """Step along the gradient of large batches that a loader delivers in small ones; returns the loss of every step.
 
     A step has the gradient of the mean over all labels of `target_batch_size` sequences, however they are spread over
-    the small batches. What is left over at the end is a step as well, of fewer sequences. A `scaler` that is enabled
-    means float16, unless the model or `options` say otherwise.
+    the small batches. The last step has the sequences that are left. A `scaler` that is enabled means float16, unless
+    the model or `options` say otherwise.
     """
     check_divides("actual_batch_size", actual_batch_size, "target_batch_size", target_batch_size)
     step = _Step(model, optimizer, scaler, options, compute_loss, clip_norm)
@@ -233,35 +234,16 @@ def gradient_accumulation_training(
 
 def hierarchical_training_schedule() -> list[dict[str, Any]]:
     """Three stages of growing length, for `train_hierarchically`."""
-    return [
-        {
-            "max_seq_len": 4096,
-            "segment_lengths": [1024, 2048],
-            "dilation_rates": [1, 2],
-            "epochs": 10,
-            "batch_size": 8,
-            "learning_rate": 1e-4,
-        },
-        {
-            "max_seq_len": 8192,
-            "segment_lengths": [2048, 4096],
-            "dilation_rates": [1, 2],
-            "epochs": 15,
-            "batch_size": 4,
-            "learning_rate": 5e-5,
-        },
-        {
-            "max_seq_len": 16384,
-            "segment_lengths": [2048, 4096, 8192],
-            "dilation_rates": [1, 2, 4],
-            "epochs": 20,
-            "batch_size": 2,
-            "learning_rate": 2e-5,
-        },
-    ]
+    names = ("max_seq_len", "segment_lengths", "dilation_rates", "epochs", "batch_size", "learning_rate")
+    stages = (
+        (4096, [1024, 2048], [1, 2], 10, 8, 1e-4),
+        (8192, [2048, 4096], [1, 2], 15, 4, 5e-5),
+        (16384, [2048, 4096, 8192], [1, 2, 4], 20, 2, 2e-5),
+    )
+    return [dict(zip(names, stage)) for stage in stages]
 
 
-@checked(warmup_steps=SIZE, clip_norm=POSITIVE, seed={"least": -(2**63), "most": 2**63 - 1})
+@checked(warmup_steps=SIZE, clip_norm=POSITIVE, seed=_SEED)
 def train_stage(
     model: nn.Module,
     dataset: Sequence[Batch],
@@ -274,16 +256,16 @@ def train_stage(
     clip_norm: float | None = 1.0,
     seed: int = 0,
 ) -> list[float]:
-    """Train one stage, and give the loss of every step.
+    """Train one stage; returns the loss of every step.
 
     Args:
         model: has the stage's pattern already, by `update_attention_config`.
-        dataset: items, each one sequence: `input_ids` `(N,)` and perhaps `labels` `(N,)`. Sequences longer than the
-            stage's are cut into several; every epoch has all of them, in an order of its own.
+        dataset: items, each one sequence: `input_ids` `(N,)` and optionally `labels` `(N,)`. Sequences longer than the
+            stage's are cut into several; every epoch has all of them, in its own order.
         stage_config: a `Stage`, or a mapping with `max_seq_len`, `segment_lengths`, `dilation_rates`, `epochs` (or
             `steps`), `batch_size` and `learning_rate`, from which a cosine leads down to a tenth.
         optimizer: AdamW by default, as the model's options have it.
-        seed: of the order.
+        seed: decides the order.
     """
     length = Stage.of(stage_config, sequences=1).sequence_length
     sequences = [piece for item in dataset for piece in _pieces(item, length)]
@@ -309,19 +291,22 @@ def train_stage(
     return losses
 
 
-@checked()
+@checked(warmup_steps=SIZE, clip_norm=POSITIVE, seed=_SEED)
 def train_hierarchically(
     model: nn.Module,
     datasets: Sequence[Sequence[Batch]],
     schedule: Sequence[Mapping[str, Any] | Stage],
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    compute_loss: ComputeLoss | None = None,
     options: MemoryOptions | None = None,
-    **settings: Any,
+    warmup_steps: int = 0,
+    clip_norm: float | None = 1.0,
+    seed: int = 0,
 ) -> list[list[float]]:
-    """Train the stages of a schedule one after the other, on a dataset each; gives the losses of each stage.
+    """Train the stages of a schedule one after the other, each on its own dataset; returns the losses of each stage.
 
-    Weights and the optimizer's state carry over from stage to stage; `settings` are others of `train_stage`.
+    Weights and the optimizer's state carry over from stage to stage. The other arguments are those of `train_stage`.
     """
     if len(datasets) != len(schedule):
         raise ValueError(f"every stage has a dataset of its own, got {len(datasets)} for {len(schedule)} stages")
@@ -333,12 +318,20 @@ def train_hierarchically(
     for number, (dataset, stage) in enumerate(zip(datasets, schedule), start=1):
         print(f"Training Stage {number}: {Stage.of(stage, sequences=1).sequence_length} tokens")
         update_attention_config(model, stage)
-        losses.append(train_stage(model, dataset, stage, optimizer=optimizer, options=options, **settings))
+        losses.append(
+            train_stage(
+                model,
+                dataset,
+                stage,
+                optimizer=optimizer,
+                compute_loss=compute_loss,
+                options=options,
+                warmup_steps=warmup_steps,
+                clip_norm=clip_norm,
+                seed=seed,
+            )
+        )
     return losses
-
-
-def _optimized(model: nn.Module, kind: Kind, hardware: str, changes: Mapping[str, Any]) -> nn.Module:
-    return _prepare(model, _chosen(kind, model, hardware, changes), hardware)
 
 
 def _with_adamw(

@@ -7,7 +7,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.files import check_files
@@ -18,38 +18,6 @@ TOKENIZER = "tokenizer.json"  # its name in a run's folder and its checkpoints
 _CUTS = (re.compile(rb"\n(?=\S)"), re.compile(rb"\S(?=\s)"), re.compile(rb"(?s).(?![\x80-\xbf])"))
 
 
-class TextStream(Protocol):
-    """Tokens to text, one at a time; text comes when its characters are complete."""
-
-    def step(self, token: int) -> str: ...
-
-    def end(self) -> str:
-        """What is left, be it complete or not."""
-        ...
-
-
-class Tokenizer(Protocol):
-    """What data, samples and generation ask of a tokenizer."""
-
-    vocab_size: int
-    fingerprint: str  # the same for the same tokens
-    content: bytes | None  # of the file that is saved with a run
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def encode_pieces(self, pieces: Sequence[bytes]) -> Sequence[Sequence[int]]:
-        """The tokens of each piece of a text."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def stream(self) -> TextStream: ...
-
-    def cut(self, text: bytes, least: int) -> int:
-        """Where to cut a text of which `least` bytes or a little more are to go together."""
-        ...
-
-
 class ByteTokenizer:
     """Every byte is its own token.
 
@@ -58,26 +26,30 @@ class ByteTokenizer:
     """
 
     vocab_size = 256
-    fingerprint = "bytes"
-    content: bytes | None = None
+    fingerprint = "bytes"  # the same for the same tokens
+    content: bytes | None = None  # of the file that is saved with a run
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> Sequence[Sequence[int]]:
+        """The tokens of each piece of a text."""
         return pieces
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
 
-    def stream(self) -> TextStream:
+    def stream(self) -> _ByteStream:
         return _ByteStream()
 
     def cut(self, text: bytes, least: int) -> int:
+        """Where to cut a text so that at least `least` bytes, or a few more, stay together."""
         return least
 
 
 class _ByteStream:
+    """Tokens to text, one at a time; text comes when its characters are complete."""
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -85,27 +57,26 @@ class _ByteStream:
         return self._decoder.decode(bytes([token]))
 
     def end(self) -> str:
+        """The rest, complete or not."""
         return self._decoder.decode(b"", final=True)
 
 
 class FileTokenizer:
-    """The tokenizer in a `tokenizer.json`, read whole, so that the file may go."""
-
-    content: bytes | None
+    """The tokenizer in a `tokenizer.json`, which is read whole, so that the file may go."""
 
     def __init__(self, path: Path) -> None:
         try:
-            content = path.read_bytes()
+            self.content = path.read_bytes()
         except OSError as error:
             raise type(error)(f"cannot read the tokenizer {path}: {error.strerror}") from None
-        self.content, self._tokenizer = content, _parse(content, path)
+        self._tokenizer = _parse(self.content, path)
         # A file may ask for them; both would change the text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         if self.vocab_size < 1:
-            raise ValueError(f"the tokenizer {path} has an empty vocabulary: train it before")
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+            raise ValueError(f"the tokenizer {path} has an empty vocabulary: train it first")
+        self.fingerprint = hashlib.sha256(self.content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -117,7 +88,7 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
-    def stream(self) -> TextStream:
+    def stream(self) -> _FileStream:
         return _FileStream(self._tokenizer)
 
     def cut(self, text: bytes, least: int) -> int:
@@ -147,6 +118,9 @@ class _FileStream:
         return whole[len(self._shown) :] if whole.startswith(self._shown) else ""
 
 
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
 def read_tokenizer(path: str | Path | None) -> Tokenizer:
     """The tokenizer in a file; that of bytes for None."""
     return ByteTokenizer() if path is None else FileTokenizer(Path(path))
@@ -167,7 +141,7 @@ def saved_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def run_tokenizer(path: str | None, run: Path, vocab_size: int, *, resuming: bool) -> Tokenizer:
-    """The tokenizer that training in the folder `run` is to use: a resumed run's own copy of the file at `path`."""
+    """The tokenizer of a run: that of the file at `path`, or the run's own copy of it when the run is resumed."""
     if path is None:
         return ByteTokenizer()
     if not resuming:

@@ -1,0 +1,31 @@
+"""The environment variables that the package reads, one function per question."""
+
+from __future__ import annotations
+
+import os
+
+
+def under_torchrun() -> bool:
+    """Whether the environment describes a rank of a group, as torchrun sets it."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def world_size() -> int:
+    """The number of ranks that torchrun started; 1 without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+
+
+def local_rank() -> int:
+    """The number of this rank on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def torchrun_restarts() -> int:
+    """How often torchrun has restarted the ranks."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def torchrun_cannot_restart_gloo() -> bool:
+    """Whether torchrun may restart ranks, but lends them its own store, in which gloo finds the dead ones."""
+    lends = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return lends and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
