@@ -1,14 +1,13 @@
 """What one training step of a `LongNetLM` holds on a GPU, computed instead of measured.
 
 The step is written down as a ledger: every tensor of a size that counts is entered when the model, its loss or their
-backward pass makes it, and struck out when the last of autograd and Python lets go of it. The peak is the highest
-balance. Layers differ in nothing but what lies before and behind them.
+backward pass makes it, and struck out when autograd and Python release it. The peak is the highest balance.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
 from dilated_attention_pytorch.models.config import ModelConfig
@@ -24,7 +23,7 @@ _EIGHT_BIT = 2 * (1 + 4 / 256)  # bytes a parameter: two numbers, and a float32 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a step at its peak, by kind; `at` says what runs then, `host` what offloading keeps in host memory."""
+    """Bytes of a step at its peak, by kind; `at` is what runs then, `host` what offloading keeps in host memory."""
 
     parts: dict[str, int]
     at: str
@@ -36,7 +35,7 @@ class Footprint:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Of a `LongNetLM`.
+    """The number of parameters of a `LongNetLM`.
 
     >>> parameter_count(ModelConfig(vocab_size=50_304))
     123781632
@@ -57,7 +56,7 @@ def _kv_width(config: ModelConfig) -> int:
 
 
 def footprint(config: ModelConfig, tokens: int, options: MemoryOptions, *, batch: int = 1) -> Footprint:
-    """What a step on `batch` sequences of `tokens` tokens holds, from the second step on, when the optimizer has state.
+    """What a step on `batch` sequences of `tokens` tokens holds, once the optimizer has its state.
 
     `peak` is what PyTorch's allocator hands out. A GPU needs more than that: see `needed`.
 
@@ -77,12 +76,12 @@ def footprint(config: ModelConfig, tokens: int, options: MemoryOptions, *, batch
 
 
 def needed(peak: int) -> int:
-    """The memory of a GPU on which a peak fits: blocks between blocks, and CUDA's own context."""
+    """The memory of a GPU on which a peak fits, with fragmentation and CUDA's own context."""
     return math.ceil(1.03 * peak) + (600 << 20)
 
 
 def attention_scratch(config: ModelConfig, tokens: int, batch: int, itemsize: int) -> int:
-    """Where the backward of attention sums dq, at most."""
+    """The most bytes in which the backward of attention sums dq."""
     rows = max(
         grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in config.spec.branches
     )
@@ -92,20 +91,27 @@ def attention_scratch(config: ModelConfig, tokens: int, batch: int, itemsize: in
     return min(wanted, most_scratch(4 * (config.num_heads + kv_heads) * batch * tokens * config.head_dim * itemsize))
 
 
-def _pinned(size: float) -> int:
-    """PyTorch pins host memory in powers of two."""
-    return 1 << (int(size) - 1).bit_length()
+class _Step:
+    """The ledger, and the step that writes it: entries have the number of their layer, or -1, and a name."""
 
-
-@dataclass
-class _Ledger:
-    entries: dict[tuple[int, str], int] = field(default_factory=dict)
-    layer: int = -1  # the one at work; entries of others are kept
-    balance: int = 0
-    highest: int = 0
-    snapshot: dict[str, int] = field(default_factory=dict)
-    now: str = ""
-    at: str = ""
+    def __init__(self, config: ModelConfig, rows: int, positions: int, options: MemoryOptions) -> None:
+        self.config, self.rows, self.positions, self.options = config, rows, positions, options
+        self.width, self.kv_width, self.hidden = config.d_model, _kv_width(config), config.dim_feedforward
+        # Bytes of a number: in parameters, in what layers hand on, in what a norm returns, in products.
+        self.weight = self.stream = self.norm = 2 if options.parameters == "bf16" else 4
+        self.product = 4 if options.precision == "fp32" else 2
+        # Autocast: every product converts what it is given. A factor of sizes, so that nothing is held without it.
+        self.casts = self.product != self.stream
+        heads = config.num_kv_heads or config.num_heads
+        self.wide_sums = self.product == 2 and not rounds_little(config.spec, config.spec.offsets(heads))
+        self.tile = min(options.mlp_tile, rows)
+        self.checkpointed = options.checkpointing != "none"
+        self.selective = options.checkpointing == "selective"
+        self.entries: dict[tuple[int, str], int] = {}
+        self.layer = -1  # the one at work; entries of others are kept
+        self.balance = self.highest = self.host = 0
+        self.parts: dict[str, int] = {}
+        self.now = self.at = ""
 
     def hold(self, name: str, size: float, layer: int | None = None) -> None:
         key = (self.layer if layer is None else layer, name)
@@ -113,17 +119,31 @@ class _Ledger:
         self.entries[key] = int(size)
         self.balance += int(size)
         if self.balance > self.highest:
-            self.highest, self.at, self.snapshot = self.balance, self.now, self._by_kind()
+            self.highest, self.at, self.parts = self.balance, self.now, self._by_kind()
 
     def drop(self, *names: str, layer: int | None = None) -> None:
         for name in names:
             self.balance -= self.entries.pop((self.layer if layer is None else layer, name), 0)
 
-    def add(self, name: str, size: float) -> None:
-        """Let a fixed entry grow."""
-        before = self.entries.get((-1, name), 0)
-        self.drop(name, layer=-1)
-        self.hold(name, before + size, layer=-1)
+    def make(self, name: str, width: float, size: int, *done: str) -> None:
+        """Hold a row of `width` numbers per token; then drop what is done with."""
+        self.hold(name, self.rows * width * size)
+        self.drop(*done)
+
+    def briefly(self, name: str, size: float) -> None:
+        self.hold(name, size)
+        self.drop(name)
+
+    def widen(self, name: str, width: int) -> None:
+        """Under autocast the gradient of a converted input is converted back."""
+        if self.casts:
+            self.make(f"{name}, wide", width, self.stream, name)
+            self.entries[self.layer, name] = self.entries.pop((self.layer, f"{name}, wide"))
+
+    def add_gradients(self, size: float) -> None:
+        before = self.entries.get((-1, "gradients"), 0)
+        self.drop("gradients", layer=-1)
+        self.hold("gradients", before + size, layer=-1)
 
     def _by_kind(self) -> dict[str, int]:
         kinds = dict.fromkeys(KINDS, 0)
@@ -132,319 +152,205 @@ class _Ledger:
             kinds[name if name in _FIXED else "temporary" if own else "kept"] += size
         return kinds
 
-
-class _Step:
-    def __init__(self, config: ModelConfig, rows: int, positions: int, options: MemoryOptions) -> None:
-        self.config, self.rows, self.positions, self.options = config, rows, positions, options
-        self.ledger = _Ledger()
-        self.width, self.kv_width, self.hidden = config.d_model, _kv_width(config), config.dim_feedforward
-        # Bytes of a number: in parameters, in what layers hand on, in what a norm returns, in products.
-        self.weight = self.stream = self.norm = 2 if options.parameters == "bf16" else 4
-        self.product = 4 if options.precision == "fp32" else 2
-        self.casts = self.product != self.stream  # autocast: every product converts what it is given
-        heads = config.num_kv_heads or config.num_heads
-        self.wide_sums = self.product == 2 and not rounds_little(config.spec, config.spec.offsets(heads))
-        self.host = 0
-
-    def of(self, width: float, size: int) -> float:
-        return self.rows * width * size
-
     def run(self) -> Footprint:
-        ledger, config, E = self.ledger, self.config, self.width
+        config, E = self.config, self.width
         count = parameter_count(config)
-        ledger.hold("weights", count * self.weight)
-        state = 2 * self.weight if self.options.optimizer == "adamw" else _EIGHT_BIT
-        ledger.hold("optimizer", count * state)
-        ledger.hold("tokens", self.rows * 24)
-        if config.positions != "none":
-            tables = 3 if config.positions == "xpos" else 2
-            ledger.hold("rotation", self.positions * config.head_dim // 2 * 4 * tables)
-        ledger.now = "forward of the embedding"
-        ledger.hold("looked up", self.of(E, self.stream))
-        ledger.hold("x", self.of(E, self.stream), layer=0)
-        ledger.drop("looked up")
-        checkpointed = self.options.checkpointing != "none"
-        for layer in range(config.num_layers):
-            ledger.layer = layer
-            if self.options.offload and layer >= LAYERS_ON_DEVICE:
-                self._leave(layer - LAYERS_ON_DEVICE)
-            self._forward(saves=not checkpointed)
-        ledger.layer = config.num_layers
+        self.hold("weights", count * self.weight)
+        self.hold("optimizer", count * (2 * self.weight if self.options.optimizer == "adamw" else _EIGHT_BIT))
+        self.hold("tokens", self.rows * 24)
+        tables = {"none": 0, "rotary": 2, "xpos": 3}[config.positions]
+        self.hold("rotation", self.positions * config.head_dim // 2 * 4 * tables)
+        self.now = "forward of the embedding"
+        self.make("looked up", E, self.stream)
+        self.hold("x", self.rows * E * self.stream, layer=0)
+        self.drop("looked up")
+        for self.layer in range(config.num_layers):
+            if self.options.offload and self.layer >= LAYERS_ON_DEVICE:
+                self.drop("x", "out", "lse", layer=self.layer - LAYERS_ON_DEVICE)
+            self._forward(saves=not self.checkpointed)
+        self.layer = config.num_layers
         self._loss()
-        if checkpointed:
+        if self.checkpointed:
             for layer in range(config.num_layers):
-                ledger.drop("weights, narrow", layer=layer)
-        for layer in reversed(range(config.num_layers)):
-            ledger.layer = layer
-            if self.casts:
-                ledger.hold("dy", self.of(E, self.product))
-            if checkpointed:
+                self.drop("weights, narrow", layer=layer)
+        for self.layer in reversed(range(config.num_layers)):
+            self.make("dy", E, self.product * self.casts)
+            if self.checkpointed:
                 if self.options.offload:
-                    self._fetch(layer)
-                    self._fetch(layer - 1)
+                    self._fetch(self.layer)
+                    self._fetch(self.layer - 1)
                 self._forward(saves=True, again=True)
             self._backward()
-        ledger.layer = -1
-        ledger.now = "backward of the embedding"
-        ledger.hold("table", config.vocab_size * E * self.weight)
-        ledger.drop("table")
-        ledger.drop("x", layer=0)
-        self._update(count)
-        return Footprint(ledger.snapshot, ledger.at, self.host)
+        self.layer = -1
+        self.now = "backward of the embedding"
+        self.briefly("table", config.vocab_size * E * self.weight)
+        self.drop("x", layer=0)
+        self.now = "update of the parameters"
+        # PyTorch's AdamW takes the root of all second moments at once; an 8-bit one goes tensor by tensor.
+        largest = max(config.vocab_size, self.hidden) * E
+        self.hold("roots", count * self.weight if self.options.optimizer == "adamw" else 2 * 4 * largest)
+        return Footprint(self.parts, self.at, self.host)
+
+    def _fetch(self, layer: int) -> None:
+        """Bring back what a layer keeps from host memory."""
+        if layer >= 0 and (layer, "x") not in self.entries:
+            for name, size in self._kept().items():
+                self.hold(name, size, layer)
+
+    def _kept(self) -> dict[str, float]:
+        """What checkpointing keeps of a layer."""
+        kept: dict[str, float] = {"x": self.rows * self.width * self.stream}
+        if self.selective:
+            kept |= {"out": self.rows * self.width * self.product, "lse": self.rows * self.config.num_heads * 4}
+        return kept
 
     # The forward pass of a layer, in the order of `DilatedTransformerEncoderLayer`. Without `saves` only Python's
-    # references hold what it makes, and a layer of which `again` runs hands nothing on.
+    # references hold what it makes, and a layer that runs `again` hands nothing on.
 
     def _forward(self, *, saves: bool, again: bool = False) -> None:
-        ledger, E, K = self.ledger, self.width, self.kv_width
-        p, n = self.product, self.norm
-        ledger.now = "forward of attention" if not again else "attention, computed again"
-        if self.casts:
-            # Autocast remembers converted weights until its context ends, and autograd those that it saves; not tiles'.
-            tiled = 2 * E * self.hidden if self.options.mlp_tile else 0
-            ledger.hold("weights, narrow", (_layer_parameters(self.config) - tiled) * p)
-        ledger.hold("norm1", self.of(E, n))
+        E, K, F, p, n = self.width, self.kv_width, self.hidden, self.product, self.norm
+        cast = p * self.casts
+
+        def unless_saved(*names: str) -> tuple[str, ...]:
+            return () if saves else names
+
+        self.now = "forward of attention" if not again else "attention, computed again"
+        # Autocast remembers converted weights until its context ends, and autograd those that it saves; not tiles'.
+        tiled = 2 * E * F if self.tile else 0
+        self.hold("weights, narrow", (_layer_parameters(self.config) - tiled) * cast)
+        self.make("norm1", E, n)
         for name, width in (("q", E), ("k", K), ("v", K)):
-            if self.casts:
-                ledger.hold(f"input of {name}", self.of(E, p))
-            ledger.hold(name, self.of(width, p))
-            if not saves:
-                ledger.drop(f"input of {name}")
+            self.make(f"input of {name}", E, cast)
+            self.make(name, width, p, *unless_saved(f"input of {name}"))
         if self.config.positions != "none":
             for name, width in (("q", E), ("k", K)):
-                ledger.hold("halves, and both", self.of(2 * width, 4))
-                ledger.drop("halves, and both")
-                ledger.hold(f"{name} turned", self.of(width, p))
-            ledger.drop("q", "k")
-        kept = again and self.options.checkpointing == "selective"
-        if not kept:
-            if self.wide_sums:
-                ledger.hold("sums", self.of(E, 4))
-            ledger.hold("out", self.of(E, p))
-            ledger.hold("lse", self.of(self.config.num_heads, 4))
-            ledger.drop("sums")
-        if self.casts:
-            ledger.hold("out, wide", self.of(E, 4))
-        ledger.hold("attention's norm", self.of(E, n))
-        keeps_attention = not again and self.options.checkpointing == "selective"
-        if not saves and not keeps_attention:
-            ledger.drop("out", "lse")
-        if not saves:
-            ledger.drop("out, wide")
-        if self.casts:
-            ledger.hold("input of out_proj", self.of(E, p))
-        ledger.hold("attended", self.of(E, p))
-        if not saves:
-            ledger.drop("q", "k", "q turned", "k turned", "v", "input of out_proj", "attention's norm")
-        if self.casts or not saves:
-            ledger.drop("norm1", "attention's norm")
-        ledger.hold("x1", self.of(E, self.stream))
-        ledger.drop("attended")
-        ledger.now = "forward of the feed-forward network"
-        ledger.hold("norm2", self.of(E, n))
-        if self.options.mlp_tile:
-            self._tiled_forward(again)
-        else:
-            self._plain_forward(saves, again)
+                self.briefly("halves, and both", self.rows * 2 * width * 4)
+                self.make(f"{name} turned", width, p)
+            self.drop("q", "k")
+        if not (again and self.selective):
+            self.make("sums", E, 4 * self.wide_sums)
+            self.make("out", E, p)
+            self.make("lse", self.config.num_heads, 4, "sums")
+        self.make("out, wide", E, 4 * self.casts)
+        self.make("attention's norm", E, n, *unless_saved("out, wide"))
+        if again or not self.selective:
+            self.drop(*unless_saved("out", "lse"))
+        self.make("input of out_proj", E, cast)
+        done = ("norm1", "attention's norm") if self.casts or not saves else ()
+        self.make("attended", E, p, *unless_saved("q", "k", "q turned", "k turned", "v", "input of out_proj"), *done)
+        self.make("x1", E, self.stream, "attended")
+        self.now = "forward of the feed-forward network"
+        self.make("norm2", E, n)
+        if not self.tile:
+            self.make("input of linear1", E, cast)
+            self.make("hidden", F, p, *unless_saved("input of linear1"))
+            self.make("active", F, p, *unless_saved("hidden"))
+            self.make("active, wide", F, 4 * self.casts)
+            self.make("inner norm", F, n, *unless_saved("active, wide"))
+            self.make("input of linear2", F, cast)
+            self.make("y", E, p * (not again), *(("active", "inner norm", "norm2") if self.casts else ()))
+            self.drop(*unless_saved("active", "inner norm", "input of linear2"))
+        elif not again:  # a layer that runs again ends where the tiles would begin
+            self.make("y", E, p)
+            wide = (4 + n) if self.casts else n
+            self.briefly("tile", self.tile * (F * (p + wide + p) + E * p))
         if again:
+            self.drop("y")
             return
-        ledger.hold("x", self.of(E, self.stream), layer=ledger.layer + 1)
-        ledger.drop("y")
-        if not saves:
-            ledger.drop("x1", "norm2")
-            if self.options.offload:
-                self.host += sum(map(_pinned, self._kept_bytes()))
-
-    def _plain_forward(self, saves: bool, again: bool) -> None:
-        ledger, E, F, p = self.ledger, self.width, self.hidden, self.product
-        if self.casts:
-            ledger.hold("input of linear1", self.of(E, p))
-        ledger.hold("hidden", self.of(F, p))
-        if not saves:
-            ledger.drop("input of linear1")
-        ledger.hold("active", self.of(F, p))
-        if not saves:
-            ledger.drop("hidden")
-        if self.casts:
-            ledger.hold("active, wide", self.of(F, 4))
-        ledger.hold("inner norm", self.of(F, self.norm))
-        if not saves:
-            ledger.drop("active, wide")
-        if self.casts:
-            ledger.hold("input of linear2", self.of(F, p))
-        if not again:
-            ledger.hold("y", self.of(E, p))
-        if self.casts:
-            ledger.drop("active", "inner norm", "norm2")
-        if not saves:
-            ledger.drop("active", "inner norm", "input of linear2")
-
-    def _tiled_forward(self, again: bool) -> None:
-        if again:  # a layer that runs again ends where the tiles would begin
-            return
-        ledger, tile = self.ledger, self._tile_rows
-        ledger.hold("y", self.of(self.width, self.product))
-        wide = (4 + self.norm) if self.casts else self.norm
-        ledger.hold("tile", tile * (self.hidden * (self.product + wide + self.product) + self.width * self.product))
-        ledger.drop("tile")
+        self.hold("x", self.rows * E * self.stream, layer=self.layer + 1)
+        self.drop("y", *unless_saved("x1", "norm2"))
+        if self.options.offload:  # PyTorch pins host memory in powers of two
+            self.host += sum(1 << (int(size) - 1).bit_length() for size in self._kept().values())
 
     # The backward pass of a layer: what forward saved goes as its gradients come.
 
     def _backward(self) -> None:
-        ledger, E, K = self.ledger, self.width, self.kv_width
-        p, n, top = self.product, self.norm, ledger.layer + 1
-        weights = _layer_parameters(self.config)
-        ledger.now = "backward of the feed-forward network"
-        self._tiled_backward() if self.options.mlp_tile else self._plain_backward()
-        ledger.add("gradients", 2 * self.hidden * E * self.weight)
-        self._widen("d norm2", E)
-        ledger.hold("d x1", self.of(E, self.stream))
-        ledger.drop("d norm2", "x1", "norm2", "d x1")
-        ledger.now = "backward of attention"
+        E, K, F, p, n = self.width, self.kv_width, self.hidden, self.product, self.norm
+        self.now = "backward of the feed-forward network"
+        if self.tile:
+            self.make("d norm2", E, n)
+            held = (p + 4 + 4 + 4) if self.casts else 4 * p
+            self.hold("tile", self.tile * (F * held + E * p))
+            self.hold("sums of the weights' gradients", 2 * E * F * (4 + p))
+            self.drop("tile", "sums of the weights' gradients", "dy")
+        else:
+            self.make("d inner norm", F, p, "dy", "inner norm", "input of linear2")
+            self.widen("d inner norm", F)
+            self.make("d active", F, n, "d inner norm", "active, wide", "active")
+            if self.casts:
+                self.make("d active, narrow", F, p, "d active")
+            self.make("d hidden", F, p, "hidden", "d active", "d active, narrow")
+            self.make("d norm2", E, p, "d hidden", "input of linear1")
+        self.add_gradients(2 * F * E * self.weight)
+        self.widen("d norm2", E)
+        self.make("d x1", E, self.stream, "d norm2", "x1", "norm2", "d x1")
+        self.now = "backward of attention"
+        self.make("d attended", E, p * self.casts)
+        self.make("d norm", E, p, "d attended", "input of out_proj", "attention's norm")
+        self.widen("d norm", E)
+        self.make("d out", E, n, "d norm", "out, wide")
         if self.casts:
-            ledger.hold("d attended", self.of(E, p))
-        ledger.hold("d norm", self.of(E, p))
-        ledger.drop("d attended", "input of out_proj", "attention's norm")
-        self._widen("d norm", E)
-        ledger.hold("d out", self.of(E, n))
-        ledger.drop("d norm", "out, wide")
-        if self.casts:
-            ledger.hold("d out, narrow", self.of(E, p))
-            ledger.drop("d out")
+            self.make("d out, narrow", E, p, "d out")
         gradients = {"dk": K, "dq": E, "dv": K}
-        size = 4 if self.wide_sums else p
         for name, width in gradients.items():
-            ledger.hold(name, self.of(width, size))
-        ledger.hold("delta", self.of(self.config.num_heads, 4))
-        ledger.hold("scratch", attention_scratch(self.config, self.positions, self.rows // self.positions, p))
+            self.make(name, width, 4 if self.wide_sums else p)
+        self.make("delta", self.config.num_heads, 4)
+        self.hold("scratch", attention_scratch(self.config, self.positions, self.rows // self.positions, p))
         if self.wide_sums:
             for name, width in gradients.items():
-                ledger.hold(f"{name}, rounded", self.of(width, p))
+                self.make(f"{name}, rounded", width, p)
             for name, width in gradients.items():
-                ledger.drop(name, f"{name}, rounded")
-                ledger.hold(name, self.of(width, p))
-        ledger.drop("delta", "scratch", "q", "k", "q turned", "k turned", "v", "out", "lse", "d out", "d out, narrow")
+                self.drop(name, f"{name}, rounded")
+                self.make(name, width, p)
+        self.drop("delta", "scratch", "q", "k", "q turned", "k turned", "v", "out", "lse", "d out", "d out, narrow")
         if self.config.positions != "none":
             for name in ("dk", "dq"):
-                ledger.hold("turned back", self.of(gradients[name] * 2.5, 4))
-                ledger.drop("turned back")
-        ledger.now = "backward of the projections"
+                self.briefly("turned back", self.rows * gradients[name] * 2.5 * 4)
+        self.now = "backward of the projections"
         for name in ("v", "k", "q"):
-            ledger.hold(f"d input of {name}", self.of(E, p))
-            self._widen(f"d input of {name}", E)
-            ledger.drop(f"d{name}", f"input of {name}")
+            self.make(f"d input of {name}", E, p)
+            self.widen(f"d input of {name}", E)
+            self.drop(f"d{name}", f"input of {name}")
             if name != "v":
-                ledger.drop(f"d input of {name}")  # added to the first
-        ledger.drop("norm1", "weights, narrow")
-        ledger.hold("dx", self.of(E, self.stream))
-        ledger.drop("d input of v", "dx")
-        ledger.drop("x", layer=top)  # its gradient's place is now that of this layer's input
-        ledger.add("gradients", (weights - 2 * self.hidden * E) * self.weight)
+                self.drop(f"d input of {name}")  # added to the first
+        self.drop("norm1", "weights, narrow")
+        self.make("dx", E, self.stream, "d input of v", "dx")
+        self.drop("x", layer=self.layer + 1)  # its gradient takes the place of this layer's input
+        self.add_gradients((_layer_parameters(self.config) - 2 * F * E) * self.weight)
 
-    def _plain_backward(self) -> None:
-        ledger, E, F, p = self.ledger, self.width, self.hidden, self.product
-        ledger.hold("d inner norm", self.of(F, p))
-        ledger.drop("dy", "inner norm", "input of linear2")
-        self._widen("d inner norm", F)
-        ledger.hold("d active", self.of(F, self.norm))
-        ledger.drop("d inner norm", "active, wide", "active")
-        if self.casts:
-            ledger.hold("d active, narrow", self.of(F, p))
-            ledger.drop("d active")
-        ledger.hold("d hidden", self.of(F, p))
-        ledger.drop("hidden", "d active", "d active, narrow")
-        ledger.hold("d norm2", self.of(E, p))
-        ledger.drop("d hidden", "input of linear1")
-
-    def _tiled_backward(self) -> None:
-        ledger, E, F, p = self.ledger, self.width, self.hidden, self.product
-        ledger.hold("d norm2", self.of(E, self.norm))
-        held = (p + 4 + 4 + 4) if self.casts else 4 * p
-        ledger.hold("tile", self._tile_rows * (F * held + E * p))
-        ledger.hold("sums of the weights' gradients", 2 * E * F * (4 + p))
-        ledger.drop("tile", "sums of the weights' gradients", "dy")
-
-    def _widen(self, name: str, width: int) -> None:
-        """Under autocast the gradient of a converted input is converted back."""
-        if self.casts:
-            self.ledger.hold(f"{name}, wide", self.of(width, self.stream))
-            self.ledger.drop(name)
-            self.ledger.entries[self.ledger.layer, name] = self.ledger.entries.pop((self.ledger.layer, f"{name}, wide"))
-
-    # The head, the loss and the update.
+    # The head and the loss.
 
     def _loss(self) -> None:
-        ledger, E, V, p = self.ledger, self.width, self.config.vocab_size, self.product
-        table = V * E * self.weight
-        ledger.now = "forward of the loss"
-        ledger.hold("last norm", self.of(E, self.norm))
+        E, V, p = self.width, self.config.vocab_size, self.product
+        self.now = "forward of the loss"
+        self.make("last norm", E, self.norm)
         if self.options.loss_chunk:
             chunk = min(self.options.loss_chunk, self.rows)
-            ledger.hold("sums and targets", self.rows * 13)
-            ledger.hold("head, narrow", V * E * p if self.casts else 0)
-            # The chunk before is let go of when the next one's logits are there, wide.
+            self.hold("sums and targets", self.rows * 13)
+            self.hold("head, narrow", V * E * p * self.casts)
+            # The chunk before is released when the next one's logits are there, wide.
             narrow = p if p < 4 else 0
-            ledger.hold("chunks", chunk * (V * (4 + narrow + 4) + E * narrow))
-            ledger.drop("chunks")
-            ledger.now = "backward of the loss"
-            ledger.hold("d last norm", self.of(E, self.norm))
-            ledger.hold("sum of the head's gradient", V * E * 4)
-            ledger.hold("chunks", chunk * (V * (p + narrow + 4) + E * 2 * narrow))
-            ledger.drop("chunks")
-            ledger.hold("a chunk and its share", chunk * (V + E) * p + V * E * p)
-            ledger.drop("a chunk and its share", "sum of the head's gradient", "head, narrow")
-            ledger.drop("last norm", "sums and targets")
+            self.briefly("chunks", chunk * (V * (4 + narrow + 4) + E * narrow))
+            self.now = "backward of the loss"
+            self.make("d last norm", E, self.norm)
+            self.hold("sum of the head's gradient", V * E * 4)
+            self.briefly("chunks", chunk * (V * (p + narrow + 4) + E * 2 * narrow))
+            self.briefly("a chunk and its share", chunk * (V + E) * p + V * E * p)
+            self.drop("sum of the head's gradient", "head, narrow", "last norm", "sums and targets")
         else:
             narrow = V if p == 2 else 0
             if self.casts:
-                ledger.hold("input of head", self.of(E, p))
-                ledger.hold("head, narrow", V * E * p)
-                ledger.drop("last norm")
-            ledger.hold("logits", self.of(V, p))
-            ledger.hold("logits, wide", self.of(narrow, 4))
-            ledger.hold("log of the softmax", self.of(V, 4))
-            ledger.drop("logits", "logits, wide")
-            ledger.now = "backward of the loss"
-            ledger.hold("d log", self.of(V, 4))
-            ledger.hold("d logits, wide", self.of(V, 4))
-            ledger.drop("d log", "log of the softmax")
-            ledger.hold("d logits", self.of(narrow, p))
-            ledger.drop("d logits, wide" if narrow else "")
-            ledger.hold("d last norm", self.of(E, p))
-            ledger.drop("d logits", "d logits, wide", "last norm", "input of head", "head, narrow")
-            self._widen("d last norm", E)
-        ledger.add("gradients", table + 2 * E * self.weight)
-        ledger.hold("dx", self.of(E, self.stream))
-        ledger.drop("d last norm", "dx")  # in the place of the last layer's result
-
-    def _update(self, count: int) -> None:
-        ledger = self.ledger
-        ledger.now = "update of the parameters"
-        largest = max(self.config.vocab_size, self.hidden) * self.width
-        # PyTorch's AdamW takes the root of all second moments at once; an 8-bit one goes tensor by tensor.
-        whole = self.options.optimizer == "adamw"
-        ledger.hold("roots", count * self.weight if whole else 2 * 4 * largest)
-
-    # What checkpointing keeps, on the device or on the host.
-
-    @property
-    def _tile_rows(self) -> int:
-        return min(self.options.mlp_tile, self.rows)
-
-    def _kept_bytes(self) -> list[float]:
-        kept = [self.of(self.width, self.stream)]
-        if self.options.checkpointing == "selective":
-            kept += [self.of(self.width, self.product), self.of(self.config.num_heads, 4)]
-        return kept
-
-    def _leave(self, layer: int) -> None:
-        self.ledger.drop("x", "out", "lse", layer=layer)
-
-    def _fetch(self, layer: int) -> None:
-        ledger = self.ledger
-        if layer < 0 or (layer, "x") in ledger.entries:
-            return
-        ledger.hold("x", self.of(self.width, self.stream), layer=layer)
-        if self.options.checkpointing == "selective":
-            ledger.hold("out", self.of(self.width, self.product), layer=layer)
-            ledger.hold("lse", self.of(self.config.num_heads, 4), layer=layer)
+                self.make("input of head", E, p)
+                self.hold("head, narrow", V * E * p)
+                self.drop("last norm")
+            self.make("logits", V, p)
+            self.make("logits, wide", narrow, 4)
+            self.make("log of the softmax", V, 4, "logits", "logits, wide")
+            self.now = "backward of the loss"
+            self.make("d log", V, 4)
+            self.make("d logits, wide", V, 4, "d log", "log of the softmax")
+            self.make("d logits", narrow, p, *(("d logits, wide",) if narrow else ()))
+            self.make("d last norm", E, p, "d logits", "d logits, wide", "last norm", "input of head", "head, narrow")
+            self.widen("d last norm", E)
+        self.add_gradients(V * E * self.weight + 2 * E * self.weight)
+        self.make("dx", E, self.stream, "d last norm", "dx")  # in the place of the last layer's result
