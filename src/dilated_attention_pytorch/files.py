@@ -1,7 +1,7 @@
 """Files that appear whole or not at all, survive a power cut, and are compared with their checksums when they are read.
 
-The checksums of a folder are one small file in it, `checksums.txt`: a line per file with CRC-32, size and name, after a
-first line that is the CRC-32 of the rest. They tell damage, not intent: whoever may write the files may write them too.
+The checksums of a folder are one small file in it, `checksums.txt`: one line per file with CRC-32, size and name, after
+a first line that is the CRC-32 of the rest. They detect damage, not tampering.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 CHECKSUMS = "checksums.txt"
 _CHUNK = 1 << 22  # bytes that are read at a time
-_NEXT_TO_NOTHING = 1 << 16  # bytes; not every file system gives away its last block
+_NEXT_TO_NOTHING = 1 << 16  # bytes; not every file system hands out its last block
 
 
 class DamagedFile(ValueError):
@@ -34,7 +34,7 @@ class Checksum(NamedTuple):
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place at once: no reader sees half a file."""
+    """Let `write` fill a file beside `path`, then rename it: no reader sees half a file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("ab") as stream:
@@ -47,7 +47,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(partial, path)
         sync_folder(path.parent)
     except Exception as error:
-        # Now, for without the partial file there is room again; and not every writer says why it failed, or where.
+        # Now, because without the partial file there is room again; and not every writer says why it failed, or where.
         if is_full(path.parent, error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
@@ -56,14 +56,14 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sweep_partials(folder: Path) -> None:
-    """Remove what killed processes left of files that `write_whole` wrote; nobody else may be writing in the folder."""
+    """Remove the unfinished files of `write_whole` that killed processes left; nobody else may write in the folder."""
     for partial in folder.glob(".*.partial"):
         if partial.is_file() and not partial.name.endswith(f".{os.getpid()}.partial"):
             partial.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder, of files that were created or renamed in it, survive a power cut."""
+    """Make files that were created or renamed in a folder survive a power cut under their names."""
     if os.name == "nt":  # it opens no folders
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -86,12 +86,12 @@ def is_full(folder: Path, error: BaseException | None) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free on the disk of `folder`, which need not be there yet."""
+    """The free bytes on the disk of `folder`, which need not exist yet."""
     return shutil.disk_usage(next(known for known in (folder, *folder.parents) if known.exists())).free
 
 
 def json_line(values: Mapping[str, Any]) -> str:
-    """Values as one line of JSON, which has no number that is not finite: `null` stands for it.
+    """Values as one line of JSON; numbers that are not finite become `null`.
 
     >>> json_line({"step": 1, "loss": float("nan"), "branch_bytes": {"w64 r1": 0}})
     '{"step": 1, "loss": null, "branch_bytes": {"w64 r1": 0}}\\n'
@@ -143,7 +143,7 @@ def read_checksums(path: Path) -> dict[str, Checksum]:
 
 
 def checking(folder: Path, sums: Mapping[str, Checksum]) -> Iterator[int]:
-    """Compare files with their checksums: yields how many bytes were read each time, raises `DamagedFile`."""
+    """Compare files with their checksums: yields the bytes of each read, raises `DamagedFile`."""
     for name, noted in sums.items():
         path = folder / name
         if not path.is_file():
@@ -160,7 +160,7 @@ def checking(folder: Path, sums: Mapping[str, Checksum]) -> Iterator[int]:
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Compare those of some files in a folder that are there with the checksums beside them, where there are any."""
+    """Compare the files of these names that exist in a folder with its checksums, if it has any."""
     if not (folder / CHECKSUMS).is_file():
         return
     try:
@@ -172,7 +172,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def _summing(path: Path) -> Iterator[Checksum]:
-    """The checksum of a file as far as it has been read, again and again: the last is that of the whole."""
+    """The checksum of what has been read of a file so far, after each read: the last is that of the whole file."""
     found, buffer = Checksum(0, 0), memoryview(bytearray(_CHUNK))
     yield found
     with path.open("rb", buffering=0) as stream:

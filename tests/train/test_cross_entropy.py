@@ -81,7 +81,7 @@ def test_a_loss_without_a_row_that_counts_is_not_a_number_as_in_pytorch() -> Non
     ("change", "message"),
     [
         ({"hidden": torch.randn(4, 7)}, r"weight \(vocab, E\), got \(4, 7\) and \(9, 8\)"),
-        ({"targets": torch.zeros(3, dtype=torch.long)}, r"of shape \(4,\), one a row of hidden"),
+        ({"targets": torch.zeros(3, dtype=torch.long)}, r"of shape \(4,\), one per row of hidden"),
         ({"targets": torch.zeros(4)}, "whole numbers"),
         ({"chunk": 0}, "at least 1 row, got 0"),
         ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),

@@ -1,4 +1,4 @@
-"""Training a byte-level LongNetLM: data, checkpoints, ranks, monitors, the loop; and recipes for loops of one's own."""
+"""Training a LongNetLM: data, checkpoints, ranks, monitors, the loop; and recipes for your own loop."""
 
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.engine import Stopped

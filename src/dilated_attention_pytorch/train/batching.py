@@ -1,4 +1,4 @@
-"""Sequences of many lengths, as batches: how many go together, and how they become tensors."""
+"""Batches of sequences of many lengths: which ones go together, and how they become tensors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dilated_attention_pytorch.core.checks import (
 )
 
 Item = TypeVar("Item", bound=Mapping[str, Any])
-IGNORED = -100  # the label that counts for nothing, as in PyTorch's cross-entropy
+IGNORED = -100  # the label that PyTorch's cross-entropy ignores
 
 
 class DynamicBatcher:
     """Groups sequences of like length into batches of at most `max_tokens` tokens, padding included.
 
     Args:
-        max_tokens: of a batch: its rows times its longest row's length, rounded as `round_to_segment` has it.
-        max_batch_size: rows of a batch.
-        segment_lengths: of the model's branches.
+        max_tokens: limit of a batch: its rows times the length of its longest row, rounded by `round_to_segment`.
+        max_batch_size: the most rows of a batch.
+        segment_lengths: those of the model's branches.
 
     >>> batcher = DynamicBatcher(max_tokens=64, max_batch_size=4, segment_lengths=[8, 16])
     >>> items = [{"input_ids": list(range(n))} for n in (5, 30, 7, 16, 8)]
@@ -46,7 +46,7 @@ class DynamicBatcher:
             raise ValueError("segment_lengths must have at least one entry, got none")
 
     def get_batch_size(self, seq_len: int) -> int:
-        """How many sequences of a length go together."""
+        """The number of sequences of a length that fit into a batch."""
         if check_whole("seq_len", seq_len, least=1) > self.max_tokens:
             raise ValueError(
                 f"a sequence of {seq_len:,} tokens does not fit a batch of {self.max_tokens:,}: raise max_tokens, or "
@@ -55,7 +55,7 @@ class DynamicBatcher:
         return min(self.max_tokens // seq_len, self.max_batch_size)
 
     def round_to_segment(self, length: int) -> int:
-        """The shortest segment length that holds a sequence; beyond the longest one, a multiple of that.
+        """The shortest segment length that holds a sequence; for longer sequences, a multiple of the longest one.
 
         >>> [DynamicBatcher(segment_lengths=[8, 16]).round_to_segment(length) for length in (3, 9, 33)]
         [8, 16, 48]
@@ -67,7 +67,7 @@ class DynamicBatcher:
 
     @checked()
     def create_batches(self, dataset: Iterable[Item]) -> list[list[Item]]:
-        """Lists of items, `{"input_ids": tokens, ...}`, of one rounded length each; `collate` makes tensors of them."""
+        """Lists of items, `{"input_ids": tokens, ...}`; the items of a list have one rounded length. See `collate`."""
         groups: dict[int, list[Item]] = {}
         for item in dataset:
             length = len(check_sequence("input_ids", check_item(item)["input_ids"]))
@@ -118,7 +118,7 @@ def tokens_and_labels(item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     labels = next_tokens(tokens) if item.get("labels") is None else torch.as_tensor(item["labels"], dtype=torch.long)
     if tokens.dim() != 1 or not len(tokens) or labels.shape != tokens.shape:
         raise ValueError(
-            f"an item is one sequence, with a label a token: got input_ids {tuple(tokens.shape)} and labels "
+            f"an item is one sequence, with a label per token: got input_ids {tuple(tokens.shape)} and labels "
             f"{tuple(labels.shape)}"
         )
     return tokens, labels
@@ -132,5 +132,5 @@ def check_item(item: Any) -> Mapping[str, Any]:
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
-    """What follows each token along the last dimension, and nothing that counts after the last."""
+    """The token that follows each one along the last dimension; the last one has the label that is ignored."""
     return torch.cat([tokens[..., 1:], torch.full_like(tokens[..., :1], IGNORED)], dim=-1)

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head in chunks of rows: logits of one chunk exist at a time, forward and backward.
+"""Cross-entropy of a linear head in chunks of rows: only the logits of one chunk exist, forward and backward.
 
-Forward keeps the log of the softmax denominators, one number a row. Backward computes a chunk's logits once more,
-because gradients made in forward would come before a loss scale reaches them, which float16 needs.
+Forward keeps the log of the softmax denominators, one number per row. Backward computes the logits of a chunk again:
+gradients made in forward would miss the loss scale that float16 needs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def linear_cross_entropy(
         hidden: `(..., E)`.
         weight: `(vocab, E)`, perhaps shared with an embedding.
         targets: `(...)`, whole numbers below `vocab`; rows of `ignore_index` do not count.
-        chunk: rows whose logits exist at once.
-        label_smoothing: the share of a target's probability that goes to all classes alike.
+        chunk: rows whose logits exist at the same time.
+        label_smoothing: the share of a target's probability that is spread evenly over all classes.
         reduction: `mean` over the rows that count, or `sum`.
 
     Returns:
@@ -53,7 +53,7 @@ def linear_cross_entropy(
         )
     if targets.shape != hidden.shape[:-1] or targets.is_floating_point():
         raise ValueError(
-            f"targets must be whole numbers of shape {tuple(hidden.shape[:-1])}, one a row of hidden, got "
+            f"targets must be whole numbers of shape {tuple(hidden.shape[:-1])}, one per row of hidden, got "
             f"{targets.dtype} {tuple(targets.shape)}"
         )
     if chunk < 1:

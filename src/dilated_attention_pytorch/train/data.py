@@ -1,4 +1,4 @@
-"""A corpus and its order: batches are functions of (seed, step), so that the step is all there is to resume."""
+"""A corpus and its order: batches are functions of (seed, step), so that resuming needs the step alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dilated_attention_pytorch.train.tokenizer import ByteTokenizer, Tokenizer
 
 Order = Literal["random", "epochs"]
 
-NO_TARGET = -100  # of a token whose follower is not to be predicted; PyTorch's losses leave it out
+NO_TARGET = -100  # where nothing is to be predicted; PyTorch's losses ignore it
 
 _ROUNDS = 6  # of the permutation; four already look random
 _TURN_SECONDS = 5.0  # after which ranks that wait for token files hear that they are being written
@@ -43,10 +43,10 @@ _TURN_SECONDS = 5.0  # after which ranks that wait for token files hear that the
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences `(B, N)` and the token that follows each of theirs.
+    """Sequences `(B, N)`, and the token that follows each of their tokens.
 
-    Packed, several sequences stand in a row, one after another, and `cu_seqlens` says for each row where documents
-    begin; a model takes one such row at a time.
+    A packed row holds several sequences, one after another, and its `cu_seqlens` says where documents begin; a model
+    takes one packed row at a time.
     """
 
     tokens: Tensor
@@ -55,11 +55,11 @@ class Batch:
 
     @property
     def targets(self) -> int:
-        """How many tokens are to be predicted."""
+        """The number of tokens to predict."""
         return int((self.following != NO_TARGET).sum())
 
     def lengths(self, row: int, device: torch.device | str) -> dict[str, Tensor]:
-        """What a model is to be told beside the tokens of a packed row; nothing where rows are not packed."""
+        """The arguments of a model that go with the tokens of a packed row; none if rows are not packed."""
         return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens[row].to(device)}
 
 
@@ -92,7 +92,7 @@ class Corpus:
         return ((bits * validation).sum() / validation.sum()).item()
 
     def remember(self, path: Path, *, resuming: bool) -> None:
-        """Note at `path` what this corpus is; when a run is resumed, refuse one that has changed since."""
+        """Write to `path` what this corpus is; when a run is resumed, refuse a corpus that has changed since."""
         if resuming and path.is_file():
             try:
                 before = json.loads(path.read_text())["content"]

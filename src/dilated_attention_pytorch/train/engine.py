@@ -45,7 +45,7 @@ _joined = itertools.count()
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the run, on all ranks, after a step that was saved; `status` is what the process exits with."""
+    """A signal ended the run, on all ranks, after a step that was saved; `status` is the exit status of the process."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

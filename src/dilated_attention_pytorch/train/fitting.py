@@ -1,4 +1,4 @@
-"""Which memory options let a step fit into a GPU, and how long a sequence may then be."""
+"""Which memory options make a step fit into a GPU, and how long the sequence may be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_TOKENS = 1 << 34
 
 @dataclass(frozen=True)
 class Fit:
-    """A step that fits: its options, what it holds, and its work beside that of the same step without recomputation."""
+    """A step that fits: its options, its memory, and its work relative to the same step without recomputation."""
 
     options: MemoryOptions
     tokens: int
@@ -55,7 +55,7 @@ def choices(*, offload: bool = True, eight_bit: OptimizerName = "adamw8bit-torch
 
 
 def by_cost(config: ModelConfig, tokens: int, options: Sequence[MemoryOptions]) -> list[MemoryOptions]:
-    """From the cheapest to the dearest: what only computes again, then what rounds, then what goes over the bus."""
+    """Options by cost: those that only recompute, then those that round, then those that copy to host memory."""
 
     def cost(one: MemoryOptions) -> tuple[bool, int, int, int]:
         rounds = (one.optimizer != "adamw") + (one.parameters == "bf16")
@@ -74,7 +74,7 @@ def cheapest_fit(
     host_bytes: int | None = None,
     options: Sequence[MemoryOptions] | None = None,
 ) -> Fit | None:
-    """The first of the options, by cost, with which a step on `tokens` tokens fits; None where none does."""
+    """The cheapest options with which a step on `tokens` tokens fits, or None."""
     for one in by_cost(config, tokens, choices() if options is None else options):
         found = footprint(config, tokens, one, batch=batch)
         if _fits(found, gpu_bytes, host_bytes):
@@ -90,7 +90,7 @@ def longest_fits(
     host_bytes: int | None = None,
     options: Sequence[MemoryOptions] | None = None,
 ) -> Iterator[Fit]:
-    """The longest sequence with each of the options, by cost, that reaches farther than all cheaper ones."""
+    """The longest sequence of each of the options, by cost, that allows a longer one than all cheaper options."""
     best = 0
     for one in by_cost(config, 1 << 17, choices() if options is None else options):
         tokens = _longest(config, one, gpu_bytes, host_bytes, batch, best)
@@ -100,7 +100,7 @@ def longest_fits(
 
 
 def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
-    """Floating-point operations of a step's products on one sequence, those that are computed again included."""
+    """Floating-point operations of the products of a step on one sequence, with those that are computed again."""
     E, F = config.d_model, config.dim_feedforward
     heads = config.num_kv_heads or config.num_heads
     projections = tokens * 4 * E * (E + heads * config.head_dim)

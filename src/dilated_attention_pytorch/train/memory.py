@@ -1,7 +1,7 @@
-"""What a training step holds in memory, as one frozen value, and how it is applied to a model, a loss and an optimizer.
+"""How a training step saves memory: one frozen value, applied to a model, its loss and its optimizer.
 
 Each option is independent of the others. All but `precision`, `parameters`, `float8`, `structured_sparsity` and the
-8-bit optimizers leave the mathematics as it is, to rounding.
+8-bit optimizers compute the same result, up to rounding.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class MemoryOptions:
     Args:
         checkpointing: `full` keeps a layer's input and computes the layer again in backward; `selective` keeps the
             results of its attention too, so that attention runs once.
-        offload: what checkpointing keeps lies in host memory until backward.
+        offload: host memory holds what checkpointing keeps, until backward.
         offload_least_bytes: smaller tensors stay on the device.
-        mlp_tile: rows of a feed-forward network at a time, computed again in backward; 0 for all at once.
-        loss_chunk: rows whose logits exist at a time; 0 for all at once.
-        optimizer: AdamW, or one whose state takes 8 bits a number, from torchao or bitsandbytes.
-        precision: of products, under autocast where parameters are float32; `fp16` needs `make_scaler`.
-        parameters: `bf16` keeps them, their gradients and what layers hand on in bfloat16, which takes
-            `precision="bf16"`. torchao's optimizer then rounds an update up or down by chance, so that small ones count
-            on average; the others round to nearest, and an update below 1/512 of a weight is lost.
-        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer. Without `compile` they
-            take longer than in bfloat16, since every factor is scaled by kernels of its own.
-        structured_sparsity: two of four neighbouring weights of the feed-forward networks count, the larger ones; they
-            are chosen anew in every step. Compiled layers leave these products out.
+        mlp_tile: rows of a feed-forward network per tile, computed again in backward; 0 for all rows.
+        loss_chunk: rows whose logits exist at the same time; 0 for all rows.
+        optimizer: AdamW, or an AdamW whose state takes 8 bits per number, from torchao or bitsandbytes.
+        precision: precision of products, under autocast if parameters are float32; `fp16` needs `make_scaler`.
+        parameters: `bf16` keeps parameters, gradients and activations between layers in bfloat16; it needs
+            `precision="bf16"`. torchao's optimizer then rounds updates stochastically, so that small ones count on
+            average; the others round to nearest, and lose an update below 1/512 of a weight.
+        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer. Without `compile`,
+            separate kernels scale every factor.
+        structured_sparsity: only the larger two of four neighbouring weights of the feed-forward networks count; every
+            step chooses them again. Compiled layers do not compile these products.
         compile, compile_mode, compile_backend: `torch.compile` of each layer.
 
     >>> MemoryOptions(checkpointing="selective", loss_chunk=4096).precision
@@ -120,7 +120,7 @@ class MemoryOptions:
         return Recomputation(keep_attention=self.checkpointing == "selective", offload=offload)
 
     def stated(self) -> str:
-        """What differs from the defaults, in their own words.
+        """The options that differ from the defaults.
 
         >>> MemoryOptions(precision="bf16", checkpointing="full").stated()
         'checkpointing=full precision=bf16'
@@ -129,18 +129,18 @@ class MemoryOptions:
         return " ".join(f"{name}={value}" for name, (value, default) in named.items() if value != default)
 
     def autocast(self, device: torch.device | str) -> AbstractContextManager[Any]:
-        """The context of a forward pass and its loss."""
+        """The context in which to compute a forward pass and its loss."""
         if self.precision == "fp32" or self.parameters == "bf16":  # all is bfloat16 then
             return nullcontext()
         return torch.autocast(torch.device(device).type, _LOW_PRECISION[self.precision])
 
 
 def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
-    """Change a model that has dilated attention, in place, so that it trains with these options, and return it.
+    """Change a model with dilated attention, in place, so that it trains with these options; returns the model.
 
-    Call it once, with the model on its device, before ranks share it (`fully_shard`, DDP, DeepSpeed). Names in a state
-    dict stay, so checkpoints are those of the plain model. What is checkpointed and compiled are the layers of a
-    `LongNetLM` or `LongNet`; of another model the modules that hold attention, such as `nn.TransformerEncoderLayer`.
+    Call it once, with the model on its device, before ranks share it (`fully_shard`, DDP, DeepSpeed). Names in the
+    state dict stay, so checkpoints are those of the plain model. Checkpointing and compilation apply to the layers of a
+    `LongNetLM` or `LongNet`, and in other models to modules that hold attention, such as `nn.TransformerEncoderLayer`.
 
     >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
     >>> options = MemoryOptions(checkpointing="selective", mlp_tile=64, loss_chunk=64)
@@ -202,9 +202,9 @@ def loss(
     reduction: Reduction = "mean",
     **lengths: Tensor | None,
 ) -> Tensor:
-    """The cross-entropy of `targets` `(B, N)` under a `LongNetLM`, or what shares one among ranks.
+    """The cross-entropy of `targets` `(B, N)` under a `LongNetLM`, or under a wrapper of one (DDP, FSDP2, DeepSpeed).
 
-    Forward runs under the options' autocast; `lengths` (`seqlens`, `cu_seqlens`, `key_padding_mask`) go to the model.
+    Forward runs under the options' autocast. `lengths` (`seqlens`, `cu_seqlens`, `key_padding_mask`) go to the model.
     """
     with options.autocast(tokens.device):
         if options.loss_chunk:
@@ -234,10 +234,10 @@ def loss(
 def make_optimizer(
     parameters: Iterable[Tensor] | Iterable[dict[str, Any]], options: MemoryOptions, **settings: Any
 ) -> torch.optim.Optimizer:
-    """AdamW as the options say; `settings` are its own: `lr`, `betas`, `weight_decay` and so on.
+    """The AdamW that the options choose; `settings` are its arguments: `lr`, `betas`, `weight_decay` and so on.
 
-    An 8-bit one leaves the state of tensors of fewer than 4,096 elements as it is, as both libraries do. Change its
-    rate by `set_learning_rate`.
+    8-bit optimizers keep the state of tensors of fewer than 4,096 elements in float32. Change the learning rate with
+    `set_learning_rate`.
 
     >>> make_optimizer([nn.Parameter(torch.zeros(3))], MemoryOptions(), lr=1e-3).defaults["lr"]
     0.001
@@ -259,7 +259,7 @@ def make_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Let the next steps have this rate, in all groups, whichever way the optimizer keeps it."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):  # torchao's, whose compiled step would take a number for a constant
             group["lr"].fill_(rate)
@@ -268,7 +268,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def make_scaler(options: MemoryOptions, device: torch.device | str) -> torch.amp.GradScaler:
-    """The loss scale that float16's small range needs; for other precisions one that does nothing.
+    """The loss scale that float16 needs; for other precisions, one that does nothing.
 
     >>> make_scaler(MemoryOptions(precision="bf16"), "cpu").is_enabled()
     False

@@ -1,6 +1,6 @@
-"""Where a run's figures go: `log(values, step)`, to the console, to files, or to the services that watch runs.
+"""Where the figures of a run go: `log(values, step)`, to the console, to files, or to services that watch runs.
 
-A value is a number, or numbers by name where there is one for each of several things, as for bytes per branch:
+A value is a number, or a mapping of numbers by name, such as bytes per branch:
 `{"loss": 2.1, "branch_bytes": {"w2048 r1": 0, "w16384 r12": 4096}}`. Only the first rank has monitors.
 """
 
@@ -36,14 +36,14 @@ class Monitor(Protocol):
 
 
 class Monitors:
-    """Several monitors as one. One that cannot write, as on a full disk, is said to once, and the run goes on."""
+    """Several monitors as one. If one of them cannot write, that is printed once, and the run goes on."""
 
     def __init__(self, *monitors: Monitor) -> None:
         self._monitors = list(monitors)
         self._failed: list[Monitor] = []
 
     def open(self, kinds: Sequence[str], run: Path, start: int, prometheus_address: str) -> None:
-        """Add those of a run in the folder `run` that begins after step `start`."""
+        """Add the monitors of a run in the folder `run` that goes on after step `start`."""
         makers: dict[str, Callable[[], Monitor]] = {
             "console": ConsoleMonitor,
             "jsonl": lambda: JsonLinesMonitor(run / "log.jsonl"),
@@ -83,7 +83,7 @@ class Monitors:
 
 
 class ConsoleMonitor:
-    """One line a step, for logs where a progress bar is of no use."""
+    """One line per step, for logs where a progress bar is of no use."""
 
     def log(self, values: Values, step: int) -> None:
         print(f"step {step}", *(f"{name} {value:.6g}" for name, value in flatten(values).items()), sep="  ", flush=True)
@@ -117,7 +117,7 @@ class JsonLinesMonitor:
 
 
 class TensorBoardMonitor:
-    """Event files for TensorBoard; steps after `start`, of a run that was cut off, are taken back."""
+    """Event files for TensorBoard; they forget steps after `start`, of a run that was cut off."""
 
     def __init__(self, folder: Path, *, start: int = 0) -> None:
         _package("tensorboard")
@@ -134,7 +134,7 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """A run at Weights & Biases, the same one when the run is resumed; its settings are wandb's own."""
+    """A run at Weights & Biases, which a resumed run continues; wandb's own settings apply."""
 
     def __init__(self, run: Path) -> None:
         wandb = _package("wandb")
@@ -192,9 +192,9 @@ def _address(host: str, port: int) -> str:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT`, as in `127.0.0.1:9464`; an empty host is refused, for it would mean every network.
+    """Host and port of `HOST:PORT`. An empty host is refused: it would mean every network.
 
-    An IPv6 address stands in brackets.
+    An IPv6 address is in brackets.
 
     >>> parse_address("127.0.0.1:9464"), parse_address("[::1]:9464")
     (('127.0.0.1', 9464), ('::1', 9464))
@@ -209,7 +209,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def flatten(values: Values) -> dict[str, float]:
-    """Numbers by name as `name/label`.
+    """Values with mappings written as `name/label`.
 
     >>> flatten({"loss": 2.0, "branch_bytes": {"w64 r2": 0.0}})
     {'loss': 2.0, 'branch_bytes/w64 r2': 0.0}

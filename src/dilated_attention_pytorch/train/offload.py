@@ -1,8 +1,7 @@
 """Activations in host memory between forward and backward.
 
-A tensor that a layer keeps is copied to a buffer of host memory, pinned where a GPU copies from it, on a stream of its
-own while the next layer computes; backward asks for a layer's tensors when it reaches that layer, and fetches the ones
-of the layer before at the same time.
+A tensor that a layer keeps is copied to a buffer in (pinned) host memory, on a separate stream while the next layer
+computes. When backward reaches a layer, it fetches the tensors of that layer and of the layer before.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ LAYERS_ON_DEVICE = _IN_FLIGHT + 1
 
 
 class Offload:
-    """Keeps tensors on the host; `group()` for each layer, whose `pack` and `unpack` are autograd's hooks.
+    """Keeps tensors on the host: `group()` makes the hooks of one layer, for `saved_tensors_hooks`.
 
-    Tensors below `least_bytes` stay where they are. Buffers come from `pool`, the global one by default, and go back
-    to it when autograd lets go of a tensor.
+    Tensors below `least_bytes` stay where they are. Buffers come from `pool` (default: the global one), and return to
+    it when autograd releases a tensor.
 
     >>> offload = Offload(least_bytes=1)
     >>> x = torch.randn(4, requires_grad=True)
@@ -51,7 +50,7 @@ class Offload:
         return Offload, (self.least_bytes, self.pool)
 
     def group(self) -> OffloadGroup:
-        """The tensors of one layer; the device's copies of the layers before the last two are let go of here."""
+        """The tensors of one layer; this call frees the device's copies of the layers before the last two."""
         before = self._recent[-1] if self._recent else None
         group = OffloadGroup(self, before)
         self._recent.append(weakref.ref(group))
@@ -82,7 +81,7 @@ class OffloadGroup:
         return self.pack, self.unpack
 
     def pack(self, tensor: Tensor) -> Tensor | _Parcel:
-        """The tensor's place on the host, or the tensor itself if it is small. It must not be written to any more."""
+        """The tensor's copy on the host, or the tensor itself if it is small; nobody may write to it any more."""
         if tensor.nbytes < self._offload.least_bytes or isinstance(tensor, torch.nn.Parameter):
             return tensor
         parcel = _Parcel(self, self._offload, tensor)
@@ -151,7 +150,7 @@ class _Parcel:
             self._on_device, self._fetched = dense.permute(inverse), True
 
     def take(self) -> Tensor:
-        """The tensor, for the current stream; what was fetched is the caller's."""
+        """The tensor, for the current stream; a fetched copy belongs to the caller."""
         self.fetch()
         self.taken = True  # a second backward of the same graph fetches it once more
         tensor = self._on_device
@@ -165,7 +164,7 @@ class _Parcel:
         return tensor
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
-        """Copy behind what the current stream does; returns the event of its end, None where it is done."""
+        """Copy after what the current stream does; returns the event of its end, or None if it is done."""
         if self._stream is None:
             target.copy_(source)
             return None

@@ -1,4 +1,4 @@
-"""What to train with, by the size of a model and by the hardware: values, which a run or a program takes or changes."""
+"""Settings by the size of a model and by the hardware."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ROWS_AT_A_TIME = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a kind of processor is good at. `device` is PyTorch's word for it, under which ROCm's GPUs go as well."""
+    """What a kind of processor is good at. `device` is PyTorch's name for it, which is `cuda` for ROCm too."""
 
     name: str
     device: str
@@ -73,9 +73,9 @@ HARDWARE = ("auto", *_HARDWARE)
 
 
 def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LENGTH, **changes: Any) -> ModelConfig:
-    """The config of a `LongNetLM` of `size` parameters, whose branches connect `sequence_length` tokens.
+    """The config of a `LongNetLM` of `size` parameters whose branches connect `sequence_length` tokens.
 
-    `changes` are other fields of `ModelConfig`.
+    `changes` are further fields of `ModelConfig`.
 
     >>> config = model_preset("125m", vocab_size=50_257)
     >>> config.d_model, config.num_heads, config.num_layers
@@ -101,7 +101,7 @@ def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LE
 
 
 def text_model(size: str, **changes: Any) -> ModelConfig:
-    """`model_preset` with GPT-2's vocabulary, up to a multiple of 128: what plans and benchmarks train.
+    """`model_preset` with GPT-2's vocabulary, rounded up to a multiple of 128: what plans and benchmarks train.
 
     >>> text_model("1.3b").d_model
     2048
@@ -110,7 +110,7 @@ def text_model(size: str, **changes: Any) -> ModelConfig:
 
 
 def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> Hardware:
-    """The hardware of that name, or for `auto` that of a device; a device `auto` is a GPU if there is one.
+    """The hardware of a name; `auto` is that of the device, and the device `auto` is a GPU if there is one.
 
     >>> hardware_preset("v100").precision, hardware_preset(device="cpu").name
     ('fp16', 'cpu')
@@ -140,10 +140,10 @@ def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> 
 
 
 def memory_preset(size: str, hardware: Hardware) -> MemoryOptions:
-    """How a step of a model of a size, or of a kind (`small`, `medium`, `large`), saves memory on some hardware.
+    """The memory options for a model of a size, or of a kind (`small`, `medium`, `large`), on some hardware.
 
-    Layers are computed again, the more of them the larger the model. On GPUs medium and large models have an optimizer
-    whose state takes 8 bits, and what large ones keep for backward lies in host memory.
+    Backward computes layers again; for large models all of a layer. On GPUs, medium and large models have an 8-bit
+    optimizer, and large ones keep activations in host memory.
 
     >>> memory_preset("125m", hardware_preset("h200")).precision
     'bf16'
@@ -163,7 +163,7 @@ def memory_preset(size: str, hardware: Hardware) -> MemoryOptions:
 def run_preset(
     size: str | None, hardware: Hardware, *, vocab_size: int = 256, sequence_length: int = _LENGTH
 ) -> dict[str, Any]:
-    """The fields of a `TrainConfig` that a size of model and the hardware decide; None leaves the model as it is.
+    """The fields of a `TrainConfig` that the size of the model and the hardware decide; None for the default model.
 
     >>> sorted(run_preset("350m", hardware_preset("cpu")))
     ['batch_size', 'device', 'learning_rate', 'memory', 'model', 'sequence_length', 'tf32']
@@ -183,9 +183,10 @@ def run_preset(
 
 
 def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a `TrainConfig`, of which `preset` and `hardware` stand for several; those that are stated go before.
+    """Fields of a `TrainConfig`, with `preset` and `hardware` replaced by the fields that they decide.
 
-    A preset without hardware is for the device of the run. `vocab_size` is that of the run's tokenizer, if it has one.
+    Stated fields override those. A preset without hardware is for the device of the run. `vocab_size` is that of the
+    run's tokenizer, if it has one.
 
     >>> expand_presets({"hardware": "v100", "steps": 10})["memory"].precision
     'fp16'
@@ -208,7 +209,7 @@ def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def float32_products(tf32: bool) -> Iterator[None]:
-    """Let float32 products on GPUs round to TF32, for as long as the block runs; False leaves PyTorch's setting."""
+    """Let float32 products on GPUs round to TF32 within the block; False leaves PyTorch's setting."""
     if not tf32 or tf32_is_on():
         yield
         return
@@ -228,6 +229,6 @@ def _size(name: str) -> _Size:
 
 
 def _eight_bit_optimizer() -> OptimizerName:
-    """torchao's, which also steps parameters that ranks shard; bitsandbytes' where only that is installed."""
+    """torchao's, which also steps sharded parameters; bitsandbytes' if only that is installed."""
     only_bitsandbytes = find_spec("torchao") is None and find_spec("bitsandbytes") is not None
     return "adamw8bit-bitsandbytes" if only_bitsandbytes else "adamw8bit-torchao"

@@ -1,4 +1,4 @@
-"""What is computed again in backward instead of being kept: layers, all but their attention, tiles of an MLP."""
+"""What backward computes again instead of keeping it: layers, layers without their attention, tiles of an MLP."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _keep_operator = functools.partial(
 
 
 class Recomputation:
-    """Runs a layer so that its input is kept and the rest is computed again in backward.
+    """Runs a layer so that autograd keeps its input, and backward computes the rest again.
 
-    With `keep_attention` the results of its attention, `out` and `lse`, are kept too, and attention runs once. With
-    `offload` what is kept lies in host memory. For `model.gradient_checkpointing_enable(run=...)`.
+    With `keep_attention`, autograd also keeps the results of its attention, `out` and `lse`, and attention runs once.
+    With `offload`, host memory holds what is kept. For `model.gradient_checkpointing_enable(run=...)`.
     """
 
     def __init__(self, *, keep_attention: bool = False, offload: Offload | None = None) -> None:
@@ -51,10 +51,10 @@ class Recomputation:
 
 
 class TiledFeedForward(FeedForward):
-    """A feed-forward network on `rows` rows at a time, which are computed again in backward, tile by tile.
+    """A feed-forward network that computes `rows` rows at a time, and again in backward, tile by tile.
 
-    It takes over the parts of `plain`, under the same names. What it computes has a memory of O(rows), beside its input
-    and its output. The parameters' gradients are summed over tiles in float32.
+    It takes over the modules of `plain`, under the same names. Beside input and output it needs O(rows) memory. The
+    gradients of parameters are summed over tiles in float32.
 
     >>> plain = FeedForward(8, 32)
     >>> x = torch.randn(2, 10, 8)
@@ -72,7 +72,7 @@ class TiledFeedForward(FeedForward):
         self._compiled_by: tuple[str, str | None] | None = None
 
     def compile_tiles(self, backend: str, mode: str | None) -> None:
-        """Compile what a tile computes; the loop over tiles stays as it is."""
+        """Compile what a tile computes, not the loop over tiles."""
         self._compiled_by = backend, mode
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ def _run_in_tiles(module: TiledFeedForward, x: Tensor, compiled_by: tuple[str, s
 
 
 class _Keep(torch.autograd.Function):
-    """The identity, which saves its input before anything is made of it.
+    """The identity, which saves its input before anything is computed from it.
 
-    A checkpointed layer that runs again stops at the last tensor that it has to save. An autograd function saves when
-    its forward is done; this one is done before the tiles begin, so that they do not run for nothing.
+    A checkpointed layer that runs again stops at the last tensor that it has to save. An autograd function saves after
+    its forward; this one ends before the tiles begin, so that they do not run for nothing.
     """
 
     @staticmethod
@@ -174,7 +174,7 @@ def _tiles(total: int, rows: int) -> list[slice]:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether its dropout, of whichever class, takes random numbers."""
+    """Whether a dropout module in it draws random numbers."""
     return any(part.training and getattr(part, "p", 0.0) > 0.0 for part in module.modules())
 
 
@@ -184,7 +184,7 @@ def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def _replaying(state: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Random numbers from a remembered state on, and afterwards as if none had been drawn."""
+    """Draw random numbers from a remembered state within the block, and restore the current state after it."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled=state is not None):
         if state is not None:
@@ -195,7 +195,7 @@ def _replaying(state: tuple[Tensor, Tensor | None] | None, device: torch.device)
 
 
 def tile_feed_forwards(model: nn.Module, rows: int) -> int:
-    """Put a `TiledFeedForward` in the place of every `FeedForward` of a model; returns their number."""
+    """Replace every `FeedForward` of a model by a `TiledFeedForward`; returns their number."""
     found = 0
     for parent in list(model.modules()):
         for name, part in list(parent.named_children()):

@@ -28,7 +28,7 @@ _LONGEST_SAMPLE = 4000
 
 
 def write_run_report(run: Path, out: Path | None = None) -> Path:
-    """Write the page of the run in folder `run` to `out`, by default `report.html` in it; returns where it is.
+    """Write the page of the run in folder `run` to `out` (default: `report.html` in the folder); returns its path.
 
     A run that is going on, was interrupted or is damaged is shown as far as it can be read.
     """
@@ -131,7 +131,7 @@ def _checkpoints(run: RunFolder) -> list[str]:
 
 
 def _starts(run: RunFolder) -> list[str]:
-    """A column a start, so that what changed between them stands side by side."""
+    """One column per start, so that what changed between them is side by side."""
     if not run.starts:
         return []
     columns = [_flat({name: value for name, value in one.items() if name != "baselines"}) for one in run.starts]
@@ -142,13 +142,13 @@ def _starts(run: RunFolder) -> list[str]:
 
 
 def _points(run: RunFolder, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
-    """A record's figure over steps; what cannot be drawn is no point."""
+    """A figure of the records over steps, without values that cannot be drawn."""
     found = [(record["step"], record.get(key)) for record in run.records]
     return [(step, y * scale) for step, y in found if _is_drawable(y)]
 
 
 def _is_drawable(y: Any) -> TypeGuard[float]:
-    """Whether a figure is a number, finite, and not so great that the axis of a chart overflows."""
+    """Whether a figure is a finite number that does not overflow the axis of a chart."""
     return isinstance(y, (int, float)) and abs(y) < 1e300
 
 

@@ -1,11 +1,11 @@
-"""What lies in a run's folder beside its checkpoints, and how it is read back, also from a run that was cut off.
+"""The files in a run's folder beside its checkpoints, and how they are read back, also from a run that was cut off.
 
 config.json          the effective settings
 corpus.json          what the text is: a resumed run refuses another
 tokenizer.json       of a run that has one
-metrics.jsonl        a record a step, written with every checkpoint
+metrics.jsonl        one record per step, written with every checkpoint
 log.jsonl            figures as they happen, with the monitor jsonl
-environment.jsonl    hardware, versions, corpus and the bits to beat, a line a start
+environment.jsonl    hardware, versions, corpus and the bits to beat, one line per start
 loss.png             the curve
 samples/             what the model wrote, by step
 checkpoints/         see `checkpoint`
@@ -34,16 +34,15 @@ METRICS, LOG, STARTS, LOCK = "metrics.jsonl", "log.jsonl", "environment.jsonl", 
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is that of a run that has begun."""
+    """Whether a run has begun in a folder."""
     return (folder / CONFIG).is_file() and (folder / CORPUS).is_file()
 
 
 @contextmanager
 def claim(run: Path) -> Iterator[None]:
-    """The folder, made where there is none, as this process's own: another one that trains in it is an error.
+    """Lock the folder for this process, and make it if there is none; an error if another process trains in it.
 
-    A process that dies gives it back. A folder in which nothing came to lie goes again. Where the system or the file
-    system has no such locks, nobody is kept out.
+    The lock ends with the process. A folder that stays empty is removed. Systems without such locks keep nobody out.
     """
     run.mkdir(parents=True, exist_ok=True)
     try:
@@ -79,7 +78,7 @@ def claim(run: Path) -> Iterator[None]:
 
 
 def record_start(run: Path, step: int, device: str, **known: Any) -> None:
-    """Append what this start, after `step`, runs on; `known` is what else the run knows by then."""
+    """Append one line about this start, after `step`: the machine, and what else is `known`."""
     line = {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step, **known, "machine": machine(device)}
     with naming_a_full_disk(run, STARTS), (run / STARTS).open("a") as stream:
         stream.write(json_line(line))
@@ -90,12 +89,12 @@ def _sample(run: Path, step: int) -> Path:
 
 
 def has_sample(run: Path, step: int) -> bool:
-    """Whether the run has shown what it came to by `step`."""
+    """Whether the run has written its sample after `step`."""
     return _sample(run, step).is_file()
 
 
 def write_sample(run: Path, step: int, text: str) -> Path:
-    """What the model wrote after `step`."""
+    """Write the text that the model generated after `step`."""
     path = _sample(run, step)
     path.parent.mkdir(exist_ok=True)
     write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
@@ -109,7 +108,7 @@ def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records, for a run that goes on from them: broken ones are refused. What is not finite is NaN."""
+    """The records, for a run that goes on from them; broken ones are an error. `null` becomes NaN."""
     path = run / METRICS
     if not path.is_file():
         return []
@@ -124,7 +123,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class RunFolder:
-    """A run as far as its folder can be read; `damage` says in words what cannot."""
+    """A run as far as its folder can be read; `damage` says what cannot."""
 
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +135,7 @@ class RunFolder:
 
     @property
     def steps(self) -> int | None:
-        """How many steps the run is to take, if its config tells."""
+        """The number of steps of the run, if its config says so."""
         steps = self.config.get("steps")
         return steps if isinstance(steps, int) and steps > 0 else None
 
@@ -165,7 +164,7 @@ def read_run(path: Path) -> RunFolder:
             run.damage.append(f"`{CONFIG}` cannot be read: {error}")
     else:
         run.damage.append(f"there is no `{CONFIG}`")
-    # The log knows the steps since the last checkpoint; a step that was taken again counts as it went last.
+    # The log has the steps since the last checkpoint; of a step that was repeated, the last record counts.
     by_step: dict[int, dict[str, Any]] = {}
     for name in (LOG, METRICS):
         for record in _lines(path / name, run.damage):
@@ -193,7 +192,7 @@ def read_run(path: Path) -> RunFolder:
 
 
 def _lines(path: Path, damage: list[str]) -> list[dict[str, Any]]:
-    """The lines of a file that are JSON objects; of the others, one word."""
+    """The lines of a file that are JSON objects; the others are counted in `damage`."""
     if not os.path.lexists(path):
         return []
     try:

@@ -30,7 +30,7 @@ from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any], step: int) -> dict[str, Any]:
-    """This rank's part of the state. `rest` are further parts of it, the same on all ranks."""
+    """This rank's part of the state. `rest` has further parts, the same on all ranks."""
     return {**_state(model, optimizer), **rest, "step": torch.tensor(step)}
 
 
@@ -40,7 +40,7 @@ def local_weights(state: dict[str, Any]) -> list[Tensor]:
 
 
 def start_saving(state: dict[str, Any], shards: Path, group: dist.ProcessGroup) -> Future[Any]:
-    """Copy this rank's part of the state, and write it to `shards` in the background; `group` is for nothing else."""
+    """Copy this rank's part of the state, and write it to `shards` in the background; only saves use `group`."""
     written = async_save(state, storage_writer=_SummingWriter(shards), process_group=group)
     assert isinstance(written, Future)
     return written
@@ -121,7 +121,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         return model.state()
     weights = get_model_state_dict(model)
     moments: Any = get_optimizer_state_dict(model, optimizer)
-    # 8-bit numbers go as float32: their blocks are those of a rank's shard, which another number of ranks has not.
+    # 8-bit numbers are saved as float32: their blocks belong to a rank's shard, which differs with the number of ranks.
     by_name = {
         name: {key: _in_float32(value, weights[name]) for key, value in state.items()}
         for name, state in moments["state"].items()

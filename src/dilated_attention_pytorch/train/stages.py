@@ -1,6 +1,6 @@
-"""Stages of a training: lengths, patterns, batches and learning rates that follow each other, on the same weights.
+"""Stages of a training run: lengths, patterns, batches and learning rates that follow each other.
 
-Which stage a step belongs to, and with which learning rate, is a function of the step's number alone.
+The stage of a step, and its learning rate, are functions of the step's number alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dilated_attention_pytorch.nn.positions import XPosPositions
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of a training: `steps` steps of `batch_size` sequences under one pattern, from a peak learning rate down.
+    """Part of a training run: `steps` steps of `batch_size` sequences under one pattern, and a peak learning rate.
 
     >>> short = {"sequence_length": 64, "segment_lengths": (16, 64), "dilation_rates": (1, 4)}
     >>> stage = Stage(**short, batch_size=8, learning_rate=1e-3, steps=100)
@@ -49,7 +49,7 @@ class Stage:
         object.__setattr__(self, "dilation_rates", spec.dilation_rates)
 
     def learning_rate_at(self, step: int, warmup_steps: int = 0) -> float:
-        """Linear warm-up, then a cosine down to a tenth, which later steps keep; steps count from 1."""
+        """Linear warm-up, then a cosine down to a tenth, which later steps keep; the first step is 1."""
         if step <= warmup_steps:
             return self.learning_rate * step / warmup_steps
         done = (step - warmup_steps) / max(1, self.steps - warmup_steps)
@@ -57,7 +57,7 @@ class Stage:
 
     @classmethod
     def of(cls, stated: Stage | Mapping[str, Any], sequences: int | None = None) -> Stage:
-        """A stage from a mapping: its fields, or `max_seq_len` for the length, and `epochs` of so many `sequences`."""
+        """A stage from a mapping of its fields, or with `max_seq_len` as length and `epochs` of `sequences` as steps."""
         if isinstance(stated, Stage):
             return stated
         if not isinstance(stated, Mapping):
@@ -86,7 +86,7 @@ class Stage:
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> tuple[int, int]:
-    """The index of a step's stage, and the step's number within it; both count steps from 1, and the last has no end.
+    """The index of a step's stage, and the step's number within it. Steps count from 1; the last stage has no end.
 
     >>> short = {"sequence_length": 64, "segment_lengths": (64,), "dilation_rates": (1,), "batch_size": 8}
     >>> stages = [Stage(**short, learning_rate=1e-3, steps=10), Stage(**short, learning_rate=1e-4, steps=5)]
@@ -124,7 +124,7 @@ def read_stages(path: Path) -> tuple[Stage, ...]:
 
 
 def with_pattern(model: ModelConfig, stage: Stage) -> ModelConfig:
-    """The config of a model in a stage; an error, before a run begins, where the model could not take its pattern."""
+    """The config of a model with the pattern of a stage; an error if the model cannot take it."""
     changed = dataclasses.replace(model, segment_lengths=stage.segment_lengths, dilation_rates=stage.dilation_rates)
     if changed.positions == "xpos":
         XPosPositions(changed.head_dim, common_period(changed.spec), scale_base=changed.scale_base)
@@ -139,14 +139,13 @@ def update_attention_config(
 ) -> None:
     """Give every dilated attention of a model another pattern, in place; weights stay as they are.
 
-    What depends on the pattern follows: xPos's period, and the config that is saved with the weights. Tables and
-    schedules in caches are found by the pattern, so that none is out of date. A `DilatedKVCache` of the old pattern is
-    refused from now on.
+    What depends on the pattern follows: the period of xPos, and the config that is saved with the weights. Remembered
+    plans have the pattern in their key, so none is out of date. A `DilatedKVCache` of the old pattern is refused.
 
     Args:
-        model: a module that has dilated attention in it, also one that `parallelize`, DDP or DeepSpeed spread over
-            ranks: then all ranks call this alike.
-        segment_lengths, dilation_rates: one entry a branch; or in place of both a `Stage`, or a mapping that has them.
+        model: a module with dilated attention, also one that `parallelize`, DDP or DeepSpeed spread over ranks; then
+            all ranks make this call.
+        segment_lengths, dilation_rates: one entry per branch; or instead of both, a `Stage` or a mapping with them.
 
     >>> from dilated_attention_pytorch import LongNetLM
     >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
@@ -178,7 +177,7 @@ def update_attention_config(
 
 
 def has_pattern(model: nn.Module, stage: Stage) -> bool:
-    """Whether every dilated attention of a model has a stage's pattern."""
+    """Whether every dilated attention of a model has the pattern of a stage."""
     wanted = (stage.segment_lengths, stage.dilation_rates)
     return all(
         (part.segment_lengths, part.dilation_rates) == wanted

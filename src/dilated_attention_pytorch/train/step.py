@@ -21,7 +21,7 @@ _HALVINGS = 16  # of the loss scale, from its first value down to 1
 
 
 class Outcome(NamedTuple):
-    """What a step came to, the same on all ranks. The weights have moved only if both numbers are finite."""
+    """The result of a step, the same on all ranks. The weights have moved only if both numbers are finite."""
 
     loss: float
     gradient_norm: float
@@ -81,10 +81,10 @@ def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: i
 
 
 class LossScale:
-    """PyTorch's `GradScaler`, which is shown the norm of the gradients instead of all of them.
+    """PyTorch's `GradScaler`, which sees the norm of the gradients instead of all of them.
 
-    The norm is the same on all ranks, and not finite if one gradient of one rank is not: so ranks scale alike, whatever
-    they share. Without float16 the scale is 1.
+    The norm is the same on all ranks, and not finite if one gradient of one rank is not, so all ranks scale alike.
+    Without float16 the scale is 1.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class LossScale:
         return self._scaler.get_scale()
 
     def update(self, norm: float) -> bool:
-        """Halve the scale after an overflow, raise it after many steps without one; whether there was one."""
+        """Halve the scale after an overflow, raise it after many steps without one; returns whether there was one."""
         if not self._scaler.is_enabled():
             return False
         self._norm.grad = torch.full_like(self._norm, norm)
@@ -119,7 +119,7 @@ class Stepper:
 
     @property
     def packed_rows(self) -> int:
-        """Into how many rows a batch is to be packed, one for each micro-batch of each rank; 0 for none."""
+        """The number of rows of a packed batch, one per micro-batch and rank; 0 without packing."""
         return self._ranks.data_ranks * self._config.accumulate if self._config.pack else 0
 
     def step(self, batch: Batch, learning_rate: float) -> Outcome:
@@ -150,9 +150,9 @@ class Stepper:
             return self._mean([self.loss(*part) for part in self._parts(batch)])
 
     def loss(self, tokens: Tensor, following: Tensor, share: float, lengths: dict[str, Any]) -> Tensor:
-        """This rank's part of a loss, in micro-batches of which the mean over ranks of the sum is that of all tokens.
+        """The loss of a micro-batch: summed over micro-batches, its mean over ranks is the mean over all tokens.
 
-        `share` is how many targets a rank has on the average: shards of a sequence may differ in length.
+        `share` is the average number of targets per rank: shards of a sequence may differ in length.
         """
         summed = memory_loss(
             self.model,

@@ -1,8 +1,8 @@
-"""Token files: a text of any size, tokenized once into files that are read where a batch needs them.
+"""Token files: a text of any size, tokenized once into files of which a batch reads what it needs.
 
-A folder holds two disjoint splits. Of each it has the tokens, in the smallest of three integer types, and where
-documents begin; beside them, how often bytes follow each other in both, and checksums of all files. The text is a
-stream, never read whole, and the folder gets its name when everything is in it.
+A folder holds two disjoint splits. Each has its tokens, in the smallest of three integer types, and the starts of
+documents. Beside them are the counts of byte pairs in both, and the checksums of all files. The text is a stream that
+is never read whole, and the folder gets its name when everything is in it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Text:
 
     @cached_property
     def bytes(self) -> int:
-        """Of all files, with a line break after each but the last."""
+        """The bytes of all files, with a line break after each but the last."""
         return sum(self.sizes) + max(len(self.sizes) - 1, 0)
 
     @property
@@ -84,7 +84,7 @@ class Text:
         return max(1, min(_BLOCK, self.bytes // (2 * _HELD_OUT)), self.bytes // _MOST_BLOCKS)
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
-        """What names the token files of this text as it is now."""
+        """The name of the token files of this text as it is now."""
         found = hashlib.sha256(repr((_FORMAT, tokenizer.fingerprint)).encode())
         for file, size, changed in zip(self.files, self.sizes, self.times):
             found.update(repr((os.fspath(file.absolute()), size, changed)).encode())
@@ -126,7 +126,7 @@ class FileNumbers:
 
 @dataclass(frozen=True)
 class Split:
-    """A part of a corpus: its tokens, 1-D, where documents begin in them, and the bytes of text they stand for."""
+    """Part of a corpus: its tokens, 1-D, the places where documents begin, and the bytes of its text."""
 
     tokens: Tensor | FileNumbers
     documents: Tensor | FileNumbers
@@ -137,7 +137,7 @@ class Split:
 
     @property
     def tokens_per_byte(self) -> float:
-        """By which bits per token become bits per byte."""
+        """The factor from bits per token to bits per byte."""
         return len(self.tokens) / max(self.bytes, 1)
 
 
@@ -189,7 +189,7 @@ def check_token_files(folder: Path) -> Iterator[int]:
 
 
 def drop_token_files(folder: Path) -> None:
-    """Remove a folder, at once to whoever looks for it; runs that have its files open go on reading them."""
+    """Remove a folder in one step; runs that have its files open go on reading them."""
     dropped = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.damaged.partial")
     with contextlib.suppress(FileNotFoundError):  # another run was faster
         folder.rename(dropped)
@@ -197,7 +197,7 @@ def drop_token_files(folder: Path) -> None:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder that nobody else can write into; one that is there and can be filled by others is refused."""
+    """Make a folder that only this user can write into; refuse an existing one that others can write into."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     if not hasattr(os, "getuid"):  # Windows
@@ -216,12 +216,12 @@ def private_folder(folder: Path) -> Path:
 
 
 def holds_token_files(folder: Path) -> bool:
-    """Whether a folder is one of token files, be they whole or not."""
+    """Whether a folder holds token files, whole or not."""
     return (folder / _SUMMARY).is_file() and (folder / _PAIRS).is_file()
 
 
 def write_token_files(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
-    """Fill `folder`, whole or not at all, step by step: yields the bytes of text that each step took."""
+    """Fill `folder`, whole or not at all, step by step: yields the bytes of text per step."""
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     try:
         try:
@@ -279,7 +279,7 @@ def _fill(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
 
 
 def _pieces(text: Text, tokenizer: Tokenizer) -> Iterator[_Piece]:
-    """The text in pieces that lie in one file and, but for where the tokenizer moves a cut, in one block."""
+    """The text in pieces, each of one file and, unless the tokenizer moves a cut, of one block."""
     at = 0
     for number, (file, size) in enumerate(zip(text.files, text.sizes)):
         separator = b"\n" if number + 1 < len(text.files) else b""
@@ -376,7 +376,7 @@ def _publish(partial: Path, folder: Path) -> None:
 
 
 def sweep_token_files(cache: Path) -> None:
-    """Remove what killed runs left; one that is alive writes to its folder all the time."""
+    """Remove what killed runs left; a living run writes to its folder all the time."""
     for partial in cache.glob(".*.partial"):
         with contextlib.suppress(OSError):
             if time.time() - max(file.stat().st_mtime for file in [partial, *partial.iterdir()]) > _STALE:

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO as an engine of a run: it shards the model over all ranks, clips gradients and steps.
+"""DeepSpeed's ZeRO as the engine of a run: it shards the model over all ranks, clips gradients and steps.
 
-Its state is looked at one whole parameter at a time, and kept as the other engines keep theirs, so that a checkpoint
-fits any engine and any number of ranks. DeepSpeed is imported where a run asks for it.
+Its state is read one whole parameter at a time and saved as the other engines save theirs, so that a checkpoint fits
+any engine and any number of ranks. DeepSpeed is imported only if a run asks for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dilated_attention_pytorch.train.memory import MemoryOptions
 
 
 class Values(NamedTuple):
-    """A whole parameter, and what AdamW keeps of it."""
+    """A whole parameter, and AdamW's state of it."""
 
     weight: Tensor
     exp_avg: Tensor
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 def check_zero(zero: Zero, ranks: Ranks) -> None:
-    """Refuse, on all ranks at once and before the run begins, what DeepSpeed could not do here."""
+    """Refuse, on all ranks and before the run begins, what DeepSpeed cannot do here."""
     if ranks.mesh is None:
         raise ValueError("the engine deepspeed wants to be started by torchrun: add --ranks P, or --ranks 1")
     import_deepspeed(ranks)
@@ -83,8 +83,8 @@ class ZeroModel(nn.Module):
     def update(self, losses: Iterable[Tensor]) -> float:
         """One step of the optimizer along the clipped gradient of the ranks' mean of the sum of losses.
 
-        There are as many losses as the model is to accumulate, each made when the one before is done with. Returns the
-        norm before clipping; where that is not finite, nothing was changed.
+        There is one loss per micro-batch, computed after the backward of the one before. Returns the norm before
+        clipping; if that is not finite, nothing has changed.
         """
         for loss in losses:
             self._engine.backward(loss, scale_wrt_gas=False)
@@ -126,9 +126,9 @@ class ZeroModel(nn.Module):
         return {"model": weights, "optimizer": {"state": moments, "param_groups": settings}}
 
     def restore(self, updates: int, read: Callable[[str, torch.Size], Values]) -> None:
-        """Continue with what `read(name, shape)` gives for each parameter.
+        """Continue with what `read(name, shape)` returns for each parameter.
 
-        AdamW has taken so many `updates`: fewer than there were steps, if some were skipped.
+        `updates` counts AdamW's updates: fewer than steps, if some were skipped.
         """
         self._make_moments(updates)
         error: Exception | None = None
@@ -143,7 +143,7 @@ class ZeroModel(nn.Module):
             raise error
 
     def _make_moments(self, updates: int) -> None:
-        """Let DeepSpeed lay out AdamW's state, by a step that moves nothing, and set its count of updates."""
+        """Make DeepSpeed lay out AdamW's state by a step that moves nothing, and set its count of updates."""
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0  # the loop sets it at every step
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self._device)
