@@ -253,6 +253,8 @@ def checked(
 def check_fields(instance: Any, **ranges: Mapping[str, float]) -> None:
     """Check every field of a dataclass by its annotation, as `checked` does, and keep the value that the check returns.
 
+    Ranges of numbers are `ranges`, or beside the fields (`core.settings.setting`).
+
     >>> @dataclasses.dataclass(frozen=True)
     ... class Sizes:
     ...     heads: int = 1
@@ -264,8 +266,10 @@ def check_fields(instance: Any, **ranges: Mapping[str, float]) -> None:
     """
     kind = type(instance)
     if kind not in _checks_of_fields:
-        annotations = {field.name: field.type for field in dataclasses.fields(instance)}
-        _checks_of_fields[kind] = _checks(annotations, vars(sys.modules[kind.__module__]), ranges)
+        fields = dataclasses.fields(instance)
+        annotations = {field.name: field.type for field in fields}
+        beside = {field.name: field.metadata["range"] for field in fields if "range" in field.metadata}
+        _checks_of_fields[kind] = _checks(annotations, vars(sys.modules[kind.__module__]), beside | ranges)
     for name, check in _checks_of_fields[kind].items():
         object.__setattr__(instance, name, check(name, getattr(instance, name)))
 

@@ -31,6 +31,8 @@ OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")  # fields of a r
 PATTERN = ("segment_lengths", "dilation_rates")  # fields of the model that they decide
 PRESETS = ("preset", "hardware")  # keys of a config file that stand for several fields
 
+_FROM_ZERO = {"least": 0, "most": 2**63 - 1}
+
 # Small enough to learn something visible on two CPU cores in two minutes; its branches connect 512 tokens.
 SMALL_MODEL = ModelConfig(
     d_model=128,
@@ -63,62 +65,47 @@ class TrainConfig:
         None, "random windows, or epochs in which each sequence comes once (default: epochs with --pack)"
     )
     model: ModelConfig = SMALL_MODEL
-    sequence_length: int = setting(512, "tokens per sequence (bytes without --tokenizer)")
-    batch_size: int = setting(8, "sequences per step, of all ranks together")
-    steps: int = setting(0, "optimizer steps in all (default: those of the stages, or 250)", may_change=True)
+    sequence_length: int = setting(512, "tokens per sequence (bytes without --tokenizer)", range=COUNT)
+    batch_size: int = setting(8, "sequences per step, of all ranks together", range=COUNT)
+    steps: int = setting(
+        0, "optimizer steps in all (default: those of the stages, or 250)", range=_FROM_ZERO, may_change=True
+    )
     stages: tuple[Stage, ...] = setting((), "TOML or JSON file: stages of length, pattern, batch and learning rate")
-    learning_rate: float = setting(2e-3, "peak learning rate")
-    warmup_steps: int = setting(30, "steps of linear warm-up")
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    validate_every: int = setting(50, "steps between validations")
-    validation_batches: int = 8
-    checkpoint_every: int = setting(100, "steps between checkpoints")
-    keep_checkpoints: int = 2
-    sample_bytes: int = setting(200, "tokens (bytes without --tokenizer) to generate at the end")
-    seed: int = setting(0, "seed of weights, batches and the sample")
+    learning_rate: float = setting(2e-3, "peak learning rate", range=POSITIVE)
+    warmup_steps: int = setting(30, "steps of linear warm-up", range=_FROM_ZERO)
+    weight_decay: float = setting(0.1, range=NOT_NEGATIVE)
+    clip_norm: float = setting(1.0, range={"above": 0, "most": math.inf})  # infinite: nothing is clipped
+    validate_every: int = setting(50, "steps between validations", range=COUNT)
+    validation_batches: int = setting(8, range=COUNT)
+    checkpoint_every: int = setting(100, "steps between checkpoints", range=COUNT)
+    keep_checkpoints: int = setting(2, range=COUNT)
+    sample_bytes: int = setting(200, "tokens (bytes without --tokenizer) to generate at the end", range=_FROM_ZERO)
+    seed: int = setting(0, "seed of weights, batches and the sample", range=_FROM_ZERO)
     device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", may_change=True)
     tf32: bool = setting(False, may_change=True)  # float32 products on GPUs may round to TF32
     engine: Engine = setting(
         "fsdp", "ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard", may_change=True
     )
     zero: Zero | None = setting(None, may_change=True)
-    sequence_parallel: int = setting(1, "ranks that share the tokens of a sequence", may_change=True)
-    tensor_parallel: int = setting(1, "ranks that share the heads and features of the model", may_change=True)
-    timeout_seconds: float = setting(600.0, "a rank that is silent for so long ends the run", may_change=True)
+    sequence_parallel: int = setting(1, "ranks that share the tokens of a sequence", range=COUNT, may_change=True)
+    tensor_parallel: int = setting(
+        1, "ranks that share the heads and features of the model", range=COUNT, may_change=True
+    )
+    timeout_seconds: float = setting(
+        600.0, "a rank that is silent for so long ends the run", range=POSITIVE, may_change=True
+    )
     monitors: tuple[Kind, ...] = setting((), "where figures go, beside the progress bar", may_change=True)
     prometheus_address: str = setting("127.0.0.1:9464", "HOST:PORT of --monitors prometheus", may_change=True)
-    accumulate: int = setting(1, "micro-batches per step", may_change=True)
+    accumulate: int = setting(1, "micro-batches per step", range=COUNT, may_change=True)
     skip_broken_steps: int = setting(
-        5, "steps in a row that may have a loss or gradient that is not finite", may_change=True
+        5, "steps in a row that may have a loss or gradient that is not finite", range=_FROM_ZERO, may_change=True
     )
     memory: MemoryOptions = MemoryOptions()
 
     def __post_init__(self) -> None:
         stages = tuple(Stage.of(stage) for stage in check_sequence("stages", self.stages))
         object.__setattr__(self, "stages", stages)
-        from_zero = {"least": 0, "most": 2**63 - 1}
-        check_fields(
-            self,
-            sequence_length=COUNT,
-            batch_size=COUNT,
-            steps=from_zero,
-            learning_rate=POSITIVE,
-            warmup_steps=from_zero,
-            weight_decay=NOT_NEGATIVE,
-            clip_norm={"above": 0, "most": math.inf},  # infinite: nothing is clipped
-            validate_every=COUNT,
-            validation_batches=COUNT,
-            checkpoint_every=COUNT,
-            keep_checkpoints=COUNT,
-            sample_bytes=from_zero,
-            seed=from_zero,
-            sequence_parallel=COUNT,
-            tensor_parallel=COUNT,
-            timeout_seconds=POSITIVE,
-            accumulate=COUNT,
-            skip_broken_steps=from_zero,
-        )
+        check_fields(self)
         # Absolute, so that the run can be resumed from anywhere.
         object.__setattr__(self, "data", tuple(os.path.abspath(path) for path in self.data))
         for name in ("tokenizer", "token_cache"):

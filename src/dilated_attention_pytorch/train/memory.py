@@ -72,9 +72,11 @@ class MemoryOptions:
         "none", "compute layers again in backward: all of a layer, or all but its attention", may_change=True
     )
     offload: bool = setting(False, "keep what checkpointing keeps in host memory", may_change=True)
-    offload_least_bytes: int = setting(LEAST_THRESHOLD, may_change=True)
-    mlp_tile: int = setting(0, "rows of a feed-forward network per tile, computed again in backward", may_change=True)
-    loss_chunk: int = setting(0, "rows whose logits exist at the same time", may_change=True)
+    offload_least_bytes: int = setting(LEAST_THRESHOLD, range=COUNT, may_change=True)
+    mlp_tile: int = setting(
+        0, "rows of a feed-forward network per tile, computed again in backward", range=SIZE, may_change=True
+    )
+    loss_chunk: int = setting(0, "rows whose logits exist at the same time", range=SIZE, may_change=True)
     optimizer: OptimizerName = setting("adamw", "optimizer, with a state of 32 or 8 bits")
     precision: Precision = setting("fp32", "precision of products")
     parameters: ParameterPrecision = setting(
@@ -89,7 +91,7 @@ class MemoryOptions:
     compile_backend: str = setting("inductor", "with --compile: the backend of torch.compile", may_change=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, mlp_tile=SIZE, loss_chunk=SIZE, offload_least_bytes=COUNT)
+        check_fields(self)
         if self.offload and self.checkpointing == "none":
             raise ValueError(
                 "offload moves what checkpointing keeps: choose checkpointing='full' or 'selective' with it"

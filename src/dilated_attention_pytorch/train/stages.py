@@ -57,7 +57,7 @@ class Stage:
 
     @classmethod
     def of(cls, stated: Stage | Mapping[str, Any], sequences: int | None = None) -> Stage:
-        """A stage from a mapping of its fields, or with `max_seq_len` as length and `epochs` of `sequences` as steps."""
+        """A stage from a mapping of its fields; `max_seq_len` is the length, `epochs` of `sequences` give the steps."""
         if isinstance(stated, Stage):
             return stated
         if not isinstance(stated, Mapping):
