@@ -95,50 +95,37 @@ def _add_report(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="what a training step takes on one GPU, or attention on many, without running it",
-        description="With --model: the longest sequence that a training step of a model takes on one GPU, and the "
-        "memory options for it; with --tokens too, the cheapest options for that length. With --gpus: what attention "
-        "over --tokens tokens costs on a number of GPUs: what travels, what each rank holds and computes, and the time "
-        "that the given rates make of it.",
+        help="memory of a training step on one GPU, or cost of attention on many, without running it",
+        description="With --model: the longest sequence that fits a training step of a model on one GPU, and the "
+        "memory options for it; with --tokens too, the cheapest options for that length. With --gpus: the cost of "
+        "attention over --tokens tokens on several GPUs: bytes sent, memory, work, and the time at the given rates.",
         argument_default=argparse.SUPPRESS,
     )
     plan.set_defaults(command=_plan)
-    plan.add_argument("--tokens", type=whole_number, metavar="N", help="of the whole sequence, as in 1e9")
-    plan.add_argument("--model", metavar="SIZE", help="125m, 350m, 760m, 770m, 1.3b, 2.7b or 6b")
-    plan.add_argument("--gpu", type=size_in_gib, metavar="GIB", help="with --model: the GPU's memory (default: 80)")
-    plan.add_argument(
-        "--host", type=size_in_gib, metavar="GIB", help="with --model: host memory to offload to (default: any)"
-    )
-    plan.add_argument("--vocabulary", type=whole_number, metavar="V", help="with --model: its tokens (default: 50304)")
-    plan.add_argument("--gpus", type=whole_number, metavar="P", help="that share the sequence")
-    plan.add_argument(
-        "--segments",
-        nargs="+",
-        type=whole_number,
-        metavar="W",
-        help="one per branch (for all tokens)",
-    )
-    plan.add_argument("--rates", nargs="+", type=whole_number, metavar="R", help="one per branch")
-    for flag, text in (
-        ("--heads", "query heads (default: 12)"),
-        ("--kv-heads", "key/value heads (default: as many)"),
-        ("--head-dim", "of a head (default: 64)"),
-        ("--batch", "sequences (default: 1)"),
-        ("--layers", "attention layers (default: 1)"),
+    for flag, kind, metavar, text in (
+        ("--tokens", whole_number, "N", "tokens of the whole sequence, such as 1e9"),
+        ("--model", str, "SIZE", "125m, 350m, 760m, 770m, 1.3b, 2.7b or 6b"),
+        ("--gpu", size_in_gib, "GIB", "with --model: memory of the GPU (default: 80)"),
+        ("--host", size_in_gib, "GIB", "with --model: host memory to offload to (default: any)"),
+        ("--vocabulary", whole_number, "V", "with --model: size of the vocabulary (default: 50304)"),
+        ("--gpus", whole_number, "P", "GPUs that share the sequence"),
+        ("--heads", whole_number, "H", "query heads (default: 12)"),
+        ("--kv-heads", whole_number, "H", "key/value heads (default: the query heads)"),
+        ("--head-dim", whole_number, "D", "features per head (default: 64)"),
+        ("--batch", whole_number, "B", "sequences (default: 1)"),
+        ("--layers", whole_number, "L", "attention layers (default: 1)"),
+        ("--layout", str, None, "layout of heads: interleaved, blocked or grouped"),
+        ("--dtype", str, None, "bfloat16 (default), float16, float32 or float64"),
+        ("--scheme", str, None, "auto, gather, ring or all_to_all"),
+        ("--token-layout", str, None, "contiguous or zigzag shards"),
+        ("--memory-budget", whole_number, "BYTES", "memory that auto may use for gathered rows (default: 2 GiB)"),
+        ("--tflops", float, None, "TFLOP/s of attention per GPU (default: 400, bf16 on an H200)"),
+        ("--link-gbps", float, None, "gigabits per second that a GPU sends while it receives (default: 400)"),
     ):
-        plan.add_argument(flag, type=whole_number, metavar="K", help=text)
-    plan.add_argument("--layout", help="of heads: interleaved, blocked or grouped")
-    plan.add_argument("--dtype", help="bfloat16 (default), float16, float32 or float64")
-    plan.add_argument("--causal", action="store_true", help="rows see only what is before them")
-    plan.add_argument("--scheme", help="auto, gather, ring or all_to_all")
-    plan.add_argument("--token-layout", help="contiguous or zigzag shards")
-    plan.add_argument(
-        "--memory-budget", type=whole_number, metavar="BYTES", help="that auto lets gathered rows take (2 GiB)"
-    )
-    plan.add_argument(
-        "--tflops", type=float, help="of attention a GPU computes a second (default: 400, bf16 on an H200)"
-    )
-    plan.add_argument("--link-gbps", type=float, help="gigabits a second a GPU sends while it receives (default: 400)")
+        plan.add_argument(flag, type=kind, metavar=metavar, help=text)
+    for flag, text in (("--segments", "segment lengths"), ("--rates", "dilation rates")):
+        plan.add_argument(flag, nargs="+", type=whole_number, help=f"{text}, one per branch (default: for all tokens)")
+    plan.add_argument("--causal", action="store_true", help="rows see only earlier rows")
     plan.add_argument("--json", action="store_true", default=False, help="print JSON, with every rank")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.train import TrainConfig, curve, loop
+from dilated_attention_pytorch.train import TrainConfig, loop, report
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train.run_folder import claim
 from dilated_attention_pytorch.train.step import Stepper
@@ -306,9 +306,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeyp
 
 
 def test_without_matplotlib_the_curve_is_a_line_of_text(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(curve.plots, "find_spec", lambda name: None)
-    assert curve.draw_curve([{"step": 1, "bits": 8.0}], {"bytes": 4.0}, tmp_path / "loss.png") is None
-    assert curve.sparkline([8.0] * 100 + [1.0] * 100, width=4) == "██▁▁"
+    monkeypatch.setattr(report.plots, "find_spec", lambda name: None)
+    assert report.draw_curve([{"step": 1, "bits": 8.0}], {"bytes": 4.0}, tmp_path / "loss.png") is None
+    assert report.sparkline([8.0] * 100 + [1.0] * 100, width=4) == "██▁▁"
 
 
 def test_broken_gradients_reach_neither_weights_nor_checkpoints(tmp_path, text, capsys, monkeypatch) -> None:

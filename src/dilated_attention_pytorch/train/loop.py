@@ -22,12 +22,12 @@ from dilated_attention_pytorch.files import sweep_partials, write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
 from dilated_attention_pytorch.train.config import TrainConfig
-from dilated_attention_pytorch.train.curve import draw_curve, sparkline
 from dilated_attention_pytorch.train.data import Batch, Corpus, open_corpus
 from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
+from dilated_attention_pytorch.train.report import draw_curve, sparkline
 from dilated_attention_pytorch.train.run_folder import (
     CONFIG,
     CORPUS,
@@ -410,8 +410,7 @@ def _report(job: _Job) -> dict[str, Any]:
     print(f"training {sparkline([record['bits'] for record in records if 'bits' in record])}")
     print(f"result   {records[-1]['validation_bits']:.3f} bits per byte on the validation split")
     print(f"to beat  {bigram:.3f} by byte pairs (bigram) of the training split, {unigram:.3f} by bytes (unigram)")
-    lines = {"byte frequencies (unigram)": unigram, "byte pairs (bigram)": bigram}
-    picture = draw_curve(records, lines, job.run / "loss.png")
+    picture = draw_curve(records, job.baselines, job.run / "loss.png")
     if picture is not None:
         print(f"curve    {picture}")
     device = job.ranks.device

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,24 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+class MemoryFields(TypedDict, total=False):
+    """The fields of `MemoryOptions`, as keywords of a function."""
+
+    checkpointing: Checkpointing
+    offload: bool
+    offload_least_bytes: int
+    mlp_tile: int
+    loss_chunk: int
+    optimizer: OptimizerName
+    precision: Precision
+    parameters: ParameterPrecision
+    float8: bool
+    structured_sparsity: bool
+    compile: bool
+    compile_mode: CompileMode
+    compile_backend: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,18 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from dilated_attention_pytorch.core.tf32 import tf32_is_on
-from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.config import ModelConfig, ModelFields
 from dilated_attention_pytorch.train.config import OF_A_STAGE
 from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, Precision
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # What fills the memory: activations; activations and optimizer; parameters and optimizer.
 Kind = Literal["small", "medium", "large"]
@@ -72,10 +75,10 @@ _HARDWARE = {
 HARDWARE = ("auto", *_HARDWARE)
 
 
-def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LENGTH, **changes: Any) -> ModelConfig:
+def model_preset(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[ModelFields]) -> ModelConfig:
     """The config of a `LongNetLM` of `size` parameters whose branches connect `sequence_length` tokens.
 
-    `changes` are further fields of `ModelConfig`.
+    `fields` are those of `ModelConfig` that override the preset. Depth follows from the vocabulary.
 
     >>> config = model_preset("125m", vocab_size=50_257)
     >>> config.d_model, config.num_heads, config.num_layers
@@ -84,29 +87,29 @@ def model_preset(size: str, *, vocab_size: int = 256, sequence_length: int = _LE
     124
     """
     wanted = _size(size)
-    sizes = {"d_model": wanted.d_model, "num_heads": wanted.num_heads, "vocab_size": vocab_size}
-    settings: dict[str, Any] = {**sizes, "num_decoder_layers": 0, **changes}
-    if not changes.keys() & {"segment_lengths", "dilation_rates"}:
+    settings: Any = {"d_model": wanted.d_model, "num_heads": wanted.num_heads, "num_decoder_layers": 0, **fields}
+    if not fields.keys() & {"segment_lengths", "dilation_rates"}:
         settings["max_length"] = sequence_length
-    if "num_layers" in settings:
+    if "num_layers" in fields:
         return ModelConfig(**settings)
     one, two = (parameter_count(ModelConfig(**settings, num_layers=layers)) for layers in (1, 2))
     layers = round((wanted.parameters - one) / (two - one)) + 1
     if layers < 2:
         raise ValueError(
-            f"a vocabulary of {vocab_size:,} tokens takes {2 * one - two:,} parameters, which leaves a model of "
-            f"{size} no two layers: choose a larger one, or a smaller vocabulary"
+            f"a vocabulary of {settings['vocab_size']:,} tokens takes {2 * one - two:,} parameters, which leaves a "
+            f"model of {size} no two layers: choose a larger one, or a smaller vocabulary"
         )
     return ModelConfig(**settings, num_layers=layers)
 
 
-def text_model(size: str, **changes: Any) -> ModelConfig:
+def text_model(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[ModelFields]) -> ModelConfig:
     """`model_preset` with GPT-2's vocabulary, rounded up to a multiple of 128: what plans and benchmarks train.
 
     >>> text_model("1.3b").d_model
     2048
     """
-    return model_preset(size, **{"vocab_size": 50_304, **changes})
+    fields.setdefault("vocab_size", 50_304)
+    return model_preset(size, sequence_length=sequence_length, **fields)
 
 
 def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> Hardware:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
 from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import (
+    MemoryFields,
     MemoryOptions,
     loss,
     make_optimizer,
@@ -43,6 +44,9 @@ from dilated_attention_pytorch.train.memory import (
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.zero import import_deepspeed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Batch = Mapping[str, Any]
 ComputeLoss = Callable[[Any, Tensor], Tensor]
@@ -58,7 +62,7 @@ def optimize_small_model(
     hardware: str = "auto",
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
-    **changes: Any,
+    **changes: Unpack[MemoryFields],
 ) -> nn.Module:
     """Prepare a model of up to about 350M parameters, in place, for training on its device; returns the model.
 
@@ -73,10 +77,9 @@ def optimize_small_model(
     True
     """
     model = _dilated(model, segment_lengths, dilation_rates)
-    compiled = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}
-    if not hardware_preset(hardware, _device_of(model)).is_gpu or "compile" in changes:
-        compiled = {}
-    return _prepare(model, _chosen("small", model, hardware, {**compiled, **changes}), hardware)
+    if hardware_preset(hardware, _device_of(model)).is_gpu and "compile" not in changes:
+        changes = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", **changes}
+    return _prepare(model, _chosen("small", model, hardware, changes), hardware)
 
 
 @checked()
@@ -87,7 +90,7 @@ def optimize_medium_model(
     hardware: str = "auto",
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
-    **changes: Any,
+    **changes: Unpack[MemoryFields],
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Prepare a model of about 350M to 1.3B parameters, and make its AdamW; on a GPU, the 8-bit one.
 
@@ -107,7 +110,7 @@ def optimize_large_model(
     dilation_rates: Sequence[int] | None = None,
     batch_size: int = 1,
     clip_norm: float = 1.0,
-    **changes: Any,
+    **changes: Unpack[MemoryFields],
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Prepare a model of 1.3B parameters or more, whose parameters and optimizer fill the memory; returns both.
 
@@ -335,7 +338,7 @@ def train_hierarchically(
 
 
 def _with_adamw(
-    model: nn.Module, kind: Kind, hardware: str, changes: Mapping[str, Any]
+    model: nn.Module, kind: Kind, hardware: str, changes: MemoryFields
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     options = _chosen(kind, model, hardware, changes)
     optimizer = _make_adamw(model, options)  # a package that it lacks is told before the model is changed
@@ -350,7 +353,7 @@ def _dilated(
     return replace_attention(model, segment_lengths, dilation_rates)
 
 
-def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: Mapping[str, Any]) -> MemoryOptions:
+def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: MemoryFields) -> MemoryOptions:
     options = memory_preset(kind, hardware_preset(hardware, _device_of(model)))
     if not isinstance(model, LongNetLM):  # the loss of other models begins with their scores
         if changes.get("loss_chunk"):
