@@ -15,9 +15,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from dilated_attention_pytorch.core.checks import check_whole
+from dilated_attention_pytorch.core.checks import check_whole, install_extra
 from dilated_attention_pytorch.core.environment import under_torchrun, world_size
-from dilated_attention_pytorch.core.extras import install_extra
 from dilated_attention_pytorch.core.reach import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
