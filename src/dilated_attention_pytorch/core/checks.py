@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import sys
 import types
@@ -403,6 +404,17 @@ def install_extra(extra: str) -> str:
     "pip install '.[viz]' in a checkout of the repository"
     """
     return f"pip install '.[{extra}]' in a checkout of the repository"
+
+
+def import_optional(module: str, extra: str, user: str) -> Any:
+    """A module of an optional package. If it is not installed, the error names its `user` and the install command."""
+    package = module.split(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != package:  # it is installed, and broken
+            raise
+        raise ModuleNotFoundError(f"{user} needs {package}: {install_extra(extra)}", name=package) from error
 
 
 def shown(value: Any) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import install_extra
+from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import CHECKSUMS, write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -130,9 +129,5 @@ def untied_names(model: nn.Module) -> list[str]:
     return [name for name in model.state_dict() if name not in again]
 
 
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"weights are stored with safetensors: {install_extra('train')}") from error
-    return safetensors.torch
+def _safetensors() -> Any:
+    return import_optional("safetensors.torch", "train", "saving and loading weights")

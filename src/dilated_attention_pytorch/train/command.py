@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from dilated_attention_pytorch.core.checks import check_whole, install_extra
+from dilated_attention_pytorch.core.checks import check_whole, import_optional
 from dilated_attention_pytorch.core.environment import under_torchrun, world_size
 from dilated_attention_pytorch.core.reach import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions
@@ -75,10 +75,7 @@ SETTINGS: dict[str, tuple[str, dataclasses.Field[Any]]] = {
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of the flags that were given, by flag."""
-    try:
-        import tyro
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"train reads its flags with tyro: {install_extra('train')}") from error
+    tyro = import_optional("tyro", "train", "the command train")
     hints = {table: get_type_hints(kind) for table, kind in {"": TrainConfig, **TABLES}.items()}
     kinds: dict[str, Any] = {
         name: Annotated[

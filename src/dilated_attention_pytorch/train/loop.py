@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from dilated_attention_pytorch.core.checks import install_extra
+from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import sweep_partials, write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
@@ -429,8 +429,4 @@ def _figures(job: _Job) -> dict[str, Any]:
 
 
 def _progress_bar() -> Any:
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"training shows its progress with tqdm: {install_extra('train')}") from error
-    return tqdm
+    return import_optional("tqdm", "train", "training").tqdm

@@ -7,7 +7,6 @@ Each option is independent of the others. All but `precision`, `parameters`, `fl
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields, install_extra
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields, import_optional
 from dilated_attention_pytorch.core.pool import LEAST_THRESHOLD
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.functional import autocast_inputs
@@ -265,7 +264,7 @@ def make_optimizer(
     given: list[Any] = list(parameters)
     if options.optimizer == "adamw8bit-torchao":
         settings = {"bf16_stochastic_round": options.parameters == "bf16", **settings}
-        return _needed("torchao", "torchao.optim", options.optimizer).AdamW8bit(given, **settings)
+        return import_optional("torchao.optim", "torchao", options.optimizer).AdamW8bit(given, **settings)
     if options.optimizer == "adamw8bit-bitsandbytes":
         from torch.distributed.tensor import DTensor
 
@@ -274,7 +273,7 @@ def make_optimizer(
             raise ValueError(
                 "bitsandbytes cannot step parameters that ranks shard: choose 'adamw8bit-torchao' for them"
             )
-        return _needed("bitsandbytes", "bitsandbytes.optim", options.optimizer).AdamW8bit(given, **settings)
+        return import_optional("bitsandbytes.optim", "bitsandbytes", options.optimizer).AdamW8bit(given, **settings)
     return torch.optim.AdamW(given, **settings)
 
 
@@ -314,7 +313,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def _use_float8(model: nn.Module, device: torch.device) -> None:
     _need_capability(device, (9, 0), "float8 products", "use precision='bf16' there")
-    float8 = _needed("torchao", "torchao.float8", "float8")
+    float8 = import_optional("torchao.float8", "torchao", "float8")
     # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length. Where they are,
     # this copies the factors for nothing, unless the layer is compiled.
     config = float8.Float8LinearConfig(pad_inner_dim=True)
@@ -390,13 +389,3 @@ def _need_capability(device: torch.device, least: tuple[int, int], what: str, in
             f"{what} need a GPU of compute capability {least[0]}.{least[1]} or newer, and the model is on {found}: "
             f"{instead}"
         )
-
-
-def _needed(extra: str, module: str, option: str) -> Any:
-    """A module of an optional package."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"{option} needs {extra}, which does not import here ({error}): {install_extra(extra)}"
-        ) from error

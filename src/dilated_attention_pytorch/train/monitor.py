@@ -7,7 +7,6 @@ A value is a number, or a mapping of numbers by name, such as bytes per branch:
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from dilated_attention_pytorch.core.checks import check_instance, install_extra
+from dilated_attention_pytorch.core.checks import check_instance, import_optional
 from dilated_attention_pytorch.files import json_line, write_whole
 from dilated_attention_pytorch.measuring import peak_resident
 
@@ -120,7 +119,7 @@ class TensorBoardMonitor:
     """Event files for TensorBoard; they forget steps after `start`, of a run that was cut off."""
 
     def __init__(self, folder: Path, *, start: int = 0) -> None:
-        _package("tensorboard")
+        import_optional("tensorboard", "tensorboard", "the monitor")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=start + 1)
@@ -137,7 +136,7 @@ class WandbMonitor:
     """A run at Weights & Biases, which a resumed run continues; wandb's own settings apply."""
 
     def __init__(self, run: Path) -> None:
-        wandb = _package("wandb")
+        wandb = import_optional("wandb", "wandb", "the monitor")
         identity = run / "wandb-id"
         if not identity.is_file():
             run.mkdir(parents=True, exist_ok=True)
@@ -155,7 +154,7 @@ class PrometheusMonitor:
     """Gauges at `http://HOST:PORT/metrics`, on this machine alone unless another host is given."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 9464) -> None:
-        self._client = _package("prometheus_client")
+        self._client = import_optional("prometheus_client", "prometheus", "the monitor")
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         try:
@@ -226,13 +225,3 @@ def flatten(values: Values) -> dict[str, float]:
 def peak_memory(device: torch.device) -> int:
     """The most bytes this process has held so far: on its GPU, or of main memory where it computes on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:  # it is there, and broken
-            raise
-        extra = name.removesuffix("_client")
-        raise ModuleNotFoundError(f"the monitor needs {name}: {install_extra(extra)}", name=name) from error

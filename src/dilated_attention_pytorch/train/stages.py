@@ -186,22 +186,16 @@ def has_pattern(model: nn.Module, stage: Stage) -> bool:
     )
 
 
-def _pattern(
-    segment_lengths: Sequence[int] | Mapping[str, Any] | Stage, dilation_rates: Sequence[int] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    stated = segment_lengths
+def _pattern(stated: Any, dilation_rates: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if isinstance(stated, Stage):
-        stated = {"segment_lengths": stated.segment_lengths, "dilation_rates": stated.dilation_rates}
+        stated = vars(stated)
     if isinstance(stated, Mapping):
         if dilation_rates is not None:
             raise TypeError("a stage has its dilation_rates in it: leave the third argument out")
-        missing = [name for name in ("segment_lengths", "dilation_rates") if name not in stated]
-        if missing:
+        if missing := [name for name in ("segment_lengths", "dilation_rates") if name not in stated]:
             raise ValueError(f"the settings of a stage lack {' and '.join(missing)}: got {', '.join(stated)}")
-        segments, rates = stated["segment_lengths"], stated["dilation_rates"]
-    elif dilation_rates is None:
+        stated, dilation_rates = stated["segment_lengths"], stated["dilation_rates"]
+    if dilation_rates is None:
         raise TypeError("segment_lengths need dilation_rates beside them: pass both, or a stage")
-    else:
-        segments, rates = stated, dilation_rates
-    spec = DilatedSpec.of(segments, rates)
+    spec = DilatedSpec.of(stated, dilation_rates)
     return spec.segment_lengths, spec.dilation_rates

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dilated_attention_pytorch.core.checks import install_extra
+from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import check_files
 
 TOKENIZER = "tokenizer.json"  # its name in a run's folder and its checkpoints
@@ -164,12 +164,9 @@ def run_tokenizer(path: str | None, run: Path, vocab_size: int, *, resuming: boo
 
 
 def _parse(content: bytes, path: Path) -> Any:
+    tokenizers = import_optional("tokenizers", "tokenizers", f"reading {path}")
     try:
-        from tokenizers import Tokenizer as Parsed
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{path} is read with tokenizers: {install_extra('tokenizers')}") from error
-    try:
-        return Parsed.from_buffer(content)
+        return tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(
             f"{path} is not a tokenizer, or is damaged ({error}): give a tokenizer.json of the tokenizers package"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dilated_attention_pytorch.core.checks import install_extra
+from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.engine import Ranks
@@ -213,14 +213,7 @@ class ZeroModel(nn.Module):
 def import_deepspeed(ranks: Ranks) -> Any:
     # Else it takes a GPU wherever there is one.
     os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-    try:
-        import deepspeed
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":  # it is there, and broken
-            raise
-        raise ModuleNotFoundError(
-            f"the engine deepspeed needs DeepSpeed: {install_extra('deepspeed')}", name="deepspeed"
-        ) from error
+    deepspeed = import_optional("deepspeed", "deepspeed", "the engine deepspeed")
     # On CPUs it would compile an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # PyTorch has new names for what it calls at every step.
