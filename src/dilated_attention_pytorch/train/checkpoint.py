@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.files import (
@@ -142,6 +142,7 @@ class Checkpointer:
         from dilated_attention_pytorch.train.shards import (
             gather_state,
             local_weights,
+            read_model,
             save_now,
             start_saving,
             wait_written,
@@ -158,11 +159,22 @@ class Checkpointer:
             )
         partial = self._ranks.on_first(lambda: _open_partial(self._run, folder))
         config = self._plain.config.to_json()  # as it is now: the next stage may have another pattern
+        shards = partial / _SHARDS
         if self._group is None:
-            self._finish(lambda: save_now(state, partial / _SHARDS), partial, folder, config)
+
+            def write() -> dict[str, Tensor]:
+                save_now(state, shards)
+                return {name: state["model"][name].detach().contiguous() for name in self._names}
+
+            self._finish(write, partial, folder, config)
         else:
-            written = start_saving(state, partial / _SHARDS, self._group)
-            self._saving = self._thread.submit(self._finish, lambda: wait_written(written), partial, folder, config)
+            written = start_saving(state, shards, self._group)
+
+            def wait() -> dict[str, Tensor]:
+                wait_written(written)
+                return read_model(self._names, shards) if self._ranks.first else {}
+
+            self._saving = self._thread.submit(self._finish, wait, partial, folder, config)
 
     @property
     def failed(self) -> bool:
@@ -225,14 +237,12 @@ class Checkpointer:
         if self._ranks.first:
             print(line, flush=True)
 
-    def _finish(self, write: Callable[[], None], partial: Path, folder: Path, config: str) -> None:
-        """When all ranks have written, the first one adds the weights for use and publishes."""
-        from dilated_attention_pytorch.train.shards import read_model
-
+    def _finish(self, write: Callable[[], dict[str, Tensor]], partial: Path, folder: Path, config: str) -> None:
+        """When all ranks have written, the first one adds the whole weights and publishes."""
         try:
-            write()
+            weights = write()
             if self._ranks.first:
-                save_tensors(read_model(self._names, partial / _SHARDS), config, partial)
+                save_tensors(weights, config, partial)
                 self._publish(partial, folder)
         except Exception as error:  # a full disk is a different one to each library that writes
             raise _not_saved(self._run, _CHECKPOINT, error) from error

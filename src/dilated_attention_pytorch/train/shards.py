@@ -28,10 +28,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from dilated_attention_pytorch.files import CHECKSUMS, sum_files, write_checksums
 from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
+_ALONE = "alone"  # marks what a process without a group wrote
+
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any], step: int) -> dict[str, Any]:
     """This rank's part of the state. `rest` has further parts, the same on all ranks."""
-    return {**_state(model, optimizer), **rest, "step": torch.tensor(step)}
+    alone = not dist.is_initialized()
+    marked = {_ALONE: torch.tensor(1)} if alone else {}
+    return {**_state(model, optimizer, alone=alone), **rest, **marked, "step": torch.tensor(step)}
 
 
 def local_weights(state: dict[str, Any]) -> list[Tensor]:
@@ -90,7 +94,11 @@ def load_shards(
         _read({"step": finished, "optimizer": {"state": {model.groups[0][0]: {"step": updates}}}}, shards, None)
         model.restore(int(updates), lambda name, shape: _read_parameter(name, shape, shards))
         return int(finished)
-    state = {**_state(model, optimizer), **rest, "step": torch.tensor(0)}
+    alone = _ALONE in FileSystemReader(shards).read_metadata().state_dict_metadata
+    state = {**_state(model, optimizer, alone=alone), **rest, "step": torch.tensor(0)}
+    kept = (value for own in optimizer.state.values() for value in own.values())
+    if alone and group is not None and any(_in_8_bits(value) is not None for value in kept):
+        raise ValueError("one process wrote the 8-bit state of its optimizer, which ranks cannot cut: resume it alone")
     _read(state, shards, group)
     set_model_state_dict(model, state["model"])
     _set_optimizer(model, optimizer, state["optimizer"])
@@ -116,14 +124,14 @@ def _read_parameter(name: str, shape: torch.Size, shards: Path) -> Values:
     return values
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, *, alone: bool) -> dict[str, Any]:
+    """Model and optimizer by name, as one process that is `alone` writes them, or as ranks do."""
     if isinstance(model, ZeroModel):
         return model.state()
     weights = get_model_state_dict(model)
     moments: Any = get_optimizer_state_dict(model, optimizer)
-    # 8-bit numbers are saved as float32: their blocks belong to a rank's shard, which differs with the number of ranks.
     by_name = {
-        name: {key: _in_float32(value, weights[name]) for key, value in state.items()}
+        name: {key: _in_plain_tensors(value, weights[name], alone=alone) for key, value in state.items()}
         for name, state in moments["state"].items()
     }
     return {"model": weights, "optimizer": {**moments, "state": by_name}}
@@ -135,7 +143,8 @@ def _set_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: di
     for parameter, state in optimizer.state.items():
         for key, value in before[parameter].items():
             if (own := _in_8_bits(value)) is not None:
-                own.copy_(_local(state[key]))
+                if not isinstance(state[key], dict):  # else its tensors were read in place
+                    own.copy_(_local(state[key]))
                 state[key] = value
 
 
@@ -151,12 +160,18 @@ def _in_8_bits(value: Any) -> Any:
     return local if hasattr(local, "__tensor_flatten__") else None
 
 
-def _in_float32(value: Any, parameter: Any) -> Any:
+def _in_plain_tensors(value: Any, parameter: Any, *, alone: bool) -> Any:
+    """Part of the optimizer's state for saving: 8-bit numbers as their codes and scales, or on ranks as float32.
+
+    Their blocks belong to the shard of a rank, and another number of ranks has other shards.
+    """
     from torch.distributed.tensor import DTensor
 
     own = _in_8_bits(value)
     if own is None:
         return value
+    if alone:
+        return {name: getattr(own, name) for name in own.__tensor_flatten__()[0]}
     own = own.dequantize()
     if not isinstance(parameter, DTensor):
         return own
