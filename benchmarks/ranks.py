@@ -22,7 +22,8 @@ from benchmarks.harness import machine
 from benchmarks.results import describe
 from benchmarks.runner import append_line
 from benchmarks.training_tables import markdown_row
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.parallel import ranks_of, sharded_dilated_attention
 from dilated_attention_pytorch.parallel.costs import branch_traffic
 from dilated_attention_pytorch.parallel.sharding import Shards

@@ -22,12 +22,13 @@ from benchmarks.results import describe
 from benchmarks.runner import append_line
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.plans import KINDS, PatternCache, reset_global_pattern_cache
 from dilated_attention_pytorch.core.pool import WorkspacePool, reset_global_memory_pool
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
-from dilated_attention_pytorch.kernels.parts import partition_for
+from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.kernels.parts import parts_for
 from dilated_attention_pytorch.measuring import peak_resident
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.nn import (
@@ -139,7 +140,7 @@ def _kinds(device: str) -> Iterator[dict[str, Any]]:
     cache = PatternCache()
 
     def parts(of: Tensor | None, cache: PatternCache | None) -> None:
-        partition_for(call, of, like.shape, HEADS, cache).viewer(like)
+        parts_for(call, of, like.shape, HEADS, cache).viewer(like)
 
     def found(key: Callable[[], Any]) -> Callable[[], object]:
         """Looking up what the policy leaves out."""

@@ -28,9 +28,9 @@ import dilated_attention_pytorch as package
 from dilated_attention_pytorch import core as core_room
 from dilated_attention_pytorch import functional, models, parallel, train
 from dilated_attention_pytorch import nn as nn_room
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import shown
 from dilated_attention_pytorch.core.pool import is_out_of_memory
-from dilated_attention_pytorch.core.spec import Call
 from dilated_attention_pytorch.parallel.wire import wires_of
 
 from .thorough import examples
@@ -295,6 +295,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "Job": lambda: (parallel.Job, {"spec": SPEC, "tokens": 32, "gpus": 2, "heads": 4, "head_dim": 4}),
     "make_plan": lambda: (parallel.make_plan, {"job": parallel.Job(spec=SPEC, tokens=32, gpus=2, heads=4, head_dim=4)}),
     "Place": lambda: (ranks_of_place, {"axis": "sequence", "size": 1}),
+    "RankGroup": lambda: (parallel.RankGroup, {"group": None}),
     "Ranks": lambda: (parallel.Ranks, {"group": None}),
     "ranks_of": lambda: (parallel.ranks_of, {"axis": "sequence", "size": 1}),
     "RunOptions": lambda: (parallel.RunOptions, {"use_deepspeed": True, "zero_stage": 2}),

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.checks import (
-    MOST_ENTRIES,
     check_flag,
     check_instance,
-    check_number,
     check_sequence,
     check_tensor,
     check_whole,
@@ -24,8 +23,8 @@ from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
 from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec, HeadLayout
-from dilated_attention_pytorch.kernels.ladder import backends, check_backend
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.kernels.engine import backends, check_backend
 from dilated_attention_pytorch.kernels.op import attend
 
 __all__ = [
@@ -167,7 +166,7 @@ def dilated_attention(
     plain = is_plain(query, key, value)
     valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
     settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
-    call, is_new = _valid_call(
+    call, is_new = _remembered_call(
         query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config
     )
     if resources is None and plain:
@@ -188,7 +187,7 @@ def dilated_attention(
         H, kv_heads = query.shape[2], key.shape[2]
         warn_of_reach(call.spec, _longest_document(spans, query.shape[1]), (total_heads or H) * kv_heads // H)
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
-    return attend(query, key, value, spans, seed, call, backend, plain, return_lse, resources)
+    return attend(call, Inputs(query, key, value, spans, seed), plain, return_lse, resources)
 
 
 def attention_rows(
@@ -238,7 +237,7 @@ def refuse_dense_mask(attn_mask: Tensor | None) -> None:
         )
 
 
-def _valid_call(
+def _remembered_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -247,7 +246,7 @@ def _valid_call(
     settings: tuple[Any, ...],
     remember: bool,
 ) -> tuple[Call, bool]:
-    """The problem that a valid call poses, and whether it was checked now.
+    """The description of a valid call, and whether it was checked now.
 
     Calls of one kind, as in a model's layers and steps, are checked once.
     """
@@ -304,24 +303,10 @@ def checked_call(
     sparse_config: SparsePatternConfig | None,
     backend: str,
 ) -> Call:
-    """The problem that a call poses, or the error that says what is wrong with it."""
+    """The description of a call, or the error that says what is wrong with it."""
     check_backend(backend)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
     _check_tensors(query, key, value)
-    check_flag("is_causal", is_causal)
-    check_number("dropout_p", dropout_p, least=0, below=1)
-    check_whole("head_offset", head_offset, least=0, most=MOST_ENTRIES)
-    if total_heads is not None:
-        check_whole("total_heads", total_heads, least=1, most=MOST_ENTRIES)
-    elif head_offset:
-        raise ValueError(f"head_offset={head_offset} needs total_heads, the number of query heads over all shards")
-    if scale is not None:
-        check_number("scale", scale)
-        scale = float(scale) if isinstance(scale, int) else scale  # one that no kernel takes as a whole number
-    if allow_tf32 is not None:
-        check_flag("allow_tf32", allow_tf32)
-    if sparse_config is not None:
-        sparse_config = check_sparse_config(sparse_config, spec)
     return Call(
         spec=spec,
         is_causal=is_causal,
@@ -330,7 +315,8 @@ def checked_call(
         head_offset=head_offset,
         total_heads=total_heads,
         allow_tf32=allow_tf32,
-        sparse=sparse_config,
+        sparse=None if sparse_config is None else check_sparse_config(sparse_config, spec),
+        backend=backend,
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
-from dilated_attention_pytorch.kernels import dense
+from dilated_attention_pytorch.kernels import blocks
 
 from ..thorough import examples
 from .checks import BASE, check_broken, check_budget, corners, covering, reference_on, run
@@ -98,8 +98,8 @@ def test_small_chunks_change_nothing(draw: Draw) -> None:
     """The chunked path, which dropout and an lse gradient take, cuts rows and segments apart."""
     expected = run(draw, "reference", torch.float64, through_lse=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense, "_ROWS_AT_ONCE", 5)
-        patch.setattr(dense, "_SCORES_AT_ONCE", 400)
+        patch.setattr(blocks, "_ROWS_AT_ONCE", 5)
+        patch.setattr(blocks, "_SCORES_AT_ONCE", 400)
         found = run(draw, "eager", torch.float64, through_lse=True)
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-10)

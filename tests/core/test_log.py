@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import DilatedAttention, PatternCache, WorkspacePool
-from dilated_attention_pytorch.kernels import ladder
+from dilated_attention_pytorch.kernels import engine
 
 NAME = "dilated_attention_pytorch"
 ATTEND = f"""
@@ -28,7 +28,7 @@ def attend(module: DilatedAttention, dtype: torch.dtype = torch.bfloat16) -> tor
 def module():
     made = DilatedAttention([8, 16], [1, 2], use_pattern_cache=True, enable_memory_pool=True)
     made._pattern_cache, made._memory_pool = PatternCache(max_size=1), WorkspacePool(threshold_bytes=1)
-    ladder._tell_choice.cache_clear()
+    engine._log_choice.cache_clear()
     return made
 
 

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import DilatedSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core import reach as reach_module
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.reach import ReachWarning
-from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
 
 LAYOUTS = ["interleaved", "blocked", "grouped"]
 

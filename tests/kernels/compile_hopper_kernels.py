@@ -82,11 +82,16 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         kept = BranchLayout(one, 0, one, one, one, one, one)
     try:
         if direction == "forward":
-            launch.forward(query, key, value, out, lse, branch, 0.1, kept)
+            lists = () if kept is None else kept.key_lists
+            launch.forward_launch(query, key, branch, 0.1, kept)(
+                query, key, value, out, lse, branch.query_offsets, *lists
+            )
         else:
             assert launch.share_out(query, key, branch, 1 << 20)
             workspace = torch.empty(launch.workspace_size(branch.workspace_rows, query.shape[3])[0])
-            launch.backward(query, key, value, out, lse, lse, dq, dk, dv, branch, 0.1, workspace, kept)
+            rows = (query, out, key, value, workspace, lse, lse, dq, dk, dv, workspace)
+            lists = () if kept is None else (*kept.query_lists, kept.query_turns, kept.key_first)
+            launch.backward_launch(query, key, branch, 0.1, workspace, kept)(*rows, branch.offsets, *lists)
     except Compiled as found:
         (kernel,) = found.args
     assert len(kernel.asm["cubin"]) > 0

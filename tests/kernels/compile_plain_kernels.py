@@ -65,7 +65,8 @@ def type_of(argument) -> str:
 def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
     from dilated_attention_pytorch.core.block_layout import layout_of
     from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-    from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+    from dilated_attention_pytorch.core.call import Call, Inputs, Saved
+    from dilated_attention_pytorch.core.spec import DilatedSpec
     from dilated_attention_pytorch.kernels.triton import engine
 
     for name in ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"):
@@ -76,8 +77,9 @@ def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
     call = Call(spec=DilatedSpec.of([1024], [1]), is_causal=mask == "causal", sparse=config)
     q, k, v, do = (torch.zeros(1, 1024, heads, int(head_dim), dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     layout = None if config is None else layout_of(call, q, k)
-    out, lse = engine.forward(q, k, v, call, None, None, layout)
-    engine.backward(do, None, q, k, v, out, lse, call, None, None, layout)
+    inputs = Inputs(q, k, v, layout=layout)
+    out, lse = engine.Triton().partial(call, inputs)
+    engine.Triton().gradients(call, Saved(inputs, out, lse), do, None)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core.block_layout import BranchLayout, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.pattern import grid_rows, segments
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import DilatedSpec
 
 turns = pytest.importorskip(
     "dilated_attention_pytorch.kernels.triton.hopper.turns", reason="this Triton has no Gluon", exc_type=ImportError

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch import BlockSparseRingDilatedAttention, LongNet, SparsePatternConfig
 from dilated_attention_pytorch.core.block_layout import layout_of
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.op import attend_backward, attend_op
 from dilated_attention_pytorch.nn.full_cache import attend_full_cache
@@ -31,9 +32,10 @@ def tensors(tokens: int = 18, heads: int = 4, kv_heads: int = 2, dtype: torch.dt
     return [torch.randn(1, tokens, h, 4, dtype=dtype, requires_grad=True) for h in (heads, kv_heads, kv_heads)]
 
 
-def op_arguments(*, spans=None, seed=None, is_causal=True, backend="eager"):
+def op_arguments(*, spans=None, seed=None, is_causal=True, backend="eager", sparse=None):
     dropout = 0.0 if seed is None else 0.3
-    return (spans, seed, [4, 8], [1, 2], "interleaved", is_causal, None, dropout, 0, None, None, backend)
+    call = Call.of([4, 8], [1, 2], is_causal=is_causal, backend=backend, sparse=sparse, dropout_p=dropout)
+    return spans, seed, *call.encode(), True
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -46,7 +48,9 @@ def test_opcheck_accepts_forward_and_backward(backend, spans, seed) -> None:
     out, lse = (x.detach() for x in attend_op(q, k, v, *rest))
     detached = [x.detach() for x in (q, k, v)]
     for grad_lse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(attend_backward, (torch.randn_like(out), grad_lse, *detached, out, lse, *rest))
+        torch.library.opcheck(
+            attend_backward, (torch.randn_like(out), grad_lse, *detached, *rest[:2], out, lse, *rest[2:])
+        )
 
 
 SPARSE = {pattern: SparsePatternConfig(pattern, 0.5, 2) for pattern in ("random", "content_adaptive")}
@@ -55,11 +59,11 @@ SPARSE = {pattern: SparsePatternConfig(pattern, 0.5, 2) for pattern in ("random"
 @pytest.mark.parametrize("pattern", SPARSE)
 def test_opcheck_accepts_a_block_pattern(pattern) -> None:
     q, k, v = tensors()
-    rest = (*op_arguments(), pattern, 0.5, 2, None, 2, 0, True)
+    rest = op_arguments(sparse=SPARSE[pattern])
     torch.library.opcheck(attend_op, (q, k, v, *rest))
     out, lse = (x.detach() for x in attend_op(q, k, v, *rest))
     detached = [x.detach() for x in (q, k, v)]
-    torch.library.opcheck(attend_backward, (torch.randn_like(out), None, *detached, out, lse, *rest))
+    torch.library.opcheck(attend_backward, (torch.randn_like(out), None, *detached, *rest[:2], out, lse, *rest[2:]))
 
 
 @pytest.mark.parametrize("pattern", SPARSE)

@@ -7,15 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.pattern import on_grid
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
-from dilated_attention_pytorch.kernels.parts import Part, Partition
+from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.kernels.parts import Part, Parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:no branch of")
 
 
 def parts_of(spec: DilatedSpec, tokens: int, heads: int) -> tuple[Part, ...]:
-    return Partition(Call(spec=spec), None, torch.Size([1, tokens, heads, 1]), heads).parts
+    return Parts(Call(spec=spec), None, torch.Size([1, tokens, heads, 1]), heads).parts
 
 
 @given(
@@ -28,7 +29,7 @@ def parts_of(spec: DilatedSpec, tokens: int, heads: int) -> tuple[Part, ...]:
 def test_parts_view_every_row_on_a_grid_once(batch, tokens, heads, layout, branches) -> None:
     spec = DilatedSpec.of([w for w, _ in branches], [r for _, r in branches], layout)
     call = Call(spec=spec)
-    partition = Partition(call, None, torch.Size([batch, tokens, heads, 1]), heads)
+    partition = Parts(call, None, torch.Size([batch, tokens, heads, 1]), heads)
     places = torch.arange(batch * tokens * heads).view(batch, tokens, heads)
     view = partition.viewer(places)
     positions = torch.arange(tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.spec import DilatedSpec
 
 planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan", reason="the kernels need Triton")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.call import Call, Inputs, Saved
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.kernels import op
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -28,10 +31,12 @@ def run(backend: str, call: Call, dtype: torch.dtype, device: str, *, backward: 
     q, k, v, do = (torch.randn(1, 34, 2, 16, generator=generator).to(device, dtype) for _ in range(4))
     spans = torch.tensor([[0, 14], [14, 34]], device=device)
     seed = torch.tensor([3, 4], device=device) if call.dropout_p else None
-    out, lse = op.forward(q, k, v, spans, seed, call, backend)
+    call = replace(call, backend=backend)
+    inputs = Inputs(q, k, v, spans, seed)
+    out, lse = op.partial(call, inputs)
     if not backward:
         return (out,)
-    return (out, lse, *op.backward(do, None, q, k, v, out, lse, spans, seed, call, backend))
+    return (out, lse, *op.gradients(call, Saved(inputs, out, lse), do, None))
 
 
 @pytest.mark.parametrize("device", DEVICES)

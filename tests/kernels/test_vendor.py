@@ -8,9 +8,7 @@ import torch
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.resources import FROM_ALLOCATOR
 from dilated_attention_pytorch.functional import dilated_attention
-from dilated_attention_pytorch.kernels import dense, vendor
-from dilated_attention_pytorch.parallel.exchange import _backward as block_backward
-from dilated_attention_pytorch.parallel.exchange import _forward as block_forward
+from dilated_attention_pytorch.kernels import blocks, vendor
 
 
 def test_what_the_vendors_kernel_cannot_do_is_left_to_others() -> None:
@@ -22,6 +20,7 @@ def test_what_the_vendors_kernel_cannot_do_is_left_to_others() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_parts_of_the_keys_merge_to_the_whole(dtype, head_dim) -> None:
     scale = head_dim**-0.5
+    block = blocks.Block(scale)
     every = [torch.randn(2, rows, 3, head_dim, device="cuda", dtype=dtype) for rows in (200, 500, 500, 200)]
     # Rows apart in memory, as the grid rows of a branch are.
     q, k, v, do = (torch.repeat_interleave(x, 2, 1)[:, ::2] for x in every)
@@ -30,8 +29,8 @@ def test_parts_of_the_keys_merge_to_the_whole(dtype, head_dim) -> None:
     scores = torch.einsum("sihd,sjhd->shij", exact[0], exact[1]) * scale
     expected = torch.einsum("shij,sjhd->sihd", scores.softmax(-1), exact[2])
     gradients = torch.autograd.grad(expected, exact, do.double())
-    out, lse = block_forward(q, k[:, :180], v[:, :180], scale, False, None, FROM_ALLOCATOR)
-    merge_(out, lse, *block_forward(q, k[:, 180:], v[:, 180:], scale, False, None, FROM_ALLOCATOR))
+    out, lse = blocks.partial(q, k[:, :180], v[:, :180], block, FROM_ALLOCATOR)
+    merge_(out, lse, *blocks.partial(q, k[:, 180:], v[:, 180:], block, FROM_ALLOCATOR))
     limit = 1e-2 if dtype == torch.bfloat16 else 1.5e-3
 
     def near(found: torch.Tensor, exactly: torch.Tensor) -> bool:
@@ -42,7 +41,7 @@ def test_parts_of_the_keys_merge_to_the_whole(dtype, head_dim) -> None:
     assert near(lse.transpose(1, 2), scores.logsumexp(-1))
     delta = (do.float() * out).sum(-1)
     parts = [
-        block_backward(do, q, k[:, keys], v[:, keys], out, delta, lse, scale, False, None, FROM_ALLOCATOR)
+        blocks.gradients(do, q, k[:, keys], v[:, keys], out, delta, lse, block, FROM_ALLOCATOR)
         for keys in (slice(180), slice(180, None))
     ]
     assert near(parts[0][0] + parts[1][0], gradients[0])
@@ -61,12 +60,12 @@ def on_the_cpu(monkeypatch) -> None:
     """The vendor's place is taken by PyTorch's flash kernel for CPUs, in the inputs' precision too."""
 
     def forward(*arguments):
-        out, lse = dense.flash_forward(*arguments)
+        out, lse = blocks.cpu_flash_forward(*arguments)
         return out.float(), lse
 
     def backward(do, q, k, v, out, lse, scale, is_causal):
         assert do.dtype == q.dtype == out.dtype
-        grads = dense.flash_backward(*(x.float() for x in (do, q, k, v, out)), lse, scale, is_causal)
+        grads = blocks.cpu_flash_backward(*(x.float() for x in (do, q, k, v, out)), lse, scale, is_causal)
         return tuple(grads)
 
     monkeypatch.setattr(vendor, "why_not", lambda *kind: None)

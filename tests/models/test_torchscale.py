@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from dilated_attention_pytorch import LongNet, LongNetLM, cls_attention, patch_gigapath
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.spans import LatestOf
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.models.position_table import SlidePositions
 from dilated_attention_pytorch.models.slide_attention import on_slide

@@ -18,6 +18,7 @@ from dilated_attention_pytorch import (
     RingDilatedAttention,
 )
 from dilated_attention_pytorch.core.cache_rows import CacheState
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import decode
 from dilated_attention_pytorch.kernels.decode import attend_cached_op
@@ -267,7 +268,7 @@ def test_decoding_keeps_the_error_budget(dtype) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "columns"])
 def test_a_chunk_meets_the_cache_through_the_vendors_kernel(monkeypatch, layout, packed) -> None:
     """What it is given, and what becomes of its results; PyTorch's kernel for CPUs takes its place."""
-    monkeypatch.setattr("dilated_attention_pytorch.kernels.vendor.fits", lambda q, scale: True)
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.vendor.fits", lambda q, scale: q.dtype == torch.bfloat16)
     monkeypatch.setattr("dilated_attention_pytorch.kernels.decode._MOST_AGAIN", 0)
     calls = []
 
@@ -510,7 +511,7 @@ def test_a_module_refuses_a_cache_that_is_not_its_own() -> None:
 def test_the_operator_says_what_it_writes_and_returns(tokens, layout) -> None:
     stream = Stream(tokens=tokens, head_layout=layout)
     cache = stream.cache()
-    offsets = [-1 if offset is None else offset for row in cache.rows.offsets for offset in row]
+    call = Call(spec=cache.spec, is_causal=True, table=cache.rows.offsets)
     torch.library.opcheck(
         attend_cached_op,
         (
@@ -518,12 +519,9 @@ def test_the_operator_says_what_it_writes_and_returns(tokens, layout) -> None:
             cache.keys,
             cache.values,
             cache.lengths,
-            *stream.spec.values(),
-            offsets,
-            0,
+            call.encode()[0],
             0.25,
-            None,
-            "auto",
+            0,
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

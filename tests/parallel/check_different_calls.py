@@ -139,9 +139,9 @@ def _wrong(odd: bool) -> None:
 def _fails(odd: bool) -> None:
     """One rank fails while the others wait for its rows."""
     for scheme in ("gather", "ring"):
-        for stage in ("forward", "backward"):
+        for computes in ("partial", "gradients"):
             group = agreed({"qkv": {"requires_grad": True}, "scheme": scheme})
-            failing = mock.patch.object(op, stage, side_effect=MemoryError("no room")) if odd else mock.MagicMock()
+            failing = mock.patch.object(op, computes, side_effect=MemoryError("no room")) if odd else mock.MagicMock()
 
             def act(group=group, scheme=scheme, failing=failing) -> None:
                 with failing:

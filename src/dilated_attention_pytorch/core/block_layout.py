@@ -28,10 +28,11 @@ from dilated_attention_pytorch.core.block_pattern import (
     tiles_of,
     visible_tiles,
 )
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import SIZE, checked
 from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
 from dilated_attention_pytorch.core.plans import Remembers, check_cache
-from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec, OffsetTable
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
 # Tiles that are sorted at once, which takes about 40 bytes for each.
 _TILES_AT_ONCE = 1 << 22

@@ -18,8 +18,8 @@ Results = tuple[Tensor, ...]
 _thread = threading.local()  # backward runs in threads of its own
 
 
-def kept(compute: Callable[[], Results]) -> Results:
-    """`compute()`, or its result from the first run of this part.
+def kept(compute: Callable[..., Results], *arguments: Any) -> Results:
+    """`compute(*arguments)`, or its result from the first run of this part.
 
     >>> import torch
     >>> results = KeptResults()
@@ -30,7 +30,7 @@ def kept(compute: Callable[[], Results]) -> Results:
     (tensor(1.),)
     """
     active = getattr(_thread, "active", None)
-    return compute() if active is None else active(compute)
+    return compute(*arguments) if active is None else active(lambda: compute(*arguments))
 
 
 class KeptResults:

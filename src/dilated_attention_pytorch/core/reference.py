@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, allowed_pairs
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.spans import check_spans, documents
-from dilated_attention_pytorch.core.spec import Call
 
 
 @checked()

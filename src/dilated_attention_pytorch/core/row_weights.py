@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.spans import documents
-from dilated_attention_pytorch.core.spec import Call
 
 
 class RowWeights(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a dilated attention computes, as frozen values: the branches, the head layout, and one call's settings."""
+"""The pattern of a dilated attention as frozen values: its branches, and how heads are laid over them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.checks import (
     MOST_ENTRIES,
     MOST_TOKENS,
@@ -141,50 +140,3 @@ class DilatedSpec:
             f"no branch of {self} has dilation rate 1: {uncovered_share(self):.0%} of the (row, head) pairs are on "
             "no branch's grid and give 0; add a branch with rate 1 to cover every row"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """Everything about one attention call that is not a tensor.
-
-    `head_offset` and `total_heads` count query heads, as the caller sees them; under head sharding they are global.
-    `sparse` keeps some tiles of every branch only.
-
-    The last three describe one rank's share of a call over several ranks. `table` replaces the head layout's offsets,
-    since a shard may begin within a segment, and shows None for branches that are computed elsewhere; `first_position`
-    is the global position of the shard's first token; a `partial` result is in float32, as more is to be added to it.
-    """
-
-    spec: DilatedSpec
-    is_causal: bool = False
-    scale: float | None = None
-    dropout_p: float = 0.0
-    head_offset: int = 0
-    total_heads: int | None = None
-    allow_tf32: bool | None = None
-    sparse: SparsePatternConfig | None = None
-    table: OffsetTable | None = None
-    first_position: int = 0
-    partial: bool = False
-
-    def softmax_scale(self, head_dim: int) -> float:
-        return head_dim**-0.5 if self.scale is None else self.scale
-
-    def offsets(self, heads: int, kv_heads: int) -> OffsetTable:
-        """The offset table of this call's key/value heads; all query heads of a group share their KV head's row."""
-        if self.table is not None:
-            return self.table
-        group = heads // kv_heads
-        total = heads if self.total_heads is None else self.total_heads
-        for name, count in (("head_offset", self.head_offset), ("total_heads", total)):
-            if count % group:
-                raise ValueError(
-                    f"{name}={count} splits a group of {group} query heads that share one key/value head: "
-                    "shard whole groups"
-                )
-        return self.spec.offsets(kv_heads, first=self.head_offset // group, total=total // group)
-
-    def query_head_offsets(self, heads: int, kv_heads: int) -> OffsetTable:
-        """The offset table with an entry a query head."""
-        group = heads // kv_heads
-        return tuple(tuple(o for o in row for _ in range(group)) for row in self.offsets(heads, kv_heads))

@@ -13,7 +13,7 @@ and over the new tokens themselves. Then the new tokens are stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, rings_on
+from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec, OffsetTable
+from dilated_attention_pytorch.core.spec import OffsetTable
 from dilated_attention_pytorch.core.tangents import refuse_tangents
-from dilated_attention_pytorch.kernels import dense, vendor
+from dilated_attention_pytorch.kernels import blocks
 from dilated_attention_pytorch.kernels.eager import tf32
-from dilated_attention_pytorch.kernels.ladder import choose_backend
+from dilated_attention_pytorch.kernels.engine import choose_engine
 from dilated_attention_pytorch.kernels.op import attend, unwritten
 
 _MOST_AT_ONCE = 64
@@ -42,7 +43,6 @@ def attend_cached(
     value: Tensor,
     state: CacheState,
     call: Call,
-    backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `state`."""
@@ -50,27 +50,12 @@ def attend_cached(
     if not query.numel():
         return unwritten(query)
     if is_plain(query, state.keys):
-        return _attend_cached(query, key, value, state, call, backend, resources)
+        return _attend_cached(query, key, value, state, call, resources)
     keys, values, lengths, rows, _ = state
-    return attend_cached_op(
-        query,
-        key,
-        value,
-        keys,
-        values,
-        lengths,
-        rows.spec.segment_lengths,
-        rows.spec.dilation_rates,
-        rows.spec.head_layout,
-        [_ABSENT if offset is None else offset for row in rows.offsets for offset in row],
-        rows.rewindable,
-        call.softmax_scale(query.shape[3]),
-        call.allow_tf32,
-        backend,
-    )
-
-
-_ABSENT = -1
+    # A call that has the branches and offsets of the cache says all of it but `rewindable`.
+    own = replace(call, spec=rows.spec, table=rows.offsets)
+    text, scale, *_ = own.encode()
+    return attend_cached_op(query, key, value, keys, values, lengths, text, scale, rows.rewindable)
 
 
 # Where it is traced: a compiled graph takes what chooses an engine and looks at lengths as one operator.
@@ -82,22 +67,14 @@ def attend_cached_op(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    head_layout: str,
-    offsets: Sequence[int],
+    call: str,
+    scale: float | None,
     rewindable: int,
-    scale: float,
-    allow_tf32: bool | None,
-    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # type: ignore[arg-type]
-    flat = [None if offset == _ABSENT else offset for offset in offsets]
-    heads = len(flat) // len(spec.branches)
-    table = tuple(tuple(flat[i : i + heads]) for i in range(0, len(flat), heads))
-    state = CacheState(keys, values, lengths, CacheRows(spec, table, rewindable))
-    call = Call(spec=spec, is_causal=True, scale=scale, allow_tf32=allow_tf32, table=table)
-    out, lse = _attend_cached(query, key, value, state, call, backend, NO_RESOURCES)
+    decoded = Call.decode(call, scale, 0.0, 1.0)
+    assert decoded.table is not None
+    state = CacheState(keys, values, lengths, CacheRows(decoded.spec, decoded.table, rewindable))
+    out, lse = _attend_cached(query, key, value, state, decoded, NO_RESOURCES)
     return out.contiguous(), lse.contiguous()
 
 
@@ -113,18 +90,17 @@ def _attend_cached(
     value: Tensor,
     state: CacheState,
     call: Call,
-    backend: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    m, D = query.shape[1], query.shape[3]
+    m, D, backend = query.shape[1], query.shape[3], call.backend
     if backend in ("reference", "vendor"):
         raise ValueError(
             f"backend {backend!r} computes whole sequences, without a cache: use 'eager' or 'auto' with it"
         )
-    engine = choose_backend(backend, query.device, query.dtype, D)
+    engine = choose_engine(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
         at = state.lengths.tolist() if state.known is None else list(state.known)
-        out, lse = _attend_chunk(at, query, key, value, state, call, engine, resources)
+        out, lse = _attend_chunk(at, query, key, value, state, replace(call, backend=engine), resources)
         _store_chunk(at, key, value, state, engine)
         return out, lse
     scale = call.softmax_scale(D)
@@ -275,19 +251,18 @@ def _attend_chunk(
     value: Tensor,
     state: CacheState,
     call: Call,
-    engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     B, m = query.shape[:2]
     if max(at) <= 0:  # nothing is cached yet
         spans = torch.tensor([[min(-p, m), m] for p in at], device=query.device) if any(at) else None
-        return _whole(query, key, value, spans, call, engine, resources)
+        return _whole(query, key, value, spans, call, resources)
     if len(set(at)) == 1:
-        return _attend_chunk_at(at[0], query, key, value, state, call, engine, resources)
+        return _attend_chunk_at(at[0], query, key, value, state, call, resources)
     by_row = []
     for b in range(B):
         row = (at[b : b + 1], query[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b))
-        by_row.append(_attend_chunk(*row, call, engine, resources))
+        by_row.append(_attend_chunk(*row, call, resources))
     return torch.cat([out for out, _ in by_row]), torch.cat([lse for _, lse in by_row])
 
 
@@ -298,23 +273,22 @@ def _attend_chunk_at(
     value: Tensor,
     state: CacheState,
     call: Call,
-    engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
     m, rows = query.shape[1], state.rows
     period = math.lcm(*rows.spec.segment_lengths)
     before = begin % period  # tokens since all branches began a segment
     if before == 0:  # the cache is out of sight
-        return _whole(query, key, value, None, call, engine, resources)
+        return _whole(query, key, value, None, call, resources)
     if before <= m * _MOST_AGAIN:
         count = min(m, period - before)  # what comes after these does not see the cache
         padded = F.pad(query[:, :count], (0, 0, 0, 0, before, 0))
-        k, v = _after_cached(key[:, :count], value[:, :count], state, begin, before, engine)
-        out, lse = _whole(padded, k, v, None, call, engine, resources)
+        k, v = _after_cached(key[:, :count], value[:, :count], state, begin, before, call.backend)
+        out, lse = _whole(padded, k, v, None, call, resources)
         out, lse = out[:, before:], lse[:, before:]
         if count == m:
             return out, lse
-        rest = _whole(query[:, count:], key[:, count:], value[:, count:], None, call, engine, resources)
+        rest = _whole(query[:, count:], key[:, count:], value[:, count:], None, call, resources)
         return torch.cat([out, rest[0]], 1), torch.cat([lse, rest[1]], 1)
     open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
     out = torch.zeros_like(query, dtype=_working(query).dtype)
@@ -327,9 +301,9 @@ def _attend_chunk_at(
             (slice(count, m), _table(rows, together, None)),
         ):
             if piece.start < piece.stop:
-                part = _part_of(call, table)
+                part = replace(call, table=table, partial=True)
                 q_piece, k_piece, v_piece = query[:, piece], key[:, piece], value[:, piece]
-                partial = _whole(q_piece, k_piece, v_piece, None, part, engine, resources)
+                partial = _whole(q_piece, k_piece, v_piece, None, part, resources)
                 merge_(out[:, piece], lse[:, piece], *partial)
     scale = call.softmax_scale(query.shape[3])
     with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
@@ -370,10 +344,9 @@ def _whole(
     value: Tensor,
     spans: Tensor | None,
     call: Call,
-    engine: str,
     resources: Resources,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = attend(query, key, value, spans, None, call, engine, True, True, resources)
+    out, lse = attend(call, Inputs(query, key, value, spans), True, True, resources)
     return out, lse
 
 
@@ -386,17 +359,6 @@ def _table(rows: CacheRows, branches: list[int], begin: int | None) -> OffsetTab
     return tuple(
         tuple(shifted(offset, branch.segment_length, branch.dilation_rate) if i in branches else None for offset in row)
         for i, (branch, row) in enumerate(zip(rows.spec.branches, rows.offsets))
-    )
-
-
-def _part_of(call: Call, table: OffsetTable) -> Call:
-    return Call(
-        spec=call.spec,
-        is_causal=True,
-        scale=call.scale,
-        allow_tf32=call.allow_tf32,
-        table=table,
-        partial=True,
     )
 
 
@@ -419,19 +381,11 @@ def _merge_cached_(
         held, at = len(range(offset, within, r)), (offset - within) % r
         if held == 0 or at >= q.shape[1]:
             continue
-        low = vendor.fits(q, scale)
         k, v = (_unrolled(branch.stored(x)[:, heads], first, held).transpose(1, 2) for x in (state.keys, state.values))
-        k, v = (k, v) if low else (_working(k), _working(v))
         mine = branch.every(heads)
         for g in range(group):
             queries = slice(mine.start * group + g, (mine.stop - 1) * group + g + 1, mine.step * group)
-            part = q[:, at::r, queries] if low else _working(q[:, at::r, queries])
-            if low:
-                partial = vendor.forward(part, k, v, scale, False)
-            elif dense.flash_fits(part, scale):
-                partial = dense.flash_forward(part, k, v, scale, False)
-            else:
-                partial = dense.chunked_forward(part, k, v, scale, False, None, take)
+            partial = blocks.partial(q[:, at::r, queries], k, v, blocks.Block(scale), take)
             merge_(out[:, at::r, queries], lse[:, at::r, queries], *partial)
 
 

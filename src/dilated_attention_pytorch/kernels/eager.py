@@ -2,9 +2,7 @@
 
 Forward walks the parts and merges each partial into views of one `(out, lse)`; backward walks them again with the
 merged pair and adds each part's gradients into views of dq, dk, dv. Low precision is computed and accumulated in
-float32: on a CPU that is also the faster way, since its bf16 flash backward is several times slower than its float32.
-`by_vendor` computes each part by the GPU vendor's flash kernel instead, in the precision of the inputs; what that
-cannot do is refused before (`vendor.refuse`).
+float32: on a CPU that is also faster, because its bf16 flash backward is several times slower than its float32 one.
 """
 
 from __future__ import annotations
@@ -18,116 +16,114 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout
 from dilated_attention_pytorch.core.block_pattern import tiles_of
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
-from dilated_attention_pytorch.core.spec import Call
-from dilated_attention_pytorch.kernels import dense, tiles, vendor
-from dilated_attention_pytorch.kernels.parts import Part, partition_for
+from dilated_attention_pytorch.kernels import blocks
+from dilated_attention_pytorch.kernels.blocks import Block, Keep
+from dilated_attention_pytorch.kernels.parts import Part, parts_for
+from dilated_attention_pytorch.kernels.tiles import Tiling
 
 _tf32_lock = threading.Lock()
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: Call,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    layout: BlockLayout | None = None,
-    resources: Resources = NO_RESOURCES,
-    by_vendor: bool = False,
-    followed: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`followed` keeps to operators that PyTorch's forward mode differentiates: the inputs carry tangents."""
-    with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
-        q, k, v = (_working(x, take, as_is=by_vendor) for x in (query, key, value))
-        kv_heads = k.shape[2]
-        groups, scale = q.shape[2] // kv_heads, call.softmax_scale(q.shape[3])
-        out = _sums_of(query, _precision(query), take, call)
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
-        flash = layout is None and seed is None and not followed and dense.flash_fits(q, scale)
-        partition = partition_for(call, spans, q.shape, kv_heads, resources.cache)
-        view_q, view_out, view_lse = (partition.viewer(x, groups) for x in (q, out, lse))
-        view_k, view_v = partition.viewer(k), partition.viewer(v)
-        for i, part in enumerate(partition.parts):
-            part_k, part_v = view_k(i), view_v(i)
-            for g in range(groups):
-                inputs = view_q(i, g), part_k, part_v, scale, call.is_causal
+class Eager:
+    """The engine of PyTorch's own operators. It takes every call."""
+
+    as_is = False  # whether a block is computed in the inputs' own precision
+
+    def partial(
+        self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES, *, followed: bool = False
+    ) -> Partial:
+        """`followed` keeps to operators that PyTorch's forward mode differentiates: the inputs carry tangents."""
+        query, spans = inputs.query, inputs.spans
+        with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
+            q, k, v = (_as_segments(x, take, as_is=self.as_is) for x in inputs[:3])
+            out = _sums_of(query, take, call)
+            lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
+            parts = parts_for(call, spans, q.shape, k.shape[2], resources.cache)
+            view_q, view_k, view_v, view_out, view_lse = (parts.viewer(x) for x in (q, k, v, out, lse))
+            for i, part, g in parts:
+                so_far = view_out(i, g), view_lse(i, g)
+                q_part = view_q(i, g)
                 with resources.workspaces() as take_for_part:
-                    if by_vendor:
-                        partial = vendor.forward(*inputs)
-                    elif flash:
-                        partial = dense.flash_forward(*inputs)
-                    else:
-                        keep = _keep(part, call, seed, kv_heads, g, groups, q.dtype)
-                        if layout is None:
-                            partial = dense.chunked_forward(*inputs, keep, take_for_part)
-                        else:
-                            tiling = _tiling(part, call, layout, inputs[0], kv_heads, g, groups)
-                            partial = tiles.forward(*inputs, keep, take_for_part, tiling)
-                    so_far = view_out(i, g), view_lse(i, g)
+                    block = _block(part, g, call, inputs, q_part)
+                    found = blocks.partial(q_part, view_k(i), view_v(i), block, take_for_part, fused=not followed)
                     if part.first:
-                        so_far[0].copy_(partial[0])
-                        so_far[1].copy_(partial[1])
+                        so_far[0].copy_(found.out)
+                        so_far[1].copy_(found.lse)
                     else:
-                        merge_(*so_far, *partial)
-        return (out if call.partial else out.to(query.dtype)), by_head(lse)
+                        merge_(*so_far, *found)
+            return Partial(out if call.partial else out.to(query.dtype), by_head(lse))
 
-
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    layout: BlockLayout | None = None,
-    resources: Resources = NO_RESOURCES,
-    by_vendor: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
-        do, q, k, v, merged = (_working(x, take, as_is=by_vendor) for x in (grad_out, query, key, value, out))
-        kv_heads = k.shape[2]
-        groups, scale = q.shape[2] // kv_heads, call.softmax_scale(q.shape[3])
-        dq, dk, dv = (_sums_of(x, _precision(x), take, call) for x in (query, key, value))
-        lse = lse.contiguous()  # by row, so that batches of segments are views
-        flash = by_vendor or (layout is None and seed is None and grad_lse is None and dense.flash_fits(q, scale))
-        products = None if flash else take(q.shape, dtype=q.dtype, device=q.device)
-        delta = lse if flash else torch.mul(do, merged, out=products).sum(-1)
-        if grad_lse is not None:
-            delta = delta - grad_lse
-        partition = partition_for(call, spans, q.shape, kv_heads, resources.cache)
-        views = [partition.viewer(x, groups) for x in (do, q, lse, merged, delta, dq)]
-        view_do, view_q, view_lse, view_out, view_delta, view_dq = views
-        view_k, view_v, view_dk, view_dv = (partition.viewer(x) for x in (k, v, dk, dv))
-        for i, part in enumerate(partition.parts):
-            part_k, part_v = view_k(i), view_v(i)
-            for g in range(groups):
-                inputs = view_do(i, g), view_q(i, g), part_k, part_v
+    def gradients(
+        self,
+        call: Call,
+        saved: Saved,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        resources: Resources = NO_RESOURCES,
+    ) -> Grads:
+        inputs, out, lse = saved
+        query, key, value = inputs[:3]
+        with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
+            do, q, k, v, merged = (_as_segments(x, take, as_is=self.as_is) for x in (grad_out, query, key, value, out))
+            sums = Grads(*(_sums_of(x, take, call) for x in (query, key, value)))
+            lse = lse.contiguous()  # by row, so that batches of segments are views
+            fused = grad_lse is None and inputs.seed is None and inputs.layout is None
+            if fused and Block(call.softmax_scale(q.shape[3])).is_fused(q):
+                delta = lse  # not read
+            else:
+                delta = torch.mul(do, merged, out=take(q.shape, dtype=q.dtype, device=q.device)).sum(-1)
+                delta = delta if grad_lse is None else delta - grad_lse
+            parts = parts_for(call, inputs.spans, q.shape, k.shape[2], resources.cache)
+            view_do, view_q, view_out, view_delta, view_lse = (parts.viewer(x) for x in (do, q, merged, delta, lse))
+            view_k, view_v, view_dq, view_dk, view_dv = (parts.viewer(x) for x in (k, v, *sums))
+            for i, part, g in parts:
+                q_part, out_part = view_q(i, g), view_out(i, g) if grad_lse is None else None
                 with resources.workspaces() as take_for_part:
-                    if flash:
-                        kernel = vendor.backward if by_vendor else dense.flash_backward
-                        grads = kernel(*inputs, view_out(i, g), view_lse(i, g), scale, call.is_causal)
-                    else:
-                        keep = _keep(part, call, seed, kv_heads, g, groups, q.dtype)
-                        rows = *inputs, view_delta(i, g), view_lse(i, g)
-                        if layout is None:
-                            grads = dense.chunked_backward(*rows, scale, call.is_causal, keep, take_for_part)
-                        else:
-                            tiling = _tiling(part, call, layout, inputs[1], kv_heads, g, groups)
-                            grads = tiles.backward(*rows, scale, call.is_causal, keep, take_for_part, tiling)
+                    block = _block(part, g, call, inputs, q_part)
+                    rows = view_do(i, g), q_part, view_k(i), view_v(i)
+                    sums_of_rows = view_delta(i, g), view_lse(i, g)
+                    grads = blocks.gradients(*rows, out_part, *sums_of_rows, block, take_for_part)
                     for total, grad in zip((view_dq(i, g), view_dk(i), view_dv(i)), grads):
                         total += grad
-        if call.partial:
-            return dq, dk, dv
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+            return sums if call.partial else Grads(*(x.to(query.dtype) for x in sums))
+
+
+class Vendor(Eager):
+    """The same walk, with every block by the GPU vendor's flash kernel in the precision of the inputs."""
+
+    as_is = True
+
+    def partial(
+        self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES, *, followed: bool = False
+    ) -> Partial:
+        self._refuse(call, inputs)
+        return super().partial(call, inputs, resources, followed=followed)
+
+    def gradients(
+        self,
+        call: Call,
+        saved: Saved,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        resources: Resources = NO_RESOURCES,
+    ) -> Grads:
+        self._refuse(call, saved.inputs, grad_lse)
+        return super().gradients(call, saved, grad_out, grad_lse, resources)
+
+    def _refuse(self, call: Call, inputs: Inputs, grad_lse: Tensor | None = None) -> None:
+        """Raise where a call asks for what the kernel does not compute as we define it."""
+        for asked, what in (
+            (inputs.seed is not None, f"dropout_p={call.dropout_p}: its dropout is another"),
+            (call.softmax_scale(inputs.query.shape[3]) <= 0, f"scale={call.scale}: it must be above 0"),
+            (grad_lse is not None, "a gradient through the lse"),
+        ):
+            if asked:
+                raise ValueError(f"backend 'vendor' cannot take {what}; use 'auto', 'triton' or 'eager'")
 
 
 def by_head(lse: Tensor) -> Tensor:
@@ -135,8 +131,9 @@ def by_head(lse: Tensor) -> Tensor:
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _sums_of(x: Tensor, dtype: torch.dtype, take: Take, call: Call) -> Tensor:
-    """Zeros like `x` to add into: a workspace if they are of another dtype than the result, else the result itself."""
+def _sums_of(x: Tensor, take: Take, call: Call) -> Tensor:
+    """Zeros like `x` to add into: the result itself, or a workspace if the result has another dtype."""
+    dtype = _precision(x)
     if x.dtype == dtype or call.partial:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
     return take(x.shape, dtype=dtype, device=x.device).zero_()
@@ -146,8 +143,8 @@ def _precision(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _working(x: Tensor, take: Take, *, as_is: bool = False) -> Tensor:
-    """In the precision of the computation, or as it is, with rows that can be cut into segments by views."""
+def _as_segments(x: Tensor, take: Take, *, as_is: bool) -> Tensor:
+    """In the precision of the computation, or as it is, with rows that views can cut into segments."""
     dtype = x.dtype if as_is else _precision(x)
     batches_follow = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     if x.dtype == dtype and x.stride(-1) == 1 and batches_follow:
@@ -155,14 +152,21 @@ def _working(x: Tensor, take: Take, *, as_is: bool = False) -> Tensor:
     return take(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
-def _keep(
-    part: Part, call: Call, seed: Tensor | None, kv_heads: int, group: int, groups: int, dtype: torch.dtype
-) -> dense.Keep | None:
-    if seed is None:
-        return None
+def _block(part: Part, group: int, call: Call, inputs: Inputs, q: Tensor) -> Block:
+    """What a part's rows see, for the query heads number `group` of their key/value heads."""
+    scale = call.softmax_scale(q.shape[-1])
+    if inputs.seed is None and inputs.layout is None:
+        return Block(scale, call.is_causal)
+    heads = part.query_heads(group, inputs.query.shape[2] // inputs.key.shape[2], q.device)
+    keep = None if inputs.seed is None else _keep(part, call, inputs.seed, heads, q.dtype)
+    tiling = None if inputs.layout is None else _tiling(part, call, inputs.layout, q.shape[1], heads)
+    return Block(scale, call.is_causal, keep, tiling)
+
+
+def _keep(part: Part, call: Call, seed: Tensor, query_heads: Tensor, dtype: torch.dtype) -> Keep:
     origins = part.origins(seed.device) + call.first_position
     batch_rows = part.batch_rows(seed.device)
-    heads = part.query_heads(kv_heads, group, groups, seed.device) + call.head_offset
+    heads = query_heads + call.head_offset
 
     def keep(segments: slice, rows: Tensor, keys: Tensor) -> Tensor:
         ones = (1,) * (rows.dim() - 2)
@@ -181,21 +185,18 @@ def _keep(
     return keep
 
 
-def _tiling(
-    part: Part, call: Call, layout: BlockLayout, q: Tensor, kv_heads: int, group: int, groups: int
-) -> tiles.Tiling:
+def _tiling(part: Part, call: Call, layout: BlockLayout, rows: int, query_heads: Tensor) -> Tiling:
     """The part's kept tiles: of one grid where all its segments and heads share it."""
     branch = layout.branches[part.branch]
     assert branch is not None
+    device = query_heads.device
     first = part.start // call.spec.branches[part.branch].segment_length
-    segments = torch.arange(first, first + part.segments, device=q.device)
+    segments = torch.arange(first, first + part.segments, device=device)
     segments = segments.repeat(part.rows.stop - part.rows.start)[:, None]
-    heads = part.query_heads(kv_heads, group, groups, q.device)[None]
-    batch_rows = part.batch_rows(q.device)[:, None]
+    heads, batch_rows = query_heads[None], part.batch_rows(device)[:, None]
     if not branch.rows_per_batch_row:
         segments, heads, batch_rows = segments[:1], heads[:, :1], batch_rows[:1]
-    kept = branch.kept_keys(batch_rows, segments, heads, tiles_of(q.shape[1], layout.block_size))
-    return tiles.Tiling(kept, layout.block_size)
+    return Tiling(branch.kept_keys(batch_rows, segments, heads, tiles_of(rows, layout.block_size)), layout.block_size)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The one operator behind every attention here: forward over branches, backward against the merged out and lse.
 
 It is opaque to autograd, `torch.compile`, export and checkpointing, and saves q, k, v, out and lse once, however many
-branches there are. Engines differ in speed only; `backend` names the one that runs.
+branches there are.
 
 `attend` is what to call. Tracers, tensor subclasses and dispatch modes see a registered operator; a plain eager call
 goes straight to the same code, because the registered operator's way through the dispatcher and Python's autograd takes
@@ -12,7 +12,6 @@ PyTorch's operators on every device.
 
 # No postponed annotations: torch.library reads the types to make the operators' schemas.
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,50 +19,38 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
-from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
+from dilated_attention_pytorch.core.block_layout import layout_of
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
-from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec, HeadLayout
 from dilated_attention_pytorch.core.tangents import refuse_tangents
-from dilated_attention_pytorch.kernels import eager, vendor
-from dilated_attention_pytorch.kernels.eager import by_head
-from dilated_attention_pytorch.kernels.ladder import choose_backend
+from dilated_attention_pytorch.kernels.eager import Eager
+from dilated_attention_pytorch.kernels.engine import engine_for, lse_dtype
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    call: Call,
-    backend: str,
-    plain: bool,
-    return_lse: bool,
-    resources: Resources | None,
+    call: Call, inputs: Inputs, plain: bool, return_lse: bool, resources: Resources | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`out`, or `(out, lse)`, of a call that `functional` has validated; `plain` says what `is_plain` does.
+    """`out`, or `(out, lse)`, of a call that `functional` has checked; `plain` says what `is_plain` does.
 
     The registered operator is a pure function of its arguments: where it is traced, calls share block layouts only, and
-    `resources` may be None, which is for what always pays.
+    `resources` may be None, which shares what always pays.
     """
+    tensors = inputs[:5]
     if not plain or resources is None:
         reuse_layouts = resources is None or resources.cache is not None
         if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-            both = _untraced(_AttendTransformed)(query, key, value, spans, seed, call, backend, reuse_layouts)
+            both = _untraced(_AttendTransformed)(*tensors, call, reuse_layouts)
         else:
-            refuse_tangents("a compiled or traced dilated attention", query, key, value)
-            both = attend_op(query, key, value, spans, seed, *_settings(call, backend, reuse_layouts))
+            refuse_tangents("a compiled or traced dilated attention", *tensors[:3])
+            both = attend_op(*tensors, *call.encode(), reuse_layouts)
     elif forward_ad._current_level >= 0:
-        return _untraced(_Attend)(query, key, value, spans, seed, return_lse, call, backend, resources)
-    elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return _Attend.apply(query, key, value, spans, seed, return_lse, call, backend, resources)
+        return _untraced(_Attend)(*tensors, call, resources, return_lse)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+        return _Attend.apply(*tensors, call, resources, return_lse)
     else:
-        layout = _layout(call, query, key, resources.cache)
-        both = _forward(query, key, value, spans, seed, call, backend, resources, layout)
+        both = partial(call, with_layout(call, inputs, resources.cache), resources)
     return both if return_lse else both[0]
 
 
@@ -72,34 +59,32 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, return_lse: bool, call: Call,
-        backend: str, resources: Resources,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, call: Call, resources: Resources,
+        return_lse: bool,
     ) -> Any:  # fmt: skip
-        layout = _layout(call, query, key, resources.cache)
-        out, lse = kept(lambda: _forward(query, key, value, spans, seed, call, backend, resources, layout))
-        ctx.rest = call, backend, resources, layout  # backward must see the tiles that forward saw
-        ctx.save_for_backward(query, key, value, out, lse, spans, seed)
+        inputs = with_layout(call, Inputs(query, key, value, spans, seed), resources.cache)
+        out, lse = kept(partial, call, inputs, resources)
+        ctx.call, ctx.resources, ctx.return_lse = call, resources, return_lse
+        ctx.layout = inputs.layout  # backward must see the tiles that forward saw
+        ctx.save_for_backward(query, key, value, spans, seed, out, lse)
         if forward_ad._current_level >= 0:
             ctx.save_for_forward(query, key, value, spans, seed)
         ctx.set_materialize_grads(False)
-        ctx.return_lse = return_lse
         return (out, lse) if return_lse else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None) -> Any:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0 or _is_vectorized():
             # Something follows the gradient itself: create_graph, forward mode, or vmap.
-            call, backend, resources, _ = ctx.rest
-            rest = call, backend, resources.cache is not None
-            grads = _gradients(ctx, _Gradients.apply, rest, grad_out, grad_lse)
+            rest = ctx.call, ctx.resources.cache is not None
+            grads = _saved_gradients(ctx, _Gradients.apply, grad_out, grad_lse, *rest)
         else:
-            grads = _gradients(ctx, _backward, ctx.rest, grad_out, grad_lse)
-        return (*grads, None, None, None, None, None, None)
+            grads = _saved_gradients(ctx, _plain_gradients, grad_out, grad_lse, ctx)
+        return *grads, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *rest: Any) -> Any:
-        call, _, resources, _ = ctx.rest
-        tangents = _tangents(ctx, dq, dk, dv, call, resources.cache is not None)
+        tangents = _tangents(ctx, dq, dk, dv, ctx.call, ctx.resources.cache is not None)
         return tangents if ctx.return_lse else tangents[0]
 
 
@@ -133,26 +118,25 @@ class _AttendTransformed(_OneByOne):
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, call: Call, backend: str,
-        reuse_layouts: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return attend_op(query, key, value, spans, seed, *_settings(call, backend, reuse_layouts))
+        query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, call: Call, reuse_layouts: bool
+    ) -> tuple[Tensor, Tensor]:
+        return attend_op(query, key, value, spans, seed, *call.encode(), reuse_layouts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, spans, seed, *ctx.rest = inputs
-        ctx.save_for_backward(query, key, value, *output, spans, seed)
-        ctx.save_for_forward(query, key, value, spans, seed)
+        *tensors, ctx.call, ctx.reuse_layouts = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
-        return (*_gradients(ctx, _Gradients.apply, ctx.rest, grad_out, grad_lse), *(None,) * 5)
+        grads = _saved_gradients(ctx, _Gradients.apply, grad_out, grad_lse, ctx.call, ctx.reuse_layouts)
+        return *grads, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        call, _, reuse_layouts = ctx.rest
-        return _tangents(ctx, dq, dk, dv, call, reuse_layouts)
+        return _tangents(ctx, dq, dk, dv, ctx.call, ctx.reuse_layouts)
 
 
 @functools.cache  # made when first used: it imports the compiler
@@ -166,11 +150,11 @@ class _Gradients(_OneByOne):
 
     @staticmethod
     def forward(
-        grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-        spans: Any, seed: Any, call: Call, backend: str, reuse_layouts: bool,
+        grad_out: Tensor, grad_lse: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, out: Tensor,
+        lse: Tensor, call: Call, reuse_layouts: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        saved = query, key, value, out, lse, spans, seed
-        return attend_backward(grad_out, grad_lse, *saved, *_settings(call, backend, reuse_layouts))
+        saved = query, key, value, spans, seed, out, lse
+        return attend_backward(grad_out, grad_lse, *saved, *call.encode(), reuse_layouts)
 
 
 class _Tangents(_OneByOne):
@@ -188,12 +172,12 @@ class _Tangents(_OneByOne):
             )
         if not query.numel():
             return unwritten(query)
-        layout = _layout(call, query, key, _layouts(reuse_layouts))
+        inputs = with_layout(call, Inputs(query, key, value, spans, seed), _layouts(reuse_layouts))
         with forward_ad._set_fwd_grad_enabled(True), no_autocast(query.device.type):
             # Converted first: where `copy_` converts a tensor, it does not convert its tangent.
             exact = [x.detach().to(lse_dtype(x.dtype)) for x in (query, key, value, dq, dk, dv)]
             q, k, v = (forward_ad.make_dual(x, tangent) for x, tangent in zip(exact[:3], exact[3:]))
-            both = eager.forward(q, k, v, call, spans, seed, layout, followed=True)
+            both = Eager().partial(call, inputs._replace(query=q, key=k, value=v), followed=True)
             pairs = [forward_ad.unpack_dual(x) for x in both]
         # Without a tangent no row sees a key.
         out, lse = (torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs)
@@ -223,31 +207,17 @@ def attend_op(
     value: Tensor,
     spans: Tensor | None,
     seed: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    head_layout: str,
-    is_causal: bool,
+    call: str,
     scale: float | None,
     dropout_p: float,
-    head_offset: int,
-    total_heads: int | None,
-    allow_tf32: bool | None,
-    backend: str,
-    pattern_type: str | None = None,
-    sparsity_ratio: float = 1.0,
-    block_size: int = 1,
-    local_window_size: int | None = None,
-    global_tokens: int | None = None,
-    pattern_seed: int = 0,
-    reuse_layouts: bool = True,
+    kept_fraction: float,
+    reuse_layouts: bool,
 ) -> tuple[Tensor, Tensor]:
-    call = _problem(
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
-        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
-    )  # fmt: skip
+    """`(out, lse)` of an encoded call."""
     refuse_tangents("a compiled or traced dilated attention", query, key, value)
-    layout = _layout(call, query, key, _layouts(reuse_layouts))
-    out, lse = kept(lambda: _forward(query, key, value, spans, seed, call, backend, NO_RESOURCES, layout))
+    decoded = Call.decode(call, scale, dropout_p, kept_fraction)
+    inputs = with_layout(decoded, Inputs(query, key, value, spans, seed), _layouts(reuse_layouts))
+    out, lse = kept(partial, decoded, inputs, NO_RESOURCES)
     return out, lse
 
 
@@ -258,40 +228,29 @@ def attend_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
-    lse: Tensor,
     spans: Tensor | None,
     seed: Tensor | None,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    head_layout: str,
-    is_causal: bool,
+    out: Tensor,
+    lse: Tensor,
+    call: str,
     scale: float | None,
     dropout_p: float,
-    head_offset: int,
-    total_heads: int | None,
-    allow_tf32: bool | None,
-    backend: str,
-    pattern_type: str | None = None,
-    sparsity_ratio: float = 1.0,
-    block_size: int = 1,
-    local_window_size: int | None = None,
-    global_tokens: int | None = None,
-    pattern_seed: int = 0,
-    reuse_layouts: bool = True,
+    kept_fraction: float,
+    reuse_layouts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`."""
-    call = _problem(
-        segment_lengths, dilation_rates, head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32,
-        pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed,
-    )  # fmt: skip
     refuse_tangents("the gradient of dilated attention", grad_out, query, key, value)
-    layout = _layout(call, query, key, _layouts(reuse_layouts))
-    return _backward(grad_out, grad_lse, query, key, value, out, lse, spans, seed, call, backend, NO_RESOURCES, layout)
+    decoded = Call.decode(call, scale, dropout_p, kept_fraction)
+    inputs = with_layout(decoded, Inputs(query, key, value, spans, seed), _layouts(reuse_layouts))
+    dq, dk, dv = gradients(decoded, Saved(inputs, out, lse), grad_out, grad_lse, NO_RESOURCES)
+    return dq, dk, dv
 
 
-def _layout(call: Call, query: Tensor, key: Tensor, cache: Remembers | None) -> BlockLayout | None:
-    return None if call.sparse is None or not query.numel() else layout_of(call, query, key, cache)
+def with_layout(call: Call, inputs: Inputs, cache: Remembers | None) -> Inputs:
+    """The inputs with the tiles that the call keeps."""
+    if call.sparse is None or not inputs.query.numel():
+        return inputs
+    return inputs._replace(layout=layout_of(call, inputs.query, inputs.key, cache))
 
 
 def _layouts(reuse: bool) -> Remembers | None:
@@ -299,117 +258,79 @@ def _layouts(reuse: bool) -> Remembers | None:
 
 
 @attend_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    return unwritten(query)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse = unwritten(query)
+    return out, lse
 
 
-def unwritten(query: Tensor) -> tuple[Tensor, Tensor]:
+def unwritten(query: Tensor) -> Partial:
     """`(out, lse)` as memory only: all of the result where there are no rows."""
     B, N, H, _ = query.shape
     lse = query.new_empty((B, H, N), dtype=lse_dtype(query.dtype)).transpose(1, 2)  # as by_head
-    return query.new_empty(query.shape), lse
+    return Partial(query.new_empty(query.shape), lse)
 
 
 @attend_backward.register_fake
 def _(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *settings: Any
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, spans, seed, *ctx.settings = inputs
-    ctx.save_for_backward(query, key, value, *output, spans, seed)
+    tensors, ctx.encoded = inputs[:5], inputs[5:]
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
-def _gradients(
-    ctx: Any, run: Any, rest: Sequence[Any], grad_out: Tensor | None, grad_lse: Tensor | None
+def _saved_gradients(
+    ctx: Any, run: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse, spans, seed = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
         return None, None, None
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    return run(grad_out, grad_lse, query, key, value, out, lse, spans, seed, *rest)
+    tensors = ctx.saved_tensors
+    grad_out = torch.zeros_like(tensors[-2]) if grad_out is None else grad_out
+    return run(grad_out, grad_lse, *tensors, *rest)
+
+
+def _plain_gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any,
+    out: Tensor, lse: Tensor, ctx: Any,
+) -> Grads:  # fmt: skip
+    saved = Saved(Inputs(query, key, value, spans, seed, ctx.layout), out, lse)
+    return gradients(ctx.call, saved, grad_out, grad_lse, ctx.resources)
 
 
 def _operator_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = _gradients(ctx, attend_backward, ctx.settings, grad_out, grad_lse)
-    return (*grads, None, None, *(None for _ in ctx.settings))
+    grads = _saved_gradients(ctx, attend_backward, grad_out, grad_lse, *ctx.encoded)
+    return *grads, None, None, *(None for _ in ctx.encoded)
 
 
 attend_op.register_autograd(_operator_backward, setup_context=_save)
 
 
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    call: Call,
-    backend: str,
-    resources: Resources = NO_RESOURCES,
-    layout: BlockLayout | None = None,
-) -> tuple[Tensor, Tensor]:
-    block_size = None if layout is None else layout.block_size
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
-    if not query.numel():
-        return unwritten(query)
-    with no_autocast(query.device.type):
-        if backend == "reference":
-            out, lse = reference_forward(query, key, value, call, spans, seed, layout)
-            return out.to(query.dtype), by_head(lse.to(lse_dtype(query.dtype)))
-        if backend == "triton":
-            from dilated_attention_pytorch.kernels.triton import engine
-
-            inputs = (query, key, value, call, spans, seed, layout, resources.cache, resources.pool)
-            return resources.retrying(lambda: engine.forward(*inputs))
-        if backend == "vendor":
-            vendor.refuse(call, query.shape[3], seed)
-        rest = (call, spans, seed, layout, resources, backend == "vendor")
-        return resources.retrying(lambda: eager.forward(query, key, value, *rest))
+def partial(call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES) -> Partial:
+    """`(out, lse)` of a call by its engine, without autograd: for calls whose results another function merges."""
+    engine = engine_for(call, inputs)
+    if not inputs.query.numel():
+        return unwritten(inputs.query)
+    with no_autocast(inputs.query.device.type):
+        if resources.pool is None:
+            return engine.partial(call, inputs, resources)
+        return resources.pool.retrying(lambda: engine.partial(call, inputs, resources))
 
 
-def _backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    call: Call,
-    backend: str,
-    resources: Resources = NO_RESOURCES,
-    layout: BlockLayout | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    block_size = None if layout is None else layout.block_size
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[3], block_size)
-    if not query.numel():
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    with no_autocast(query.device.type):
-        if backend == "reference":
-            grads = reference_backward(grad_out, grad_lse, query, key, value, call, spans, seed, layout)
-            return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
-        if backend == "triton":
-            from dilated_attention_pytorch.kernels.triton import engine
-
-            inputs = (
-                grad_out, grad_lse, query, key, value, out, lse, call, spans, seed, layout, resources.cache,
-                resources.pool,
-            )  # fmt: skip
-            return resources.retrying(lambda: engine.backward(*inputs))
-        if backend == "vendor":
-            vendor.refuse(call, query.shape[3], seed, grad_lse)
-        rest = (call, spans, seed, layout, resources, backend == "vendor")
-        return resources.retrying(lambda: eager.backward(grad_out, grad_lse, query, key, value, out, lse, *rest))
-
-
-# For calls that another autograd function joins from several: without autograd of their own.
-forward, backward = _forward, _backward
+def gradients(
+    call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, resources: Resources = NO_RESOURCES
+) -> Grads:
+    """The gradients of a call by its engine, against the merged out and lse."""
+    engine = engine_for(call, saved.inputs)
+    if not saved.out.numel():
+        return Grads(*(torch.empty_like(x) for x in saved.inputs[:3]))
+    with no_autocast(saved.out.device.type):
+        if resources.pool is None:
+            return engine.gradients(call, saved, grad_out, grad_lse, resources)
+        return resources.pool.retrying(lambda: engine.gradients(call, saved, grad_out, grad_lse, resources))
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -417,62 +338,3 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _settings(call: Call, backend: str, reuse_layouts: bool) -> tuple[Any, ...]:
-    """A problem as the operators take it: in numbers and words."""
-    spec, sparse = call.spec, call.sparse
-    assert call.table is None, "a rank's share of a call is not an operator's"
-    settings = (
-        spec.segment_lengths, spec.dilation_rates, spec.head_layout, call.is_causal, call.scale,
-        call.dropout_p, call.head_offset, call.total_heads, call.allow_tf32, backend,
-    )  # fmt: skip
-    if sparse is None:
-        return settings
-    return (
-        *settings, sparse.pattern_type, sparse.sparsity_ratio, sparse.block_size, sparse.local_window_size,
-        sparse.global_tokens, sparse.seed, reuse_layouts,
-    )  # fmt: skip
-
-
-def _problem(segment_lengths: Sequence[int], dilation_rates: Sequence[int], *settings: Any) -> Call:
-    return _remembered_problem(tuple(segment_lengths), tuple(dilation_rates), *settings)
-
-
-@functools.lru_cache(maxsize=1024)
-def _remembered_problem(
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    head_layout: HeadLayout,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    head_offset: int,
-    total_heads: int | None,
-    allow_tf32: bool | None,
-    pattern_type: PatternType | None,
-    sparsity_ratio: float,
-    block_size: int,
-    local_window_size: int | None,
-    global_tokens: int | None,
-    pattern_seed: int,
-) -> Call:
-    sparse = None
-    if pattern_type is not None:
-        sparse = SparsePatternConfig(
-            pattern_type, sparsity_ratio, block_size, local_window_size, global_tokens, pattern_seed
-        )
-    return Call(
-        spec=DilatedSpec.of(segment_lengths, dilation_rates, head_layout),
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        head_offset=head_offset,
-        total_heads=total_heads,
-        allow_tf32=allow_tf32,
-        sparse=sparse,
-    )

@@ -1,4 +1,4 @@
-"""A dilated attention as dense problems on strided views.
+"""A dilated attention as dense attention on strided views.
 
 Dilation is a row stride: the rows that one head reads in a branch are `x.unflatten(0, (S, w))[:, offset::r]`. So every
 branch splits into a few *parts*, each a batch of `S` equal dense attentions over `M` rows, and a part's tensors are
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
 from dilated_attention_pytorch.core.plans import Remembers, spans_key
 from dilated_attention_pytorch.core.spans import documents
-from dilated_attention_pytorch.core.spec import Call
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides, and the distance from a tensor's first element."""
@@ -70,20 +70,22 @@ class Part:
         """`(S,)`: the batch row of each of the part's segments."""
         return torch.arange(self.rows.start, self.rows.stop, device=device).repeat_interleave(self.segments)
 
-    def query_heads(self, kv_heads: int, group: int, groups: int, device: torch.device) -> Tensor:
-        """`(heads,)`: the query heads that `view(x, group, groups)` selects."""
-        return torch.arange(kv_heads, device=device)[self.heads] * groups + group
+    def query_heads(self, group: int, groups: int, device: torch.device) -> Tensor:
+        """`(heads,)`: the query heads that are number `group` of their key/value heads."""
+        return torch.arange(self.heads.start, self.heads.stop, self.heads.step, device=device) * groups + group
 
 
-class Partition:
-    """The parts of a kind of call, branch by branch, and where they lie in tensors: what calls of that kind share.
+class Parts:
+    """The parts of a call, branch by branch, and where they lie in tensors: equal calls share it.
 
-    A view made in one step from its place takes a fraction of the time of slicing, which for many short documents takes
+    Iterating gives `(number, part, group)`, where `group` counts the query heads that share a key/value head. A view
+    made in one step from its place takes a fraction of the time of slicing, which for many short documents would take
     as long as the attention itself.
     """
 
     def __init__(self, call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> None:
         self.parts = tuple(_parts(call, spans, shape, kv_heads))
+        self._kv_heads, self._groups = kv_heads, shape[2] // kv_heads
         self._places: dict[tuple[Any, ...], list[Place]] = {}
 
     @property
@@ -91,10 +93,17 @@ class Partition:
         """For a cache: with the places of a few kinds of tensor, which calls add."""
         return len(self.parts) * _BYTES_PER_PART
 
-    def viewer(self, x: Tensor, groups: int = 1) -> Callable[..., Tensor]:
-        """`view(i, group)`: the rows of part `i` in `x`, `(B, N, H, ...)`, as `(S, M, heads, ...)`."""
+    def __iter__(self) -> Iterator[tuple[int, Part, int]]:
+        return ((i, part, g) for i, part in enumerate(self.parts) for g in range(self._groups))
+
+    def viewer(self, x: Tensor) -> Callable[..., Tensor]:
+        """`view(i, group)`: the rows of part `i` in `x`, `(B, N, H, ...)`, as `(S, M, heads, ...)`.
+
+        Of a tensor of query heads the view has number `group` of each key/value head.
+        """
         shape, strides = x.shape, x.stride()
-        kind = shape[2:], strides, groups
+        groups = shape[2] // self._kv_heads
+        kind = shape[2:], strides
         places = self._places.get(kind)
         if places is None:
             if len(self._places) >= _MOST_KINDS_OF_TENSOR:
@@ -114,19 +123,17 @@ _MOST_KINDS_OF_TENSOR = 32
 _BYTES_PER_PART = 800
 
 
-def partition_for(
-    call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int, cache: Remembers | None
-) -> Partition:
-    """The partition of a `(B, N, H, D)` call, remembered where there is a cache."""
+def parts_for(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int, cache: Remembers | None) -> Parts:
+    """The parts of a `(B, N, H, D)` call, remembered where there is a cache."""
     lengths = None if cache is None else spans_key(spans)
     if cache is None or lengths is None:
-        return Partition(call, spans, shape, kv_heads)
+        return Parts(call, spans, shape, kv_heads)
     kind = (call.spec, call.table, call.head_offset, call.total_heads, shape[:3], kv_heads, lengths)
-    return cache.remember("parts", kind, lambda: Partition(call, spans, shape, kv_heads))
+    return cache.remember("parts", kind, lambda: Parts(call, spans, shape, kv_heads))
 
 
 def _parts(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> Iterator[Part]:
-    """The dense problems of a `(B, N, H, D)` call, branch by branch."""
+    """The parts of a `(B, N, H, D)` call, branch by branch."""
     B, N, H, _ = shape
     table = call.offsets(H, kv_heads)
     spoken_for = documents(spans, B, N)

@@ -1,6 +1,6 @@
-"""The GPU vendor's flash attention with its lse on `(S, M, H, D)` views: `dense` for rows in a low precision.
+"""The GPU vendor's flash attention with its lse on `(S, M, H, D)` views: `blocks` for rows in low precision.
 
-Keys may be fewer or more than queries. As in `dense`, `backward` takes the *merged* out and lse of the whole problem,
+Keys may be fewer or more than queries. As in `blocks`, `backward` takes the *merged* out and lse of the whole call,
 and gives a part's share of the gradients. Results are in float32, rounded once to the inputs' dtype before.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from dilated_attention_pytorch.core.spec import Call
 
 
 def fits(q: Tensor, scale: float) -> bool:
@@ -34,17 +32,6 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 def _capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
-
-
-def refuse(call: Call, head_dim: int, seed: Tensor | None, grad_lse: Tensor | None = None) -> None:
-    """Raise where a whole call asks for what the kernel does not compute as we define it."""
-    for asked, what in (
-        (seed is not None, f"dropout_p={call.dropout_p}: its dropout is another"),
-        (call.softmax_scale(head_dim) <= 0, f"scale={call.scale}: it must be above 0"),
-        (grad_lse is not None, "a gradient through the lse"),
-    ):
-        if asked:
-            raise ValueError(f"backend 'vendor' cannot take {what}; use 'auto', 'triton' or 'eager'")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ picked, in the bounded cache's own order, and the rest is its mathematics and it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, is_plain
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.core.tangents import has_tangents
 from dilated_attention_pytorch.functional import autocast_inputs, checked_call, dilated_attention
 from dilated_attention_pytorch.kernels.decode import attend_cached
@@ -66,10 +66,9 @@ def attend_full_cache(
         0, None, None, None, backend,
     )  # fmt: skip
     if is_plain(query, key):
-        return _attend_full_cache(query, key, value, begin, start, call, backend)
-    return attend_full_cache_op(
-        query, key, value, begin, start, spec.segment_lengths, spec.dilation_rates, spec.head_layout, scale, backend
-    )
+        return _attend_full_cache(query, key, value, begin, start, call)
+    text, scale, *_ = call.encode()
+    return attend_full_cache_op(query, key, value, begin, start, text, scale)
 
 
 def reordered(x: Tensor, order: Tensor) -> Tensor:
@@ -122,15 +121,10 @@ def attend_full_cache_op(
     value: Tensor,
     begin: Tensor,
     start: Tensor,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
-    head_layout: str,
+    call: str,
     scale: float | None,
-    backend: str,
 ) -> Tensor:
-    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # type: ignore[arg-type]
-    call = Call(spec=spec, is_causal=True, scale=scale)
-    return _attend_full_cache(query, key, value, begin, start, call, backend).contiguous()
+    return _attend_full_cache(query, key, value, begin, start, Call.decode(call, scale, 0.0, 1.0)).contiguous()
 
 
 @attend_full_cache_op.register_fake
@@ -138,15 +132,13 @@ def _(query: Tensor, *rest: Any) -> Tensor:
     return query.new_empty(query.shape)
 
 
-def _attend_full_cache(
-    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, start: Tensor, call: Call, backend: str
-) -> Tensor:
+def _attend_full_cache(query: Tensor, key: Tensor, value: Tensor, begin: Tensor, start: Tensor, call: Call) -> Tensor:
     new = begin + torch.arange(query.shape[1], device=query.device)
     new_key, new_value = key.index_select(1, new), value.index_select(1, new)
     rows, places = _rows_within(call, query.shape[2], key)
     lengths = begin - start
     held = CacheState(*_picked(places, key, value, lengths, start, new[-1]), lengths, rows)
-    out, _ = attend_cached(query, new_key, new_value, held, call, backend, NO_RESOURCES)
+    out, _ = attend_cached(query, new_key, new_value, held, call, NO_RESOURCES)
     return out
 
 

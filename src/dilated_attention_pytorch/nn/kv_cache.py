@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import (
     COUNT,
     MOST_TOKENS,
@@ -21,7 +22,7 @@ from dilated_attention_pytorch.core.checks import (
 )
 from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec, HeadLayout
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.functional import autocast_inputs, checked_call
 from dilated_attention_pytorch.kernels.decode import attend_cached
 
@@ -164,7 +165,7 @@ class DilatedKVCache:
             heads = (self.total_heads or self.num_heads) * self.num_kv_heads // self.num_heads
             warn_of_reach(self.spec, max(known or (0,)) + query.shape[1], heads)
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
-        out, _ = attend_cached(query, key, value, state, call, backend, resources)
+        out, _ = attend_cached(query, key, value, state, call, resources)
         self.lengths.add_(query.shape[1])
         torch.maximum(self._longest, self.lengths, out=self._longest)
         if known is not None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.call import Call, Inputs, Saved
 from dilated_attention_pytorch.core.merge import merge_
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, Grads, Pass, sum_dtype
 from dilated_attention_pytorch.parallel.group import Mail, Posted
@@ -167,9 +167,7 @@ class AllToAll(Exchange):
             lse = out.new_full(q.shape[:-1], -torch.inf)
             self.attend(x, rows, (q, k, v), [rows.grid], out, lse, self.call.is_causal)
             return out, lse
-        out, lse = op.forward(
-            q.flatten(2, 3), k.squeeze(3), v.squeeze(3), None, None, self._dense(q), x.backend, x.resources
-        )
+        out, lse = op.partial(self._dense(q), Inputs(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)), x.resources)
         return out.view(q.shape), lse.reshape(q.shape[:-1])
 
     def _gradients(
@@ -181,12 +179,12 @@ class AllToAll(Exchange):
             return dq, dk, dv
         # An engine subtracts the lse's gradient from sum(do * out): with no out, it is given delta that way.
         flat_do, flat_q, minus_delta, flat_lse = (y.flatten(2, 3) for y in (do, q, -delta, lse))
-        rest = (torch.zeros_like(flat_do), flat_lse, None, None, self._dense(q), x.backend, x.resources)
-        dq, dk, dv = op.backward(flat_do, minus_delta, flat_q, k.squeeze(3), v.squeeze(3), *rest)
+        saved = Saved(Inputs(flat_q, k.squeeze(3), v.squeeze(3)), torch.zeros_like(flat_do), flat_lse)
+        dq, dk, dv = op.gradients(self._dense(q), saved, flat_do, minus_delta, x.resources)
         return dq.view(q.shape), dk.unsqueeze(3), dv.unsqueeze(3)
 
     def _dense(self, q: Tensor) -> Call:
-        return _dense_call(q.shape[1], self.call.is_causal, self.scale, self.call.allow_tf32)
+        return _dense_call(q.shape[1], self.call.is_causal, self.scale, self.call.allow_tf32, self.call.backend)
 
 
 def _sent(x: Pass) -> list[tuple[Tensor, ...]]:
@@ -196,9 +194,13 @@ def _sent(x: Pass) -> list[tuple[Tensor, ...]]:
     return [(x.q, x.k, x.v)]
 
 
-def _dense_call(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None) -> Call:
-    def make() -> Call:
-        spec = DilatedSpec.of([rows], [1])
-        return Call(spec=spec, is_causal=is_causal, scale=scale, allow_tf32=allow_tf32, partial=True)
-
-    return plans.remember("call", ("dense", rows, is_causal, scale, allow_tf32), make)
+def _dense_call(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None, backend: str) -> Call:
+    settings: dict[str, Any] = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "allow_tf32": allow_tf32,
+        "backend": backend,
+        "partial": True,
+    }
+    key = ("dense", rows, *settings.values())
+    return plans.remember("call", key, lambda: Call.of([rows], [1], **settings))

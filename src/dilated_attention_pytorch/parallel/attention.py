@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.call import Call, Inputs, Saved
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.kept import kept
@@ -27,7 +28,7 @@ from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
-from dilated_attention_pytorch.core.spec import Call, HeadLayout
+from dilated_attention_pytorch.core.spec import HeadLayout
 from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.functional import (
     autocast_inputs,
@@ -37,6 +38,7 @@ from dilated_attention_pytorch.functional import (
 )
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.kernels.eager import tf32
+from dilated_attention_pytorch.kernels.engine import lse_dtype
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
@@ -185,7 +187,7 @@ def sharded_dilated_attention(
         if resources is None:
             resources = Resources(get_global_pattern_cache())
         schedule = schedule_for(ranks, kind, resources.cache)
-    out, lse = _Sharded.apply(query, key, value, seed, schedule, backend, resources, ranks, agreed)
+    out, lse = _Sharded.apply(query, key, value, seed, schedule, resources, ranks, agreed)
     return (out, lse) if return_lse else out
 
 
@@ -331,19 +333,18 @@ class _Sharded(torch.autograd.Function):
         value: Tensor,
         seed: Tensor | None,
         schedule: Schedule,
-        backend: str,
         resources: Resources,
         ranks: RankGroup,
         agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
         def compute() -> tuple[Tensor, Tensor]:
             with resources.message_buffers() as take:
-                return _forward(schedule, Pass(query, key, value, seed, backend, resources, take))
+                return _forward(schedule, Pass(query, key, value, seed, resources, take))
 
         with _waited_for(ranks, schedule):
             out, lse = kept(compute)
         ctx.save_for_backward(query, key, value, out, lse, seed)
-        ctx.rest = schedule, backend, resources, ranks, agreed
+        ctx.rest = schedule, resources, ranks, agreed
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -353,10 +354,10 @@ class _Sharded(torch.autograd.Function):
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        schedule, backend, resources, ranks, agreed = ctx.rest
+        schedule, resources, ranks, agreed = ctx.rest
         ranks.begin(agreed, "backward")
         with _waited_for(ranks, schedule), resources.message_buffers() as take:
-            inputs = (query, key, value, seed, backend, resources, take, out, lse, grad_out, grad_lse)
+            inputs = (query, key, value, seed, resources, take, out, lse, grad_out, grad_lse)
             grads = _backward(schedule, BackwardPass(*inputs))
         return (*grads, None, None, None, None, None, None)
 
@@ -371,7 +372,7 @@ def _forward(schedule: Schedule, x: Pass) -> tuple[Tensor, Tensor]:
 
     def run(local: LocalCall) -> tuple[Tensor, ...]:
         q, k, v = map(local.of, (x.q, x.k, x.v))
-        return op.forward(q, k, v, local.spans, x.seed, local.call, x.backend, x.resources, local.tiles(q, k))
+        return op.partial(local.call, Inputs(q, k, v, local.spans, x.seed, local.tiles(q, k)), x.resources)
 
     def nothing() -> tuple[Tensor, ...]:
         out = _sums(x.q, x.take)
@@ -391,8 +392,8 @@ def _backward(schedule: Schedule, x: BackwardPass) -> tuple[Tensor, Tensor, Tens
     def run(local: LocalCall) -> tuple[Tensor, ...]:
         do, q, k, v, out, lse = map(local.of, (x.do, x.q, x.k, x.v, x.out, x.lse))
         through_lse = None if x.through_lse is None else local.of(x.through_lse)
-        rest = (local.spans, x.seed, local.call, x.backend, x.resources, local.tiles(q, k))
-        return op.backward(do, through_lse, q, k, v, out, lse, *rest)
+        saved = Saved(Inputs(q, k, v, local.spans, x.seed, local.tiles(q, k)), out, lse)
+        return op.gradients(local.call, saved, do, through_lse, x.resources)
 
     def nothing() -> tuple[Tensor, ...]:
         return tuple(_sums(y, x.take) for y in (x.q, x.k, x.v))
@@ -431,7 +432,7 @@ def _over_calls(
 
 def _sums(x: Tensor, take: Take) -> Tensor:
     """Zeros to add into: lent where the result has another dtype, otherwise the result itself."""
-    dtype = op.lse_dtype(x.dtype)
+    dtype = lse_dtype(x.dtype)
     if x.dtype == dtype:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
     return take(x.shape, dtype=dtype, device=x.device).zero_()

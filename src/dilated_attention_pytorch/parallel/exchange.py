@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.merge import merge_
-from dilated_attention_pytorch.core.pool import Loans, Take
+from dilated_attention_pytorch.core.pool import Loans
 from dilated_attention_pytorch.core.resources import Resources
-from dilated_attention_pytorch.core.spec import Call
-from dilated_attention_pytorch.kernels import dense, vendor
+from dilated_attention_pytorch.kernels import blocks
+from dilated_attention_pytorch.kernels.blocks import Block, Keep
 from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 from dilated_attention_pytorch.parallel.wire import GridRows, Wire
@@ -29,7 +30,6 @@ class Pass:
     k: Tensor
     v: Tensor
     seed: Tensor | None
-    backend: str
     resources: Resources
     take: Loans
 
@@ -96,7 +96,7 @@ class Exchange:
 
     def keep(
         self, x: Pass, rows: GridRows, group: int, queries: Callable[[Tensor], Tensor], keys: Callable[[Tensor], Tensor]
-    ) -> dense.Keep | None:
+    ) -> Keep | None:
         """Dropout's factor for one query head per key/value head, as on a single device.
 
         `queries` and `keys` give the positions of numbered rows.
@@ -141,7 +141,8 @@ class Exchange:
         for g in range(self.wire.groups):
             keep = self._keep_at(x, rows, g, keys)
             with x.resources.workspaces() as take:
-                found = _forward(q[:, :, :, g], k.squeeze(3), v.squeeze(3), self.scale, is_causal, keep, take)
+                block = Block(self.scale, is_causal, keep)
+                found = blocks.partial(q[:, :, :, g], k.squeeze(3), v.squeeze(3), block, take)
                 merge_(out[:, :, :, g], lse[:, :, :, g], *found)
 
     def gradients(
@@ -165,12 +166,13 @@ class Exchange:
             out = merged[0][:, :, :, g] if merged and x.through_lse is None else None
             do_g, q_g, lse_g, delta_g = (y[:, :, :, g] for y in (do, q, lse, delta))
             with x.resources.workspaces() as take:
-                found = _backward(do_g, q_g, k, v, out, delta_g, lse_g, self.scale, is_causal, keep, take)
+                block = Block(self.scale, is_causal, keep)
+                found = blocks.gradients(do_g, q_g, k, v, out, delta_g, lse_g, block, take)
                 for total, grad in zip((dq[:, :, :, g], dk.squeeze(3), dv.squeeze(3)), found):
                     total += grad
         return dk, dv
 
-    def _keep_at(self, x: Pass, rows: GridRows, group: int, keys: Sequence[range]) -> dense.Keep | None:
+    def _keep_at(self, x: Pass, rows: GridRows, group: int, keys: Sequence[range]) -> Keep | None:
         if x.seed is None:
             return None
         i, j = positions([rows.grid], x.seed.device), positions(keys, x.seed.device)
@@ -183,39 +185,3 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
 def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, keep: dense.Keep | None, take: Take
-) -> tuple[Tensor, Tensor]:
-    if keep is None and vendor.fits(q, scale):
-        return vendor.forward(q, k, v, scale, is_causal)
-    q, k, v = (_working(y, take) for y in (q, k, v))
-    if keep is None and dense.flash_fits(q, scale):
-        return dense.flash_forward(q, k, v, scale, is_causal)
-    return dense.chunked_forward(q, k, v, scale, is_causal, keep, take)
-
-
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor | None,
-    delta: Tensor,
-    lse: Tensor,
-    scale: float,
-    is_causal: bool,
-    keep: dense.Keep | None,
-    take: Take,
-) -> Grads:
-    if keep is None and out is not None and vendor.fits(q, scale):
-        return vendor.backward(do, q, k, v, out, lse, scale, is_causal)
-    do, q, k, v = (_working(y, take) for y in (do, q, k, v))
-    if keep is None and out is not None and dense.flash_fits(q, scale):
-        return dense.flash_backward(do, q, k, v, _working(out, take), lse, scale, is_causal)
-    return dense.chunked_backward(do, q, k, v, delta, lse, scale, is_causal, keep, take)
-
-
-def _working(x: Tensor, take: Take) -> Tensor:
-    return x if x.dtype == sum_dtype(x) else take(x.shape, dtype=sum_dtype(x), device=x.device).copy_(x)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import (
     COUNT,
     MOST_ENTRIES,
@@ -23,7 +24,7 @@ from dilated_attention_pytorch.core.checks import (
     checked,
 )
 from dilated_attention_pytorch.core.pattern import grid_rows, training_bytes, visible_pairs
-from dilated_attention_pytorch.core.spec import Branch, Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     branch_traffic,

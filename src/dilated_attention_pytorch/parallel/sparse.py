@@ -17,8 +17,9 @@ from dilated_attention_pytorch.core.block_layout import tiles_by_content, tiles_
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.spec import Branch
-from dilated_attention_pytorch.kernels import tiles
-from dilated_attention_pytorch.kernels.dense import Keep
+from dilated_attention_pytorch.kernels import blocks
+from dilated_attention_pytorch.kernels.blocks import Block, Keep
+from dilated_attention_pytorch.kernels.tiles import Tiling
 from dilated_attention_pytorch.parallel.exchange import BackwardPass, Pass
 from dilated_attention_pytorch.parallel.gather import Buffers, Gather, Share, joined
 from dilated_attention_pytorch.parallel.sharding import sources
@@ -59,7 +60,8 @@ class SparseGather(Gather):
                 with x.resources.workspaces() as take:
                     inputs = (self._in_tiles(q, grid).to(lse.dtype), *_keys(grid, lse.dtype))
                     keep = self._keep(x, grid, g)
-                    found = tiles.forward(*inputs, self.scale, self.call.is_causal, keep, take, tiling)
+                    block = Block(self.scale, self.call.is_causal, keep, tiling)
+                    found = blocks.partial(*inputs, block, take)
                     merge_(own_out, own_lse, *(y[:, self._lead(grid) :] for y in found))
 
     def found_gradients(
@@ -74,7 +76,8 @@ class SparseGather(Gather):
                     do, q, delta, lse = (self._in_tiles(y, grid).to(x.lse.dtype) for y in (do, q, delta, lse))
                     k, v = _keys(grid, lse.dtype)
                     keep = self._keep(x, grid, g)
-                    found = tiles.backward(do, q, k, v, delta, lse, self.scale, self.call.is_causal, keep, take, tiling)
+                    block = Block(self.scale, self.call.is_causal, keep, tiling)
+                    found = blocks.gradients(do, q, k, v, None, delta, lse, block, take)
                     own_dq += found[0][:, self._lead(grid) :]
                     for total, grad in zip((dk, dv), found[1:]):
                         total.squeeze(3).add_(grad)
@@ -94,7 +97,7 @@ class SparseGather(Gather):
                 total = len(range(origin, segment.stop, rate))
                 yield _Grid(offset, piece, rows, before, origin, total, holders, k, v, queries[0] if queries else None)
 
-    def _tilings(self, grid: _Grid) -> Iterator[tiles.Tiling]:
+    def _tilings(self, grid: _Grid) -> Iterator[Tiling]:
         """The kept tiles of the queries' rows, for each query head of the key/value heads."""
         size, groups = self.config.block_size, self.wire.groups
         first, last = grid.before // size, tiles_of(grid.before + len(grid.rows.grid), size)
@@ -105,7 +108,7 @@ class SparseGather(Gather):
                 self.kept[total] = torch.where(found < total, found, -1)[None, None]
             kept = self.kept[total][:, :, first:last].to(grid.k.device)
             for _ in range(groups):
-                yield tiles.Tiling(kept, size, first)
+                yield Tiling(kept, size, first)
             return
         rows = grid.k.shape[1]
         most = tiles_of(rows, size)
@@ -113,7 +116,7 @@ class SparseGather(Gather):
         chosen, _ = tiles_by_content(self.call, self.config, grid.q, grid.k, Branch(rows, 1), 0, most)
         chosen = torch.where(chosen < most, chosen, -1)[:, 0, :, :, first:last]  # (S, heads, groups, T, K)
         for g in range(groups):
-            yield tiles.Tiling(chosen[:, :, g], size, first)
+            yield Tiling(chosen[:, :, g], size, first)
 
     def _lead(self, grid: _Grid) -> int:
         """The rows of the first tile that are in an earlier piece."""

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.pattern import heads_by_offset
 from dilated_attention_pytorch.core.pool import Take
-from dilated_attention_pytorch.core.spec import Branch, Call
+from dilated_attention_pytorch.core.spec import Branch
 from dilated_attention_pytorch.parallel.sharding import Document, Shards, SharedSegment, shared_segments
 
 

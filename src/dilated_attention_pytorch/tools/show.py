@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, grids_of, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.pattern import visible_pairs
 from dilated_attention_pytorch.core.reach import reach_lines
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import DilatedSpec
 
 # A cell gets the first character whose share it exceeds.
 _SHADES = ((2 / 3, "█"), (1 / 3, "▓"), (1 / 8, "▒"), (0.0, "░"))

@@ -1,4 +1,4 @@
-"""The Triton engine: one forward launch a branch, one or two backward ones.
+"""The Triton engine: one forward launch per branch, one or two backward ones.
 
 What a call needs besides its tensors, a `Plan`, is made when a call of its kind comes for the first time and is
 remembered. That first call compiles and copies offsets to the device; later ones allocate their results and launch, so
@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
+from dilated_attention_pytorch.core.block_layout import BranchLayout
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.plans import Remembers, spans_key
 from dilated_attention_pytorch.core.pool import Lends, Take
-from dilated_attention_pytorch.core.spec import Call
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch
@@ -30,104 +31,104 @@ from dilated_attention_pytorch.kernels.triton.plan import Plan, PlannedBranch, p
 _LOG2_E = 1.4426950408889634
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: Call,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    layout: BlockLayout | None = None,
-    cache: Remembers | None = None,
-    pool: Lends | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`(out, lse)`. `pool`, if any, lends what does not leave the call."""
-    if query.is_cuda and query.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(query.device):  # Triton launches on the current one
-            return forward(query, key, value, call, spans, seed, layout, cache, pool)
-    dtype = query.dtype
-    query, scale, _ = _positive_scale(query, call)
-    query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
-    plan = plan_for(call, spans, seed, query, key, value)
-    with _lease(pool, plan.forward_loan, plan) as take:
-        new = plan.new
-        if take is not None and plan.sum_dtype != dtype and not call.partial:
-            new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
-        out = new(plan.like_query)
-        lse = torch.empty_like(plan.like_lse)
-        if not plan.every_row_written:
-            lse.fill_(-torch.inf)
-        for branch in plan.branches:
-            kept = None if layout is None else layout.branches[branch.index]
-            if branch.hopper is not None:
-                branch.hopper.forward(query, key, value, out, lse, branch, scale * _LOG2_E, kept)
-                continue
-            launch = branch.launches.get("forward")
-            if launch is None:
-                launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, kept)
+class Triton:
+    """The engine of this project's own kernels."""
+
+    def partial(self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES) -> Partial:
+        query, key, value, spans, seed, layout = inputs
+        if _is_elsewhere(query):
+            with torch.cuda.device(query.device):
+                return self.partial(call, inputs, resources)
+        dtype = query.dtype
+        query, scale, _ = _positive_scale(query, call)
+        query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
+        plan = plan_for(call, spans, seed, query, key, value)
+        with _lease(resources.pool, plan.forward_loan, plan) as take:
+            new = plan.new
+            if take is not None and plan.sum_dtype != dtype and not call.partial:
+                new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
+            out = new(plan.like_query)
+            lse = torch.empty_like(plan.like_lse)
+            if not plan.every_row_written:
+                lse.fill_(-torch.inf)
+            for branch in plan.branches:
+                kept = None if layout is None else layout.branches[branch.index]
+                lists = () if kept is None else kept.key_lists
+                launch = branch.launches.get("forward")
+                if branch.hopper is not None:
+                    if launch is None:
+                        launch = branch.hopper.forward_launch(query, key, branch, scale * _LOG2_E, kept)
+                    launch(query, key, value, out, lse, branch.query_offsets, *lists)
+                else:
+                    if launch is None:
+                        launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, kept)
+                    table = _table(branch, spans, resources.cache)
+                    launch(query, key, value, out, lse, table, branch.offsets, _seed(seed, query), *lists)
                 branch.launches["forward"] = launch
-            # Without dropout the seed is not read.
-            tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
-            launch(query, key, value, out, lse, *tables, *(() if kept is None else kept.key_lists))
-        return out if out.dtype == dtype or call.partial else out.to(dtype), lse.transpose(1, 2)
+            wide = call.partial or out.dtype == dtype
+            return Partial(out if wide else out.to(dtype), lse.transpose(1, 2))
+
+    def gradients(
+        self,
+        call: Call,
+        saved: Saved,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        resources: Resources = NO_RESOURCES,
+    ) -> Grads:
+        (query, key, value, spans, seed, layout), out, lse = saved
+        if _is_elsewhere(query):
+            with torch.cuda.device(query.device):
+                return self.gradients(call, saved, grad_out, grad_lse, resources)
+        dtype = query.dtype
+        query, scale, sign = _positive_scale(query, call)
+        query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
+        grad_out = _rows_of_unit_stride(grad_out)
+        lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
+        out = out.contiguous()
+        plan = plan_for(call, spans, seed, query, key, value, grad_out, grad_lse)
+        with _lease(resources.pool, plan.backward_loan, plan) as take:
+            new = plan.new
+            if take is not None and plan.sum_dtype != dtype and not call.partial:
+                new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
+            dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
+            delta = _taken(take, lse)
+            launch = plan.launches.get("delta")
+            if launch is None:
+                launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
+            workspace = _taken(take, plan.like_workspace) if plan.workspace_size else delta
+            launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
+            for branch in plan.branches:
+                kept = None if layout is None else layout.branches[branch.index]
+                if branch.hopper is not None:
+                    launch = branch.launches.get("backward")
+                    if launch is None:
+                        launch = branch.hopper.backward_launch(query, key, branch, scale, workspace, kept)
+                        branch.launches["backward"] = launch
+                    lists = () if kept is None else (*kept.query_lists, kept.query_turns, kept.key_first)
+                    rows = (query, grad_out, key, value, workspace, lse, delta, dq, dk, dv, workspace)
+                    launch(*rows, branch.offsets, *lists)
+                    continue
+                if "dkdv" not in branch.launches:
+                    branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, kept)
+                    branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, kept)
+                rows = (query, key, value, grad_out, lse, delta)
+                tables = (_table(branch, spans, resources.cache), branch.offsets, _seed(seed, query))
+                branch.launches["dkdv"](*rows, dk, dv, *tables, *(() if kept is None else kept.query_lists))
+                branch.launches["dq"](*rows, dq, *tables, *(() if kept is None else kept.key_lists))
+            if sign != 1:
+                dq = dq * sign
+            wide = call.partial or dq.dtype == dtype
+            return Grads(dq, dk, dv) if wide else Grads(dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
 
-def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    layout: BlockLayout | None = None,
-    cache: Remembers | None = None,
-    pool: Lends | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if query.is_cuda and query.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(query.device):
-            return backward(grad_out, grad_lse, query, key, value, out, lse, call, spans, seed, layout, cache, pool)
-    dtype = query.dtype
-    query, scale, sign = _positive_scale(query, call)
-    query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
-    grad_out = _rows_of_unit_stride(grad_out)
-    lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
-    out = out.contiguous()
-    plan = plan_for(call, spans, seed, query, key, value, grad_out, grad_lse)
-    with _lease(pool, plan.backward_loan, plan) as take:
-        new = plan.new
-        if take is not None and plan.sum_dtype != dtype and not call.partial:
-            new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
-        dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
-        delta = torch.empty_like(lse) if take is None else _taken(take, lse)
-        launch = plan.launches.get("delta")
-        if launch is None:
-            launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
-        workspace = delta
-        if plan.workspace_size:
-            like = plan.like_workspace
-            workspace = torch.empty_like(like) if take is None else _taken(take, like)
-        launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace)
-        for branch in plan.branches:
-            kept = None if layout is None else layout.branches[branch.index]
-            if branch.hopper is not None:
-                branch.hopper.backward(
-                    query, key, value, grad_out, lse, delta, dq, dk, dv, branch, scale, workspace, kept
-                )
-                continue
-            if "dkdv" not in branch.launches:
-                branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, kept)
-                branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, kept)
-            inputs = (query, key, value, grad_out, lse, delta)
-            tables = (_table(branch, spans, cache), branch.offsets, query if seed is None else seed)
-            branch.launches["dkdv"](*inputs, dk, dv, *tables, *(() if kept is None else kept.query_lists))
-            branch.launches["dq"](*inputs, dq, *tables, *(() if kept is None else kept.key_lists))
-        if sign != 1:
-            dq = dq * sign
-        return (dq, dk, dv) if dq.dtype == dtype or call.partial else (dq.to(dtype), dk.to(dtype), dv.to(dtype))
+def _is_elsewhere(query: Tensor) -> bool:
+    """Whether another GPU must become the current one, on which Triton launches."""
+    return query.is_cuda and query.get_device() != torch.cuda.current_device()
+
+
+def _seed(seed: Tensor | None, query: Tensor) -> Tensor:
+    return query if seed is None else seed  # without dropout it is not read
 
 
 def _lease(pool: Lends | None, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
@@ -138,8 +139,8 @@ def _lease(pool: Lends | None, largest: int, plan: Plan) -> AbstractContextManag
 _NO_LEASE: AbstractContextManager[None] = nullcontext()
 
 
-def _taken(take: Take, like: Tensor) -> Tensor:
-    return take(like.shape, dtype=like.dtype, device=like.device)
+def _taken(take: Take | None, like: Tensor) -> Tensor:
+    return torch.empty_like(like) if take is None else take(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _borrowed_sums(take: Take, cleared: bool, like: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.resources import NO_RESOURCES
-from dilated_attention_pytorch.core.spec import Call, DilatedSpec
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.kernels.triton import tuning
 from dilated_attention_pytorch.kernels.triton.tuning import HopperTiles, Kind, Tiles, write_tiles
 from dilated_attention_pytorch.measuring import measure
@@ -64,12 +65,12 @@ def attention(kind: Kind) -> Callable[[], object]:
     """A call that runs the kernel: forward, and backward where the kernel is of the backward."""
     from dilated_attention_pytorch.kernels.op import attend
 
-    call = Call(spec=_SPEC, is_causal=kind.is_causal)
+    call = Call(spec=_SPEC, is_causal=kind.is_causal, backend="triton")
     shape = (1, _TOKENS, _HEADS[kind.head_dim], kind.head_dim)
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
 
     def forward() -> torch.Tensor:
-        out = attend(q, k, v, None, None, call, "triton", True, False, NO_RESOURCES)
+        out = attend(call, Inputs(q, k, v), True, False, NO_RESOURCES)
         assert isinstance(out, torch.Tensor)
         return out
 

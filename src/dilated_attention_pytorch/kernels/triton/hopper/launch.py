@@ -51,18 +51,8 @@ def takes_branch(tokens: int, rate: int, rows: int, block_size: int | None) -> b
     return fits and block_size in (None, _KEY_ROWS)
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, branch, qk_scale: float,
-    kept: BranchLayout | None,
-) -> None:  # fmt: skip
-    """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
-    launch = branch.launches.get("Hopper forward")
-    if launch is None:
-        launch = branch.launches["Hopper forward"] = _forward_launch(query, key, branch, qk_scale, kept)
-    launch(query, key, value, out, lse, branch.query_offsets, *(() if kept is None else kept.key_lists))
-
-
-def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None) -> Launch:
+def forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None) -> Launch:
+    """Of one branch of a plan; its tensors are q, k, v, out, lse, the query heads' offsets and the kept keys' lists."""
     N, H, D = query.shape[1:]
     group = H // key.shape[2]
     block_d = padded(D)
@@ -97,21 +87,12 @@ def _forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: B
     return Launch(forward_kernel, programs, numbers, settings, views)
 
 
-def backward(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, branch, scale: float, workspace: Tensor, kept: BranchLayout | None,
-) -> None:  # fmt: skip
-    """One branch, as the engine's plan has it: what it launches is kept in `branch.launches`."""
-    launch = branch.launches.get("Hopper backward")
-    if launch is None:
-        launch = branch.launches["Hopper backward"] = _backward_launch(query, key, branch, scale, workspace, kept)
-    lists = () if kept is None else (*kept.query_lists, kept.query_turns, kept.key_first)
-    launch(query, grad_out, key, value, workspace, lse, delta, dq, dk, dv, workspace, branch.offsets, *lists)
-
-
-def _backward_launch(
+def backward_launch(
     query: Tensor, key: Tensor, branch, scale: float, workspace: Tensor, kept: BranchLayout | None
 ) -> Launch:
+    """Of one branch; its tensors are q, do, k, v, the sums of dq, lse, delta, dq, dk, dv, the workspace, the key/value
+    heads' offsets and the lists of a layout.
+    """
     N, H, D = query.shape[1:]
     block_d = padded(D)
     teams, team_size = branch.teams

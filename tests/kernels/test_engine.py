@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import backends
-from dilated_attention_pytorch.kernels import ladder
+from dilated_attention_pytorch.kernels import engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -13,25 +13,25 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def gpu_only(monkeypatch):
     """As if Triton were there for GPUs, without its interpreter."""
     monkeypatch.setattr(
-        ladder, "_triton_missing", lambda device: None if device.type == "cuda" else "Triton runs on GPUs, not here"
+        engine, "_triton_missing", lambda device: None if device.type == "cuda" else "Triton runs on GPUs, not here"
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_auto_is_triton_on_a_gpu_and_eager_where_triton_cannot(gpu_only, dtype) -> None:
-    assert ladder.choose_backend("auto", GPU, dtype, 64) == "triton"
-    assert ladder.choose_backend("auto", GPU, dtype, 20) == "eager"
-    assert ladder.choose_backend("auto", GPU, torch.float64, 64) == "eager"
+    assert engine.choose_engine("auto", GPU, dtype, 64) == "triton"
+    assert engine.choose_engine("auto", GPU, dtype, 20) == "eager"
+    assert engine.choose_engine("auto", GPU, torch.float64, 64) == "eager"
 
 
 def test_auto_is_eager_on_a_gpu_that_triton_does_not_know(monkeypatch) -> None:
-    monkeypatch.setattr(ladder, "_triton_missing", lambda device: "its kernels need compute capability 8.0")
-    assert ladder.choose_backend("auto", GPU, torch.bfloat16, 64) == "eager"
+    monkeypatch.setattr(engine, "_triton_missing", lambda device: "its kernels need compute capability 8.0")
+    assert engine.choose_engine("auto", GPU, torch.bfloat16, 64) == "eager"
 
 
 def test_auto_is_eager_on_a_cpu_even_where_the_interpreter_could(monkeypatch) -> None:
-    monkeypatch.setattr(ladder, "_triton_missing", lambda device: None)
-    assert ladder.choose_backend("auto", CPU, torch.float32, 64) == "eager"
+    monkeypatch.setattr(engine, "_triton_missing", lambda device: None)
+    assert engine.choose_engine("auto", CPU, torch.float32, 64) == "eager"
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_auto_is_eager_on_a_cpu_even_where_the_interpreter_could(monkeypatch) ->
 )
 def test_a_named_backend_runs_or_says_why_not_and_who_can(gpu_only, device, dtype, head_dim, reason) -> None:
     for able in (torch.float32, torch.bfloat16, torch.float16):
-        assert ladder.choose_backend("triton", GPU, able, 64) == "triton"
+        assert engine.choose_engine("triton", GPU, able, 64) == "triton"
     with pytest.raises(ValueError, match=f"'triton' cannot take this call: .*{reason}.*; eager or reference can"):
-        ladder.choose_backend("triton", device, dtype, head_dim)
+        engine.choose_engine("triton", device, dtype, head_dim)
 
 
 def test_backends_says_what_is_available_and_why_not(gpu_only) -> None:
@@ -60,7 +60,7 @@ def test_backends_says_what_is_available_and_why_not(gpu_only) -> None:
 
 
 def test_tiles_too_small_for_kernels_are_eager_s(gpu_only) -> None:
-    assert ladder.choose_backend("auto", GPU, torch.bfloat16, 64, block_size=16) == "triton"
-    assert ladder.choose_backend("auto", GPU, torch.bfloat16, 64, block_size=8) == "eager"
+    assert engine.choose_engine("auto", GPU, torch.bfloat16, 64, block_size=16) == "triton"
+    assert engine.choose_engine("auto", GPU, torch.bfloat16, 64, block_size=8) == "eager"
     with pytest.raises(ValueError, match="tiles of 16 rows or more, got block_size=8; eager or reference can"):
-        ladder.choose_backend("triton", GPU, torch.bfloat16, 64, block_size=8)
+        engine.choose_engine("triton", GPU, torch.bfloat16, 64, block_size=8)

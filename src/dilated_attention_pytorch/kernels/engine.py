@@ -1,0 +1,155 @@
+"""What an engine is, and the one ladder that decides which engine runs a call.
+
+Engines differ in speed and rounding only. Each computes `(out, lse)` of a call, or its gradients from the saved inputs
+and the merged result. The reference and eager engines accept every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.call import BACKENDS, ENGINES, Call, Grads, Inputs, Partial, Saved
+from dilated_attention_pytorch.core.checks import check_choice, check_device
+from dilated_attention_pytorch.core.log import debugging, log
+from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
+from dilated_attention_pytorch.core.resources import Resources
+from dilated_attention_pytorch.kernels import vendor
+from dilated_attention_pytorch.kernels.eager import Eager, Vendor, by_head
+
+
+class Engine(Protocol):
+    """How a call is computed. What an engine plans for a call, it remembers for equal calls."""
+
+    def partial(self, call: Call, inputs: Inputs, resources: Resources) -> Partial:
+        """`(out, lse)` in the inputs' dtype and float32 (float64 for float64); both wide if the call is `partial`."""
+
+    def gradients(
+        self, call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, resources: Resources
+    ) -> Grads:
+        """The gradients of query, key and value."""
+
+
+class Reference:
+    """The definition itself, in float64."""
+
+    def partial(self, call: Call, inputs: Inputs, resources: Resources) -> Partial:
+        query, key, value, spans, seed, layout = inputs
+        out, lse = reference_forward(query, key, value, call, spans, seed, layout)
+        return Partial(out.to(query.dtype), by_head(lse.to(lse_dtype(query.dtype))))
+
+    def gradients(
+        self, call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, resources: Resources
+    ) -> Grads:
+        query, key, value, spans, seed, layout = saved.inputs
+        grads = reference_backward(grad_out, grad_lse, query, key, value, call, spans, seed, layout)
+        return Grads(*(x.to(query.dtype) for x in grads))
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def engine_for(call: Call, inputs: Inputs) -> Engine:
+    """The engine that runs a call."""
+    query, layout = inputs.query, inputs.layout
+    return load_engine(
+        choose_engine(
+            call.backend, query.device, query.dtype, query.shape[3], None if layout is None else layout.block_size
+        )
+    )
+
+
+@functools.cache
+def load_engine(name: str) -> Engine:
+    if name == "triton":  # an optional package
+        from dilated_attention_pytorch.kernels.triton.engine import Triton
+
+        return Triton()
+    engines: dict[str, type[Engine]] = {"vendor": Vendor, "eager": Eager, "reference": Reference}
+    return engines[name]()
+
+
+def choose_engine(
+    backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
+) -> str:
+    """The engine that `backend` names, or for `auto` the one to use: on a GPU Triton where it can, else eager.
+
+    `vendor` is by name only: our own kernels are as fast, and round less often.
+    """
+    kind = (device, dtype, head_dim, block_size)
+    if debugging():
+        _log_choice(backend, *kind)
+    if backend == "auto":
+        # Triton's interpreter, which runs on a CPU, is for tests that name it.
+        return "triton" if device.type == "cuda" and why_not("triton", *kind) is None else "eager"
+    reason = why_not(backend, *kind)
+    if reason is not None:
+        able = [name for name in ENGINES if why_not(name, *kind) is None]
+        raise ValueError(f"backend {backend!r} cannot take this call: {reason}; {' or '.join(able)} can")
+    return backend
+
+
+@functools.lru_cache(maxsize=1024)  # once per kind of call
+def _log_choice(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> None:
+    kind = f"{dtype} on {device}, head_dim {head_dim}" + ("" if block_size is None else f", tiles of {block_size}")
+    if backend != "auto":
+        log.debug("engine %s for %s: the call names it", backend, kind)
+        return
+    reason = why_not("triton", device, dtype, head_dim, block_size)
+    if reason is None and device.type == "cuda":
+        log.debug("engine triton for %s: auto takes it on a GPU", kind)
+    else:
+        log.debug("engine eager for %s: no triton, %s", kind, reason or "whose interpreter is for calls that name it")
+
+
+def check_backend(backend: str) -> None:
+    check_choice("backend", backend, BACKENDS)
+
+
+def why_not(
+    engine: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
+) -> str | None:
+    """Why an engine cannot take tensors of this kind, or None."""
+    if engine == "vendor":
+        if block_size is not None:
+            return "PyTorch's flash kernel knows no tiles to leave out"
+        return vendor.why_not(device, dtype, head_dim)
+    if engine != "triton":
+        return None
+    if dtype == torch.float64:
+        return "its kernels compute in float32, the tensors are float64"
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        return f"its kernels take a head_dim from 16 to 256 that is a multiple of 8, got {head_dim}"
+    if block_size is not None and block_size < 16:
+        return f"its kernels take tiles of 16 rows or more, got block_size={block_size}"
+    return _triton_missing(device)
+
+
+@functools.lru_cache
+def _triton_missing(device: torch.device) -> str | None:
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"Triton runs on GPUs, the tensors are on {device.type}"
+    if torch.version.cuda is not None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"its kernels need compute capability 8.0, this GPU has {torch.cuda.get_device_capability(device)}"
+    return None
+
+
+def backends(device: torch.device | str | None = None) -> dict[str, str]:
+    """What can run here: each backend with `available`, or the reason why it is not.
+
+    >>> backends("cpu")["eager"]
+    'available'
+    """
+    place = check_device("device", ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    reasons = {name: why_not(name, place, torch.bfloat16, 64) for name in ENGINES}
+    return {name: "available" if reason is None else reason for name, reason in reasons.items()}
