@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,19 @@ from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 _NOT_PROFILING = nullcontext()
 _SWITCHES = ("use_pattern_cache", "enable_memory_pool", "lightweight_pool")
+
+
+class AttentionSettings(TypedDict, total=False):
+    """Keywords of `DilatedAttention` that a module around it takes too, and passes on."""
+
+    softmax_scale: float | None
+    head_layout: HeadLayout
+    backend: str
+    allow_tf32: bool | None
+    enable_profiling: bool
+    enable_memory_pool: bool
+    lightweight_pool: bool
+    use_pattern_cache: bool
 
 
 class DilatedAttention(nn.Module):

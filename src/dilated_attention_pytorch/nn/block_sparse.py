@@ -67,3 +67,16 @@ class BlockSparseMultiheadDilatedAttention(MultiheadDilatedAttention):
     """
 
     _attention_class = BlockSparseDilatedAttention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        *,
+        sparse_config: SparsePatternConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        settings["sparse_config"] = sparse_config
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,17 @@ from dilated_attention_pytorch.core.checks import (
     checked,
 )
 from dilated_attention_pytorch.core.reach import stated_branches
-from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention, SharesResources
+from dilated_attention_pytorch.nn.attention import (
+    AttentionSettings,
+    DilatedAttention,
+    ImprovedDilatedAttention,
+    SharesResources,
+)
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import Rotation, rotate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _APART = ("q_proj", "k_proj", "v_proj")
 
@@ -46,7 +54,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         gamma_init: gain of the initial value and output projections.
         num_kv_heads: fewer key/value heads than query heads (grouped-query attention).
         batch_first: inputs and outputs are `(B, N, E)`, with False `(N, B, E)`.
-        settings: passed on to `DilatedAttention` (`head_layout`, `use_pattern_cache`, `backend`, ...).
+        settings: those of `DilatedAttention`: `softmax_scale`, `head_layout`, `backend`, `use_pattern_cache`, ...
 
     >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> x = torch.randn(2, 100, 32)
@@ -91,7 +99,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **settings: Any,
+        **settings: Unpack[AttentionSettings],
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -279,7 +287,8 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         use_tf32: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, use_tf32=use_tf32, **settings)
+        settings["use_tf32"] = use_tf32
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **settings)
         self.use_tf32 = use_tf32
 
     def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,13 @@ from dilated_attention_pytorch.core.checks import (
     check_tensor,
     checked,
 )
-from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
+from dilated_attention_pytorch.nn.attention import AttentionSettings, DilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import Rotation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
@@ -79,6 +82,16 @@ class FeedForward(nn.Module):
         return self.linear2(self.norm(x))
 
 
+class LayerSettings(AttentionSettings, total=False):
+    """Keywords of `MultiheadDilatedAttention` that a transformer layer takes too, and passes on."""
+
+    max_length: int | None
+    bias: bool
+    layer_norm: bool
+    num_kv_heads: int | None
+    batch_first: bool
+
+
 class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     """`nn.TransformerEncoderLayer(norm_first=True, batch_first=True)` with dilated self-attention.
 
@@ -113,7 +126,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         gamma_init: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **settings: Any,
+        **settings: Unpack[LayerSettings],
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -125,6 +138,10 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
         self.feed_forward = FeedForward(d_model, dim_feedforward, dropout=dropout, activation=activation, **magneto)
         self.dropout = nn.Dropout(dropout)
+        self._make_cross_attention(factory)
+
+    def _make_cross_attention(self, factory: dict[str, Any]) -> None:
+        """Nothing to make: a decoder layer overrides this."""
 
     def _attention(self) -> DilatedAttention:
         return self.self_attn.attention
@@ -167,19 +184,11 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
     torch.Size([2, 100, 32])
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(d_model, nhead, segment_lengths, dilation_rates, **settings)
-        factory: dict[str, Any] = {"device": self.norm1.weight.device, "dtype": self.norm1.weight.dtype}
-        dropout = self.self_attn.attention.attention_dropout
-        self.cross_attn = nn.MultiheadAttention(d_model, nhead, dropout, batch_first=True, **factory)
-        self.norm3 = nn.LayerNorm(d_model, eps=self.norm1.eps, **factory)
+    def _make_cross_attention(self, factory: dict[str, Any]) -> None:
+        own = self.self_attn
+        dropout = own.attention.attention_dropout
+        self.cross_attn = nn.MultiheadAttention(own.embed_dim, own.num_heads, dropout, batch_first=True, **factory)
+        self.norm3 = nn.LayerNorm(own.embed_dim, eps=self.norm1.eps, **factory)
 
     def forward(  # type: ignore[override]
         self,

@@ -362,6 +362,16 @@ class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
 
     _attention_class: Callable[..., DilatedAttention] = RingDilatedAttention
 
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **settings)
+
 
 def _attention_at(
     *branches: Sequence[int], places: tuple[Place | None, Place | None], **settings: Any
