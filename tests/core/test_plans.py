@@ -166,6 +166,16 @@ def test_only_kinds_whose_hits_pay_are_remembered() -> None:
     assert len(cache) == 0
 
 
+def test_a_kind_may_have_a_bound_of_its_own() -> None:
+    cache, bound = PatternCache(), plans.KINDS["zero keys"]
+    cache.remember("parts", 0, object)
+    for key in range(bound + 2):
+        cache.remember("zero keys", key, object)
+    assert cache.get_stats()["kinds"]["zero keys"]["size"] == bound
+    assert [key for key in range(bound + 2) if ("zero keys", key) not in cache] == [0, 1]
+    assert ("parts", 0) in cache
+
+
 def test_statistics_tell_the_kinds_apart(cache) -> None:
     cache.put(("parts of mine", 1), rows())
     cache.get(("parts of mine", 1))

@@ -17,8 +17,8 @@ from torch import nn
 
 from dilated_attention_pytorch import LongNet, LongNetLM, cls_attention, patch_gigapath
 from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.plans import remember_of
 from dilated_attention_pytorch.core.reference import reference_forward
-from dilated_attention_pytorch.core.spans import LatestOf
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.models.position_table import SlidePositions
@@ -270,14 +270,20 @@ class Interrupted(torch.Tensor):
 
 
 def test_what_layers_share_is_right_when_threads_take_turns() -> None:
-    latest, other = LatestOf(), torch.zeros(1)
+    def shared(x: torch.Tensor, make) -> str:
+        return remember_of("lengths", x, "test", make)
+
+    other = torch.zeros(1)
     mask = torch.zeros(1).as_subclass(Interrupted)
-    mask.meanwhile = lambda: latest(other, lambda: "the other's")
-    assert latest(mask, lambda: "the mask's") == "the mask's"
-    assert latest(mask, lambda: pytest.fail("it is remembered")) == "the mask's"
-    assert latest(other, lambda: "the other's, anew") == "the other's, anew"
+    mask.meanwhile = lambda: shared(other, lambda: "the other's")
+    assert shared(mask, lambda: "the mask's") == "the mask's"
+    assert shared(mask, lambda: pytest.fail("it is remembered")) == "the mask's"
+    assert shared(other, lambda: pytest.fail("it is remembered")) == "the other's"
     other += 1
-    assert latest(other, lambda: "changed") == "changed"
+    assert shared(other, lambda: "changed") == "changed"
+    with torch.inference_mode():
+        uncounted = torch.zeros(1)
+    assert [shared(uncounted, lambda made=made: made) for made in "ab"] == ["a", "b"]
 
 
 def test_patching_again_changes_the_semantics() -> None:

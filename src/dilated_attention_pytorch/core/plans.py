@@ -5,7 +5,7 @@ and bytes, evicts the least recently used entry, and is safe under threads and `
 its public face; `get_global_pattern_cache()` is the table of the whole process. A call that was given a cache of its
 own asks that one: `(plans.table() if cache is None else cache).remember(...)`.
 
-- A kind is one of `KINDS`. Statistics, profiles and `forget` go by kind.
+- A kind is one of `KINDS`, which may bound it further. Statistics, profiles and `forget` go by kind.
 - A key is hashable and compares by value. It holds no tensors: `spans_key` and `SameTensor` stand for them.
 - A value is shared by everyone who asks: never write to it. It stays on the device where it was made. Tensors in
   tuples, lists and dicts are ordered between CUDA streams; an object that holds tensors of its own must have them ready
@@ -30,7 +30,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -46,18 +47,24 @@ Device = torch.device | str | None
 Value = TypeVar("Value")
 Cache = TypeVar("Cache", bound="PatternCache")
 
-KINDS = (
-    "call",
-    "plan",
-    "lengths",
-    "parts",
-    "segment table",
-    "block layout",
-    "ring schedule",
-    "decode plan",
-    "decode table",
+KINDS: Mapping[str, int | None] = MappingProxyType(
+    {
+        "call": None,
+        "plan": None,
+        "lengths": None,
+        "parts": None,
+        "segment table": None,
+        "block layout": None,
+        "ring schedule": None,
+        "decode plan": None,
+        "decode table": None,
+        "zero keys": 8,  # as long as the input
+    }
 )
-"""What the library remembers. Making one costs more than twice as much as a hit: `bench cache` measures both."""
+"""What the library remembers, and the most entries of a kind; None for as many as the table holds.
+
+Making one costs more than twice as much as a hit: `bench cache` measures both.
+"""
 
 _GLOBAL_BYTES = 256 << 20
 
@@ -371,6 +378,10 @@ class PatternCache:
                     return False
                 while self._bytes + entry.size > self.max_bytes:
                     self._evict(1)
+            kind = kind_of(key)
+            limit = KINDS.get(kind)
+            if limit is not None and sum(kind_of(one) == kind for one in self._cache) >= limit:
+                self._evict(1, kind)
             if len(self._cache) >= self.max_size:
                 self._evict(max(1, self.max_size // 64))  # finding the oldest takes a look at all
             self._cache[key] = entry
@@ -379,9 +390,9 @@ class PatternCache:
                 self._pinned.add(key)
         return True
 
-    def _evict(self, count: int) -> None:
-        """Drop the least recently used entries."""
-        free = (key for key in self._cache if key not in self._pinned)
+    def _evict(self, count: int, kind: str | None = None) -> None:
+        """Drop the least recently used entries, of a kind or of all."""
+        free = (key for key in self._cache if key not in self._pinned and kind in (None, kind_of(key)))
         for key in heapq.nsmallest(count, free, key=lambda key: self._cache[key].used):
             self._evictions += 1
             log.debug("evicted from the pattern cache: %s, %d bytes", kind_of(key), self._drop(key).size)
@@ -464,6 +475,17 @@ def table() -> DilatedPatternCache:
 def remember(kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
     """`PatternCache.remember` of the table of the whole process."""
     return table().remember(kind, key, make)
+
+
+def remember_of(kind: str, x: Tensor, key: Hashable, make: Callable[[], Value]) -> Value:
+    """As `remember`, of a value that is made from `x`: for a tensor that many layers get, such as a mask.
+
+    It is found by the tensor itself, until the tensor changes. Tensors of inference mode do not count their changes, so
+    for them the value is made every time.
+    """
+    if torch.compiler.is_compiling() or x.is_inference():
+        return make()
+    return remember(kind, (SameTensor(x), key), make)
 
 
 def shared_cache(cls: type[Cache]) -> Cache:

@@ -4,40 +4,13 @@
 each; a single batch row may hold any number of documents, one after another (packed).
 """
 
-import weakref
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole
 from dilated_attention_pytorch.core.plans import Remembers, check_cache
-
-Result = TypeVar("Result")
-
-
-class LatestOf:
-    """Remembers what was last made from a tensor, so that the layers of one forward make it once."""
-
-    def __init__(self) -> None:
-        # One tuple, replaced whole: threads share this, each with a tensor of its own.
-        self._known: tuple[weakref.ref[Tensor], int, Any] | None = None
-
-    def __reduce__(self) -> tuple[type["LatestOf"], tuple[()]]:
-        return LatestOf, ()  # a copy starts empty
-
-    def __call__(self, tensor: Tensor, make: Callable[[], Result]) -> Result:
-        """What `make` returns, or returned when it was last called for this unchanged tensor."""
-        if torch.compiler.is_compiling() or tensor.is_inference():  # which does not count its changes
-            return make()
-        version, known = tensor._version, self._known
-        if known is not None and known[0]() is tensor and known[1] == version:
-            return known[2]
-        made = make()
-        self._known = weakref.ref(tensor), version, made
-        return made
 
 
 def document_spans(

@@ -102,9 +102,8 @@ class PaddedAttention(DilatedAttention):
         partials = [self._padded(query, key, value, branches, is_causal) for branches in together]
         partials += [self._moved(query, key, value, branch, is_causal) for branch in moved]
         dtype = partials[0][0].dtype
-        if (
-            detached
-        ):  # the weights of a merge depend on lse alone; partials of many branches are rounded once, at the end
+        if detached:
+            # The weights of a merge depend on lse alone. Partials of many branches are rounded once, at the end.
             partials = [(out.to(lse.dtype), lse.detach()) for out, lse in partials]
         return functools.reduce(lambda a, b: merge(*a, *b), partials)[0].to(dtype)
 
@@ -117,7 +116,7 @@ class PaddedAttention(DilatedAttention):
             return out, lse
         asked = (branches, query.shape[1], query.shape[2], lse.dtype, lse.device)
         make = functools.partial(log_zero_keys, *asked)
-        zeros = plans.remember("segment table", ("zero keys", *asked), make) if is_plain(lse) else make()
+        zeros = plans.remember("zero keys", asked, make) if is_plain(lse) else make()
         if zeros is None:
             return out, lse
         return merge(out, lse, out.new_zeros(()).expand_as(out), zeros.expand(lse.shape))

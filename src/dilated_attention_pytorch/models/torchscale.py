@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.checks import checked
-from dilated_attention_pytorch.core.spans import LatestOf, document_spans
+from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.models.position_table import compute_positions
@@ -57,9 +58,8 @@ def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: s
             f"{', '.join(_METHODS)}, and segment_length and dilated_ratio in its args); its attentions are "
             f"{', '.join(kinds) or 'none'}"
         )
-    spans = LatestOf()  # which all layers share
     # An attention with several parents is swapped once, and no attention is swapped before all are known to fit.
-    swapped = {child: _swap(child, exact_torchscale, backend, spans) for _, _, child in places}
+    swapped = {child: _swap(child, exact_torchscale, backend) for _, _, child in places}
     for parent, name, child in places:
         setattr(parent, name, swapped[child])
     compute_positions(model)
@@ -86,7 +86,7 @@ class TorchscaleAttention(nn.Module):
     inner_attn_ln: nn.Module | None
     xpos: nn.Module | None
 
-    def __init__(self, replaced: nn.Module, attention: DilatedAttention, latest_spans: LatestOf) -> None:
+    def __init__(self, replaced: nn.Module, attention: DilatedAttention) -> None:
         super().__init__()
         self.args, self.embed_dim, self.num_heads = replaced.args, int(replaced.embed_dim), int(replaced.num_heads)  # type: ignore[arg-type]
         self.head_dim = self.embed_dim // self.num_heads
@@ -96,7 +96,6 @@ class TorchscaleAttention(nn.Module):
         for name in {"inner_attn_ln", "xpos"} - self._modules.keys():  # which not every model has
             self.register_module(name, None)
         self.attention = attention
-        self._latest_spans = latest_spans
         self.train(replaced.training)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +122,7 @@ class TorchscaleAttention(nn.Module):
             # torchscale's encoder passes a mask to every layer, also one that is False throughout.
             return spans if torch.compiler.is_compiling() or bool(mask.any()) else None
 
-        return self._latest_spans(mask, stated)
+        return plans.remember_of("lengths", mask, (batch, tokens), stated)  # once for all layers
 
     def forward(
         self,
@@ -166,7 +165,7 @@ class TorchscaleAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
 
-def _swap(replaced: nn.Module, exact: Exact, backend: str, latest_spans: LatestOf) -> TorchscaleAttention:
+def _swap(replaced: nn.Module, exact: Exact, backend: str) -> TorchscaleAttention:
     their: Any = replaced
     if getattr(their, "encoder_decoder_attention", False):
         raise ValueError("dilated attention relates the rows of one sequence: keep a dense attention for two")
@@ -182,7 +181,7 @@ def _swap(replaced: nn.Module, exact: Exact, backend: str, latest_spans: LatestO
         )
     else:
         attention = DilatedAttention(w, r, attention_dropout=dropout, backend=backend, head_layout="blocked")
-    return TorchscaleAttention(replaced, attention, latest_spans)
+    return TorchscaleAttention(replaced, attention)
 
 
 def _whole_numbers(name: str, stated: Any) -> list[int]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from dilated_attention_pytorch.core.spans import LatestOf, document_spans
+from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf.cache import layer_of
@@ -142,13 +143,17 @@ def _stated_documents(batch: int, tokens: int, told: Told, asked: dict[str, Any]
     if lengths is not None:
         if told.is_by_mask:
             raise ValueError("attention_mask and cu_seq_lens_q both state the documents: pass one of them")
-        return _latest_lengths(lengths, lambda: document_spans(batch, tokens, cu_seqlens=lengths))
+        return plans.remember_of(
+            "lengths", lengths, (batch, tokens), lambda: document_spans(batch, tokens, cu_seqlens=lengths)
+        )
     if told.documents is not None or told.is_by_mask:
         return told.documents
     if told.is_whole and torch.compiler.is_compiling():  # each layer would read the positions again
         return None
     if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1:
-        return _latest_positions(positions, lambda: packed_by_positions(positions.expand(batch, tokens)))
+        return plans.remember_of(
+            "lengths", positions, (batch, tokens), lambda: packed_by_positions(positions.expand(batch, tokens))
+        )
     return None
 
 
@@ -166,9 +171,6 @@ def _of_one_document(q: Tensor, told: Told, asked: dict[str, Any]) -> Tensor:
     ):
         return q
     return of_one_document(q, positions)
-
-
-_latest_lengths, _latest_positions = LatestOf(), LatestOf()
 
 
 def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, asked: dict[str, Any]) -> None:
