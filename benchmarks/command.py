@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dilated_attention_pytorch.cli import size_in_gib, whole_number
+from dilated_attention_pytorch.tools.command import size_in_gib, whole_number
 
 _AGAINST_BASELINES = ("attention", "short", "scaling", "blocksparse", "all", "gigapath")
 _BY_LENGTH = (*_AGAINST_BASELINES, "cache", "pool", "shard", "ranks", "decode", "techniques")
