@@ -127,7 +127,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     import torch
 
     from dilated_attention_pytorch.train.checkpoint import list_checkpoints, load_newest
-    from dilated_attention_pytorch.train.engine import find_device
+    from dilated_attention_pytorch.train.ranks import find_device
     from dilated_attention_pytorch.train.run_folder import holds_run
     from dilated_attention_pytorch.train.tokenizer import saved_tokenizer
 
@@ -173,7 +173,7 @@ def entry() -> NoReturn:
         traceback.print_exc()
         status = 1
     if f"{__package__}.train" in sys.modules:  # else there are no ranks
-        from dilated_attention_pytorch.train.engine import exit_process
+        from dilated_attention_pytorch.train.ranks import exit_process
 
         exit_process(status)
     sys.exit(status)
