@@ -70,9 +70,9 @@ class Exchange:
         self.call, self.index, self.wire, self.segments, self.ranks = call, index, wire, segments, ranks
         self.scale = call.softmax_scale(wire.head_dim)
         shards = wire.shards
-        # The position of token 0 of the rank's tensors, if all of them were in this piece.
+        # The position of token 0 of the rank's tensors, if all of them were in this chunk.
         self.first = {
-            piece: shards.bounds(piece)[0] - shards.held_at(piece).start for piece in shards.pieces_of(ranks.rank)
+            chunk: shards.bounds(chunk)[0] - shards.held_at(chunk).start for chunk in shards.chunks_of(ranks.rank)
         }
 
     def tag(self, number: int, step: int) -> int:

@@ -1,6 +1,6 @@
 """Gather for kept tiles: a rank's rows of a shared segment attend to the tiles that the whole segment's pattern keeps.
 
-Tiles are numbered over the segment's grid rows, whichever rank holds them, so a tile may span two pieces. The rows of
+Tiles are numbered over the segment's grid rows, whichever rank holds them, so a tile may span two chunks. The rows of
 all ranks come as in `gather`; where content chooses the tiles, the queries come too.
 """
 
@@ -22,21 +22,20 @@ from dilated_attention_pytorch.kernels.blocks import Block, Keep
 from dilated_attention_pytorch.kernels.tiles import Tiling
 from dilated_attention_pytorch.parallel.exchange import BackwardPass, Pass
 from dilated_attention_pytorch.parallel.gather import Buffers, Gather, Share, joined
-from dilated_attention_pytorch.parallel.sharding import sources
 from dilated_attention_pytorch.parallel.wire import GridRows
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """The rows of a segment at one offset, as far as queries of one piece may see them: `(S, M, heads, groups, D)`."""
+    """The rows of a segment at one offset, as far as queries of one chunk may see them: `(S, M, heads, groups, D)`."""
 
     offset: int
-    piece: int
+    chunk: int
     rows: GridRows  # of these queries
     before: int  # how many rows of the grid come before the queries
     origin: int  # the position of the grid's first row
     total: int  # the grid's rows, seen or not
-    holders: dict[int, int]  # how many of the rows each piece of the segment holds, in order
+    holders: dict[int, int]  # how many of the rows each chunk of the segment holds, in order
     k: Tensor
     v: Tensor
     q: Tensor | None  # where content chooses the tiles
@@ -54,7 +53,7 @@ class SparseGather(Gather):
 
     def merge_rows(self, share: Share, buffers: Buffers, x: Pass, out: Tensor, lse: Tensor) -> None:
         for grid in self._grids(share, buffers, x):
-            views = [grid.rows.view(y, self.first[grid.piece]) for y in (x.q, out, lse)]
+            views = [grid.rows.view(y, self.first[grid.chunk]) for y in (x.q, out, lse)]
             for g, tiling in enumerate(self._tilings(grid)):
                 q, own_out, own_lse = (y[:, :, :, g] for y in views)
                 with x.resources.workspaces() as take:
@@ -69,7 +68,7 @@ class SparseGather(Gather):
     ) -> Iterator[tuple[int, dict[int, int], tuple[Tensor, Tensor]]]:
         for grid in self._grids(share, buffers, x):
             dk, dv = (x.take(y.shape, dtype=x.lse.dtype, device=y.device).zero_() for y in (grid.k, grid.v))
-            views = [grid.rows.view(y, self.first[grid.piece]) for y in (x.do, x.q, x.delta, x.lse, dq)]
+            views = [grid.rows.view(y, self.first[grid.chunk]) for y in (x.do, x.q, x.delta, x.lse, dq)]
             for g, tiling in enumerate(self._tilings(grid)):
                 do, q, delta, lse, own_dq = (y[:, :, :, g] for y in views)
                 with x.resources.workspaces() as take:
@@ -87,15 +86,15 @@ class SparseGather(Gather):
         parts = self.parts(share, buffers, x, with_own=True)
         segment, rate = share.segment, self.wire.branch.dilation_rate
         blocks = share.own | share.seen
-        for piece, own in share.own.items():
-            seen = sorted((piece, *sources(segment, piece, self.wire.is_causal)))
+        for chunk, own in share.own.items():
+            seen = sorted((chunk, *segment.sources(chunk, self.wire.is_causal)))
             for offset, rows in own.items():
                 holders = {other: len(blocks[other][offset].grid) for other in seen if offset in parts[other]}
                 k, v, *queries = (joined([*column]) for column in zip(*(parts[other][offset] for other in holders)))
-                before = sum(count for other, count in holders.items() if other < piece)
+                before = sum(count for other, count in holders.items() if other < chunk)
                 origin = segment.start + offset
                 total = len(range(origin, segment.stop, rate))
-                yield _Grid(offset, piece, rows, before, origin, total, holders, k, v, queries[0] if queries else None)
+                yield _Grid(offset, chunk, rows, before, origin, total, holders, k, v, queries[0] if queries else None)
 
     def _tilings(self, grid: _Grid) -> Iterator[Tiling]:
         """The kept tiles of the queries' rows, for each query head of the key/value heads."""
@@ -119,11 +118,11 @@ class SparseGather(Gather):
             yield Tiling(chosen[:, :, g], size, first)
 
     def _lead(self, grid: _Grid) -> int:
-        """The rows of the first tile that are in an earlier piece."""
+        """The rows of the first tile that are in an earlier chunk."""
         return grid.before % self.config.block_size
 
     def _in_tiles(self, x: Tensor, grid: _Grid) -> Tensor:
-        """Rows `(S, M, ...)`, after zeros for the rows of their first tile that are in an earlier piece."""
+        """Rows `(S, M, ...)`, after zeros for the rows of their first tile that are in an earlier chunk."""
         lead = self._lead(grid)
         return x if lead == 0 else torch.cat([x.new_zeros((x.shape[0], lead, *x.shape[2:])), x], 1)
 

@@ -49,7 +49,7 @@ class Wire:
         """The number of (batch row, grid row, key/value head) triples that a rank holds, of all heads or of some."""
         mine = self.offsets if heads is None else self.offsets[heads.start : heads.stop]
         rate = self.branch.dilation_rate
-        counts = {o: len(segment.grid(self.shards, rank, rate, o)) for o in {*mine} if o is not None}
+        counts = {o: len(segment.grid(rank, rate, o)) for o in {*mine} if o is not None}
         return len(segment.rows) * sum(counts[o] for o in mine if o is not None)
 
     def bytes_of(self, segment: SharedSegment, rank: int) -> int:
@@ -122,7 +122,7 @@ class Block(dict[int, GridRows]):
         self.kv_heads = len(wire.offsets)
         heads = range(self.kv_heads) if heads is None else heads
         for offset, found in heads_by_offset(wire.offsets[heads.start : heads.stop]):
-            grid = segment.grid(wire.shards, rank, wire.branch.dilation_rate, offset)
+            grid = segment.grid(rank, wire.branch.dilation_rate, offset)
             if grid:
                 self[offset] = GridRows(segment.rows, grid, heads[found], self.kv_heads)
         self.rows = sum(torch.Size(rows.shape).numel() for rows in self.values())
