@@ -17,7 +17,8 @@ from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLa
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks, WholeMemory
-from dilated_attention_pytorch.parallel.names import AcrossRanks, RingAdvancedDistributedDilatedAttention
+from dilated_attention_pytorch.parallel.module import AcrossRanks
+from dilated_attention_pytorch.parallel.names import RingAdvancedDistributedDilatedAttention
 from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
 
 if TYPE_CHECKING:
