@@ -49,7 +49,7 @@ def parallelize(
         fsdp: settings of `fully_shard`, such as `mp_policy` or `offload_policy`.
 
     Gradients are averages over the ranks of `data` and `sequence`: let a rank's loss be the sum over its own tokens,
-    divided by the mean number of tokens a rank. Ranks along `tensor` must draw random numbers alike, others not.
+    divided by the mean number of tokens per rank. Ranks along `tensor` must draw the same random numbers.
     """
     check_mesh(mesh)
     found, error = {}, None

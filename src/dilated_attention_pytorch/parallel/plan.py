@@ -1,7 +1,7 @@
-"""What one attention layer costs on any number of GPUs: bytes, memory and work, and the time that rates make of them.
+"""What one attention layer costs on any number of GPUs: bytes, memory and work, and the time they take at given rates.
 
-Bytes, messages and work come from the functions that the ranks themselves run on, with nothing to run. What needs a
-rate or a guess at how kernels work inside is kept apart, and called modelled.
+Bytes, messages and work are computed by the functions that the ranks themselves use. What needs a rate, or a guess at
+how kernels work inside, is kept apart and called modelled.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from dilated_attention_pytorch.parallel.sharding import (
 from dilated_attention_pytorch.parallel.wire import Traffic, Wire, wires_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# What kernels reach on an H200 in bfloat16 with heads of 64, and one 400-gigabit port a GPU.
+# What kernels reach on an H200 in bfloat16 with heads of 64, and one 400-gigabit port per GPU.
 TFLOPS, LINK_GBPS = 400.0, 400.0
 BACKWARD_WORK = 2.5  # of the forward's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """An attention layer, its sequence, and the machines: what `plan` is asked about.
+    """An attention layer, its sequence, and the machines that `make_plan` plans for.
 
-    `tflops` is what a GPU computes of attention's own FLOPs, `link_gbps` the gigabits a second that it sends while it
-    receives as many.
+    `tflops` is the rate at which a GPU computes attention's own FLOPs; `link_gbps` the gigabits per second that it
+    sends while it receives equally many.
     """
 
     spec: DilatedSpec

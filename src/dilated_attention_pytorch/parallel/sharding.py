@@ -32,7 +32,7 @@ TokenLayout = Literal["contiguous", "zigzag"]
 TOKEN_LAYOUTS: tuple[str, ...] = get_args(TokenLayout)
 
 Document = tuple[range, int, int]
-"""The batch rows it stands in, its start and its end."""
+"""Its batch rows, its start and its end."""
 
 Spans = tuple[tuple[int, int], ...]
 """`(start, end)` of documents in tokens of the shard: one per batch row, or any number in a single row."""
