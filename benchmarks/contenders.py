@@ -39,7 +39,7 @@ Setup = Callable[[Case], "Ready | str"]
 """Sets a case up, or says why this contender sits it out."""
 
 
-def choose_contenders(only: Sequence[str] | None = None, torchscale: Path | None = None) -> dict[str, Setup]:
+def choose_contenders(only: Sequence[str] = (), torchscale: Path | None = None) -> dict[str, Setup]:
     """The contenders by name, all or those named; torchscale sits out unless a checkout of it is given."""
     contenders: dict[str, Setup] = {
         OURS: ours("auto"),
@@ -53,11 +53,9 @@ def choose_contenders(only: Sequence[str] | None = None, torchscale: Path | None
     return named_contenders(contenders, only, torchscale)
 
 
-def named_contenders(
-    contenders: dict[str, Setup], only: Sequence[str] | None, torchscale: Path | None
-) -> dict[str, Setup]:
+def named_contenders(contenders: dict[str, Setup], only: Sequence[str], torchscale: Path | None) -> dict[str, Setup]:
     """All contenders, or those named."""
-    if only is None:
+    if not only:
         return contenders
     unknown = [name for name in only if name not in contenders]
     if unknown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import compare, machine, measure
-from benchmarks.results import describe
-from benchmarks.runner import append_line
+from benchmarks.harness import compare, measure
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
@@ -31,39 +29,9 @@ HEAD_DIM = 64
 CONTEXTS = {"cpu": (4096, 16_384, 65_536), "cuda": (32_768, 131_072, 524_288, 1_048_576)}
 PROMPTS = {"cpu": 8192, "cuda": 1_048_576}
 CHUNKS = {"cpu": (4096, 1500), "cuda": (131_072, 65_536, 50_000)}
-_CALLS_A_GRAPH = 50
+_CALLS_PER_GRAPH = 50
 _TURNS = 5
 FLAT, FASTER, CHUNKED = 1.05, 20.0, 1.10  # what to reach on a GPU
-
-
-def run_decode(device: str, contexts: Sequence[int] = (), out: Path | None = None) -> None:
-    """Print the tables, and append a JSON line for each of their rows to `out`."""
-    found = machine(device)
-    print(describe(found))
-    append_line(out, {"machine": found})
-    contexts = sorted(contexts or CONTEXTS[device])
-    rows: list[dict[str, Any]] = []
-    print(
-        f"\n{'microseconds a token, at the end of a segment':<48}{'ours':>10}{'dense SDPA':>12}{'ratio':>8}"
-        f"{'cache MiB':>11}"
-    )
-    for row in _steps(device, contexts):
-        rows.append(row)
-        print(
-            f"context {row['context']:<40,}{row['ours']:>10.1f}{row['dense']:>12.1f}{row['dense'] / row['ours']:>8.2f}"
-            f"{row['cache_bytes'] / 2**20:>11.2f}",
-            flush=True,
-        )
-    print(f"\n{'milliseconds for a prompt':<48}{'whole':>10}{'in chunks':>12}{'ratio':>8}")
-    for row in _prompts(device, PROMPTS[device]):
-        rows.append(row)
-        title = f"{row['context']:,} tokens, {row['chunk']:,} at once"
-        print(f"{title:<48}{row['whole']:>10.2f}{row['chunked']:>12.2f}{row['ratio']:>8.3f}", flush=True)
-    for row in rows:
-        append_line(out, {"suite": "decode", **row})
-    print(*_verdicts(rows), sep="\n")
-    if device == "cpu":
-        print("these are the targets of a GPU at 1,048,576 tokens: here an operator's overhead is most of a step")
 
 
 def _cache(device: str) -> DilatedKVCache:
@@ -76,7 +44,10 @@ def _tensors(device: str, tokens: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _steps(device: str, contexts: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _steps(options: Options) -> Iterator[Record]:
+    """A token at the end of contexts of several lengths."""
+    device = options.device
+    contexts = sorted(options.tokens or CONTEXTS[device])
     calls: list[tuple[int, Callable[[], float], float]] = []
     for context in contexts:
         cache, (q, k, v) = _cache(device), _tensors(device, context)
@@ -123,18 +94,20 @@ def _timer(run: Callable[[], object], device: str) -> Callable[[], float]:
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(_CALLS_A_GRAPH):
+        for _ in range(_CALLS_PER_GRAPH):
             run()
 
     def replays(kept: object = run) -> float:  # a graph does not keep the tensors that it reads
-        return measure(graph.replay, device, seconds=0.1).median * 1e3 / _CALLS_A_GRAPH
+        return measure(graph.replay, device, seconds=0.1).median * 1e3 / _CALLS_PER_GRAPH
 
     return replays
 
 
 @torch.no_grad()
-def _prompts(device: str, context: int) -> Iterator[dict[str, Any]]:
-    shape = SHAPES[device]
+def _prompts(options: Options) -> Iterator[Record]:
+    """A prompt in chunks of several sizes."""
+    device = options.device
+    shape, context = SHAPES[device], PROMPTS[device]
     branches = {name: shape[name] for name in ("segment_lengths", "dilation_rates")}
     q, k, v = _tensors(device, context)
     cache = _cache(device)
@@ -153,18 +126,54 @@ def _prompts(device: str, context: int) -> Iterator[dict[str, Any]]:
         yield {"context": context, "chunk": chunk, "whole": found.off, "chunked": found.on, "ratio": found.ratio}
 
 
-def _verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield ""
-    steps = [row for row in rows if "ours" in row]
-    spread = max(row["ours"] for row in steps) / min(row["ours"] for row in steps)
-    yield f"{_met(spread <= FLAT)}: time a token flat within {FLAT}; slowest over fastest {spread:.3f}"
+def _tables(records: Sequence[Record]) -> Iterator[Table]:
+    for machine, mine in by_machine(records):
+        steps = Table(
+            "Decoding: a token against the bounded cache",
+            [f"{machine}. One attention layer. Dense is a query over a cache of all tokens, by PyTorch's best kernel."],
+            ["context", "microseconds", "dense, microseconds", "dense/ours", "cache, MiB"],
+        )
+        prompts = Table(
+            "Decoding: a prompt in chunks",
+            [f"{machine}. By turns with one forward of the whole prompt."],
+            ["tokens", "at once", "whole, ms", "in chunks, ms", "chunks/whole"],
+        )
+        for x in mine:
+            context = f"{x['context']:,}"
+            if "chunk" in x:
+                times = [f"{x['whole']:.2f}", f"{x['chunked']:.2f}", f"{x['ratio']:.3f}"]
+                prompts.rows.append([context, f"{x['chunk']:,}", *times])
+            else:
+                times = [f"{x['ours']:.1f}", f"{x['dense']:.1f}", f"{x['dense'] / x['ours']:.1f}"]
+                steps.rows.append([context, *times, f"{x['cache_bytes'] / 2**20:.2f}"])
+        yield steps
+        yield prompts
+
+
+def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
+    """The targets of a GPU at 1,048,576 tokens. On a CPU, the overhead of operators is most of a step."""
+    steps = [record for record in records if "ours" in record]
+    spread = max(record["ours"] for record in steps) / min(record["ours"] for record in steps)
+    yield Verdict(spread <= FLAT, f"time per token flat within {FLAT}; slowest over fastest {spread:.3f}")
     faster = steps[-1]["dense"] / steps[-1]["ours"]
-    yield (f"{_met(faster >= FASTER)}: {FASTER:.0f}x dense attention; {faster:.1f}x at {steps[-1]['context']:,} tokens")
-    for row in rows:
-        if "chunk" in row:
-            said = f"a prompt in chunks of {row['chunk']:,} at most {CHUNKED} of one forward; {row['ratio']:.3f}"
-            yield f"{_met(row['ratio'] <= CHUNKED)}: {said}"
+    at = f"{faster:.1f}x at {steps[-1]['context']:,} tokens"
+    yield Verdict(faster >= FASTER, f"{FASTER:.0f}x as fast as dense attention; {at}")
+    for x in records:
+        if "chunk" in x:
+            text = f"a prompt in chunks of {x['chunk']:,} takes at most {CHUNKED} of one forward; {x['ratio']:.3f}"
+            yield Verdict(x["ratio"] <= CHUNKED, text)
 
 
-def _met(reached: bool) -> str:
-    return "met" if reached else "NOT MET"
+SUITE = Suite(
+    name="decode",
+    about="time per token over context length, and prompts in chunks; targets are of a GPU",
+    flags=(
+        "device",
+        "tokens",
+    ),
+    setup=lambda options: (_steps, _prompts),
+    measure=lambda part, options: part(options),
+    tables=_tables,
+    verdict=_verdict,
+    key=("context", "chunk"),
+)

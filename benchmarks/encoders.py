@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from benchmarks.contenders import NO_CHECKOUT, OURS, TORCHSCALE, Ready, Setup, named_contenders
 from benchmarks.harness import Case
 from benchmarks.peers import build_torchscale, load_torchscale
-from benchmarks.results import Row
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
 EXACT, EXACT_FORWARD = "ours, exact", "ours, exact fwd"
 
 
-def choose_encoders(only: Sequence[str] | None = None, torchscale: Path | None = None) -> dict[str, Setup]:
+def choose_encoders(only: Sequence[str] = (), torchscale: Path | None = None) -> dict[str, Setup]:
     """The contenders by name: ours by the definition, and with torchscale's semantics as `patch_gigapath` has them."""
     contenders: dict[str, Setup] = {
         OURS: _encoder(lambda case: lambda layer: None),
@@ -28,20 +27,6 @@ def choose_encoders(only: Sequence[str] | None = None, torchscale: Path | None =
         TORCHSCALE: _torchscale_from(torchscale),
     }
     return named_contenders(contenders, only, torchscale)
-
-
-def peak_memory(rows: Sequence[Row]) -> Iterator[str]:
-    """A table of what each encoder held at most, where that was measured."""
-    rows = [row for row in rows if row.case.encoder_layers and row.case.device == "cuda"]
-    names = list(dict.fromkeys(name for row in rows for name in row.lines))
-    if not rows:
-        return
-    yield f"\n{'peak memory, GiB':<56}" + "".join(f"{name:>19} " for name in names)
-    for row in rows:
-        found = (row.measured(name, "peak_bytes") for name in names)
-        cells = "".join(f"{'-' if peak is None else format(peak / 2**30, '.2f'):>19} " for peak in found)
-        yield f"{row.case.title:<76}{cells}"
-    yield ""
 
 
 Change = Callable[[DilatedTransformerEncoderLayer], None]
@@ -116,6 +101,9 @@ class _Torchscale(nn.Module):
         shape = case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
         self.attention = build_torchscale(attention_class, *shape, subln=True)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **unused: None) -> Any:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: None = None, *, is_causal: bool, **unused: None
+    ) -> Any:
+        assert padding is None, "torchscale's attention takes whole sequences"
         assert all(value is None for value in unused.values()), unused
         return self.attention(query, key, value, is_causal=is_causal)

@@ -12,16 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import machine
-from benchmarks.results import describe
-from benchmarks.runner import append_line
-from benchmarks.training_tables import markdown_row
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, append_line, by_machine
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.parallel import ranks_of, sharded_dilated_attention
@@ -34,52 +33,38 @@ TOKENS = {"cuda": 1_048_576, "cpu": 4096}
 SHAPE = {"cuda": (8, 64, "bfloat16"), "cpu": (4, 64, "float32")}  # heads, head_dim, dtype
 SCHEMES = ("gather", "ring", "all_to_all")
 DENSE = "dense ring"  # the ring over one undilated segment: ring attention, for comparison
-COLUMNS = [
-    "ranks", "tokens", "scheme", "forward, MiB", "formula, MiB", "backward, MiB", "formula, MiB", "ms",
-]  # fmt: skip
 _REPEATS = 3
 
 
-def run_ranks(device: str, tokens: int | None = None, out: Path | None = None) -> None:
-    """Print a Markdown table, one row per scheme, and append one JSON line per row to `out`."""
+def _setup(options: Options) -> list[tuple[int, int]]:
+    """Numbers of ranks and tokens."""
+    device = options.device
     counts = [count for count in RANKS if device == "cpu" or count <= torch.cuda.device_count()]
     if not counts:
         raise ValueError(f"ranks need {RANKS[0]} GPUs, and there are {torch.cuda.device_count()}: say --device cpu")
-    found = machine(device)
-    append_line(out, {"machine": found})
-    print(describe(found))
-    print(f"\n{markdown_row(COLUMNS)}\n|{'---|' * len(COLUMNS)}")
-    for count in counts:
-        for line in _launch(count, device, tokens or TOKENS[device]):
-            append_line(out, line)
-            print(markdown_row(ranks_row(line)), flush=True)
+    return list(product(counts, options.tokens or [TOKENS[device]]))
 
 
-def ranks_row(line: dict[str, Any]) -> list[str]:
-    """Bytes of the rank that receives most."""
-    names = ("forward", "forward_formula", "backward", "backward_formula")
-    sizes = [f"{max(line[name]) / 2**20:.3f}" for name in names]
-    return [str(line["ranks"]), f"{line['tokens']:,}", line["scheme"], *sizes, f"{line['milliseconds']:.1f}"]
-
-
-def _launch(count: int, device: str, tokens: int) -> list[dict[str, Any]]:
+def _launch(case: tuple[int, int], options: Options) -> Iterator[Record]:
+    """The records of a launch of torchrun, one per scheme."""
+    count, tokens = case
     threads = str(max(1, (os.cpu_count() or 1) // count))
     environment = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "lines.jsonl"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
         done = subprocess.run(
-            [*command, "benchmarks.ranks", device, str(tokens), str(results)],
+            [*command, "benchmarks.ranks", options.device, str(tokens), str(results)],
             env=environment,
             capture_output=True,
             text=True,
         )
         if done.returncode:
             raise OSError(f"{count} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        return [json.loads(line) for line in results.read_text().splitlines()]
+        yield from map(json.loads, results.read_text().splitlines())
 
 
-def _measure(device: str, tokens: int, scheme: str) -> dict[str, Any]:
+def _measure(device: str, tokens: int, scheme: str) -> Record:
     """One scheme on the ranks of the default group; the same line on every rank."""
     ranks = ranks_of()
     heads, head_dim, dtype = SHAPE[device]
@@ -108,8 +93,8 @@ def _measure(device: str, tokens: int, scheme: str) -> dict[str, Any]:
     step()
     ranks.traffic.clear()
     step()
-    line: dict[str, Any] = {
-        "suite": "ranks", "ranks": ranks.size, "cores": os.cpu_count(), "scheme": scheme, "tokens": tokens,
+    line: Record = {
+        "ranks": ranks.size, "cores": os.cpu_count(), "scheme": scheme, "tokens": tokens,
         "heads": heads, "head_dim": head_dim, "dtype": dtype, "segment_lengths": segments, "dilation_rates": rates,
     }  # fmt: skip
     call = Call(spec=DilatedSpec.of(segments, rates))
@@ -127,6 +112,47 @@ def _measure(device: str, tokens: int, scheme: str) -> dict[str, Any]:
             for rank in range(ranks.size)
         ]
     return line | {"milliseconds": statistics.median(step() for _ in range(_REPEATS))}
+
+
+def _tables(records: Sequence[Record]) -> Iterator[Table]:
+    for machine, mine in by_machine(records):
+        words = (
+            f"{machine}. One attention layer, {mine[0]['heads']} heads of {mine[0]['head_dim']} in {mine[0]['dtype']}, "
+            "one branch inside the shards and one with rate 4 over the whole sequence; `dense ring` is the ring over "
+            "one undilated segment. Bytes are those that a rank receives in one pass, counted on the ranks and by the "
+            "formulas of `parallel.costs`. Times are of forward and backward on the slowest rank"
+        )
+        if machine.startswith("CPU"):
+            words += f". All ranks share {mine[0]['cores']} CPU cores, so times say nothing about ranks on their own"
+        head = ["ranks", "tokens", "scheme", "forward, MiB", "formula, MiB", "backward, MiB", "formula, MiB", "ms"]
+        table = Table("Across ranks: bytes and times", [words + "."], head)
+        for x in mine:  # bytes of the rank that receives most
+            names = ("forward", "forward_formula", "backward", "backward_formula")
+            sizes = [f"{max(x[name]) / 2**20:.3f}" for name in names]
+            table.rows.append([str(x["ranks"]), f"{x['tokens']:,}", x["scheme"], *sizes, f"{x['milliseconds']:.1f}"])
+        yield table
+
+
+def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
+    for stage in ("forward", "backward"):
+        off = [x for x in records if x[stage] != x[f"{stage}_formula"]]
+        schemes = ", ".join(dict.fromkeys(x["scheme"] for x in off)) or "none"
+        yield Verdict(not off, f"{stage}: counted bytes are those of the formulas; schemes that differ: {schemes}")
+
+
+SUITE = Suite(
+    name="ranks",
+    about="bytes that two and four ranks receive under each scheme, counted beside their formulas, and times",
+    flags=(
+        "device",
+        "tokens",
+    ),
+    setup=_setup,
+    measure=_launch,
+    tables=_tables,
+    verdict=_verdict,
+    key=("ranks", "tokens", "scheme"),
+)
 
 
 def _main(device: str, tokens: str, results: str) -> None:

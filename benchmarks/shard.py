@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Case, compare, machine, measure
-from benchmarks.results import describe
-from benchmarks.runner import append_line
-from benchmarks.suites import CPU, USUAL
+from benchmarks.cases import CPU, USUAL
+from benchmarks.harness import Case, compare, measure
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
 from dilated_attention_pytorch.nn import DilatedAttention
 from dilated_attention_pytorch.parallel import RingDilatedAttention
 from dilated_attention_pytorch.parallel.plan import Job, make_plan
@@ -24,50 +22,23 @@ TOKENS = {"cuda": 16_777_216, "cpu": 2048}  # on a GPU a 64th of a billion
 HEADS = {"cuda": 4, "cpu": 2}  # with four, 16M tokens take 65 GiB
 HEAD_DIM = 64
 AS_FAST = 0.98
-_COLUMNS = (
-    "tokens a rank", "heads", "causal", "ms", "plan, ms", "TFLOP/s", "peak GiB", "plan, GiB", "ring over plain speed",
-)  # fmt: skip
 
 
-def run_shard(
-    device: str,
-    tokens: int | None = None,
-    heads: int | None = None,
-    head_dim: int | None = None,
-    out: Path | None = None,
-) -> None:
-    """Print a Markdown table of forward and backward of one layer, and append a JSON line a row to `out`.
+def _setup(options: Options) -> list[Case]:
+    device = options.device
+    branches = CPU if device == "cpu" else USUAL
+    shape = {"heads": options.heads or HEADS[device], "head_dim": options.head_dim or HEAD_DIM, **branches}
+    return [
+        Case(tokens=tokens, is_causal=is_causal, backward=True, **shape)
+        for tokens, is_causal in product(options.tokens or [TOKENS[device]], (False, True))
+    ]
+
+
+def _measure(case: Case, options: Options) -> Iterator[Record]:
+    """The ring class in a world of one rank on one rank's tokens, by turns with the plain class, and the plan.
 
     Peak memory is measured on a GPU only, and the plan's time is a GPU's, at its default rate.
     """
-    found = machine(device)
-    append_line(out, {"machine": found})
-    print(describe(found))
-    print(f"\n| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}")
-    shape: dict[str, Any] = {"heads": heads or HEADS[device], "head_dim": head_dim or HEAD_DIM}
-    worst = float("inf")
-    for is_causal in (False, True):
-        branches = CPU if device == "cpu" else USUAL
-        case = Case(tokens=tokens or TOKENS[device], is_causal=is_causal, backward=True, **shape, **branches)
-        row = measure_shard(case)
-        append_line(out, {"suite": "shard", **asdict(case), **row})
-        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
-        planned = "-" if row["plan_milliseconds"] is None else f"{row['plan_milliseconds']:.1f}"
-        cells = (
-            f"{case.tokens:,}", f"{case.heads} of {case.head_dim}", "yes" if is_causal else "no",
-            f"{row['milliseconds']:.1f}", planned, f"{row['tflops']:.3g}", peak,
-            f"{row['plan_bytes'] / 2**30:.2f}", f"{row['ring_speed']:.3f}",
-        )  # fmt: skip
-        print(f"| {' | '.join(cells)} |", flush=True)
-        worst = min(worst, row["ring_speed"])
-    met = "met" if worst >= AS_FAST else "NOT MET"
-    print(
-        f"\n{met}: in a world of one rank the ring class at least {AS_FAST} as fast as the plain one; worst {worst:.3f}"
-    )
-
-
-def measure_shard(case: Case) -> dict[str, Any]:
-    """The ring class in a world of one rank on one rank's tokens, the plain class by turns with it, and the plan."""
     branches = case.segment_lengths, case.dilation_rates
     plan = make_plan(
         Job(
@@ -89,7 +60,7 @@ def measure_shard(case: Case) -> dict[str, Any]:
         ring, plain = step(RingDilatedAttention(*branches, ring_size=1)), step(DilatedAttention(*branches))
         timing = measure(ring, case.device)
         turns = compare(plain, ring, case.device)
-    return {
+    yield asdict(case) | {
         "milliseconds": timing.median,
         "peak_bytes": timing.peak_bytes,
         "tflops": case.flops / timing.median / 1e9,
@@ -112,3 +83,36 @@ def world_of_one(device: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _tables(records: Sequence[Record]) -> Iterator[Table]:
+    for machine, mine in by_machine(records):
+        table = Table(
+            "One rank's shard beside its plan",
+            [f"{machine}. Forward and backward of one attention layer; the ring class in a world of one rank."],
+            ["tokens", "heads", "causal", "ms", "plan, ms", "peak GiB", "plan, GiB", "ring over plain speed"],
+        )
+        for x in mine:
+            case = [f"{x['tokens']:,}", f"{x['heads']} of {x['head_dim']}", "yes" if x["is_causal"] else "no"]
+            times = [number(x["milliseconds"], 1), number(x["plan_milliseconds"], 1)]
+            sizes = [number(x["peak_bytes"], 2, 1 << 30), number(x["plan_bytes"], 2, 1 << 30)]
+            table.rows.append([*case, *times, *sizes, number(x["ring_speed"], 3)])
+        yield table
+
+
+def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
+    worst = min(record["ring_speed"] for record in records)
+    text = f"in a world of one rank, the ring class is at least {AS_FAST} as fast as the plain one; worst {worst:.3f}"
+    yield Verdict(worst >= AS_FAST, text)
+
+
+SUITE = Suite(
+    name="shard",
+    about="one rank's tokens of a long sequence beside what plan says, and the ring class beside the plain one",
+    flags=("device", "tokens", "heads", "head_dim"),
+    setup=_setup,
+    measure=_measure,
+    tables=_tables,
+    verdict=_verdict,
+    key=("tokens", "heads", "head_dim", "is_causal"),
+)

@@ -8,8 +8,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import compare, machine, measure
-from benchmarks.results import describe
-from benchmarks.runner import append_line
+from benchmarks.harness import Comparison, compare, measure
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, number
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call
@@ -56,81 +56,20 @@ SPARSE = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.25, block_size=3
 HEADS, HEAD_DIM, LAYERS = 4, 64, 2
 CACHE_LENGTHS = (1024, 4096, 32_768)
 POOL_LENGTHS = {"cpu": (8192,), "cuda": (8192, 131_072)}
-TOKENS_A_DOCUMENT = 128
+TOKENS_PER_DOCUMENT = 128
 SLOWER, LARGER = 1.02, 1.05  # what on may cost over off: noise
 WORTH = 0.5  # of a rebuild: a hit that costs more is not worth the memory of its entry
 
 
-def run_shared(suite: str, device: str, lengths: Sequence[int] = (), out: Path | None = None) -> None:
-    """Print the tables of a suite, and append a JSON line for each of their rows to `out`."""
-    found = machine(device)
-    print(describe(found))
-    append_line(out, {"machine": found})
-    rows: list[dict[str, Any]] = []
-    if suite == "cache":
-        print(f"\n{'microseconds':<40}{'rebuild':>10}{'hit':>10}{'8 threads:':>12}{'rebuild':>10}{'hit':>10}  cached")
-        for row in _kinds(device):
-            rows.append({"suite": suite, **row})
-            times = (row[name] for name in ("rebuild", "hit", "rebuild_8", "hit_8"))
-            rebuild, hit, rebuild_8, hit_8 = (f"{value:>10.2f}" for value in times)
-            print(f"{row['kind']:<40}{rebuild}{hit}{'':>12}{rebuild_8}{hit_8}  {'yes' if row['cached'] else 'no'}")
-        steps = _cache_steps(device, lengths or CACHE_LENGTHS)
-    else:
-        steps = _pool_steps(device, lengths or POOL_LENGTHS[device])
-    columns = ("off", "on", "on/off", "off/off", "off", "on", "on/off")
-    heads = (f"{name:>{width}}" for name, width in zip(columns, (10, 10, 8, 9, 10, 10, 8)))
-    print(f"\n{'milliseconds (of processors, on a CPU), then peak MiB':<64}{''.join(heads)}")
-    for step in steps:
-        rows.append({"suite": suite, **asdict(step), "memory_ratio": step.memory_ratio})
-        memory = ""
-        if step.peak_off is not None and step.peak_on is not None:
-            memory = f"{step.peak_off / 2**20:>10.1f}{step.peak_on / 2**20:>10.1f}{step.memory_ratio:>8.3f}"
-        print(
-            f"{step.case:<64}{step.off:>10.3f}{step.on:>10.3f}{step.ratio:>8.3f}{step.noise:>9.3f}{memory}", flush=True
-        )
-    for row in rows:
-        append_line(out, row)
-    print(*_verdicts(rows), sep="\n")
-
-
-@dataclass(frozen=True)
-class Step:
+def _step(case: str, found: Comparison, peak_off: int | None = None, peak_on: int | None = None) -> Record:
     """One call with something on and off: milliseconds, and peak bytes where they were measured."""
-
-    case: str
-    off: float
-    on: float
-    ratio: float
-    noise: float
-    peak_off: int | None = None
-    peak_on: int | None = None
-
-    @property
-    def memory_ratio(self) -> float | None:
-        return self.peak_on / self.peak_off if self.peak_on is not None and self.peak_off else None
+    ratio = peak_on / peak_off if peak_on is not None and peak_off else None
+    return {"case": case, **asdict(found), "peak_off": peak_off, "peak_on": peak_on, "memory_ratio": ratio}
 
 
-def _verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield ""
-    for row in (row for row in rows if "kind" in row):
-        if row["cached"] and (row["hit"] >= row["rebuild"] or row["hit_8"] >= row["rebuild_8"]):
-            yield f"NOT MET: {row['kind']} is cached, and a hit costs as much as a rebuild"
-        if not row["cached"] and row["hit"] < WORTH * row["rebuild"]:
-            yield f"NOT MET: {row['kind']} is not cached, and a hit costs less than {WORTH} of a rebuild"
-    steps = [row for row in rows if "ratio" in row]
-    for name, limit, what in (("ratio", SLOWER, "time"), ("memory_ratio", LARGER, "peak memory")):
-        values = [(row[name], row["case"]) for row in steps if row[name] is not None]
-        if values:
-            worst, case = max(values)
-            met = "met" if worst <= limit else "NOT MET"
-            yield f"{met}: {what} with it on at most {limit} of off; worst {worst:.3f} ({case})"
-    if steps:
-        noises = [row["noise"] for row in steps]
-        yield f"noise: the same call, off, over itself {min(noises):.3f} to {max(noises):.3f}"
-
-
-def _kinds(device: str) -> Iterator[dict[str, Any]]:
+def _kinds(options: Options) -> Iterator[Record]:
     """What the library remembers, and what it does not: making it, against finding it."""
+    device = options.device
     tokens = 4096
     lengths, mask = _packed(tokens).to(device), (torch.arange(tokens) >= tokens - 7)[None].to(device)
     spans = document_spans(1, tokens, cu_seqlens=lengths)
@@ -233,7 +172,8 @@ def _in_threads(run: Callable[[], object], threads: int = 8, seconds: float = 0.
     return (time.perf_counter() - began) / (threads * calls) * 1e6
 
 
-def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
+def _cache_steps(options: Options) -> Iterator[Record]:
+    device, lengths = options.device, options.tokens or CACHE_LENGTHS
     for tokens in lengths:
         for kind in ("whole", "packed", "block-sparse"):
             name = "BlockSparseRingDilatedAttention" if kind == "block-sparse" else "DilatedAttention"
@@ -245,15 +185,14 @@ def _cache_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
             )
             title = f"N={tokens:,} {kind} {name} forward"
             reset_global_pattern_cache()
-            yield Step(title, **asdict(compare(off, on, device)))
+            yield _step(title, compare(off, on, device))
     tokens = lengths[0]
     for name in ("MultiheadDilatedAttention", "LongNetLM"):
         steps = _training_steps(
             name, device, tokens, "float32", [{"use_pattern_cache": used} for used in (False, True)]
         )
         off, on = (partial(step, _packed(tokens).to(device)) for step in steps)
-        found = compare(off, on, device)
-        yield Step(f"N={tokens:,} packed {name} forward+backward", **asdict(found))
+        yield _step(f"N={tokens:,} packed {name} forward+backward", compare(off, on, device))
 
 
 ATTENTION = (
@@ -328,25 +267,24 @@ def _module_step(name: str, module: Any, x: Tensor) -> Callable[..., object]:
     return step
 
 
-def _pool_steps(device: str, lengths: Sequence[int]) -> Iterator[Step]:
-    for tokens in lengths:
-        for name in MODULES:
-            for dtype in ("bfloat16", "float32"):
-                if dtype == "bfloat16" and device == "cpu" and name not in ATTENTION:
-                    continue  # many CPUs emulate bfloat16 products, and the projections would take all the time
-                arguments = (name, device, tokens, dtype)
-                off, on = _training_steps(*arguments, [{"enable_memory_pool": used} for used in (False, True)])
-                reset_global_memory_pool()
-                found = compare(off, on, device)
-                peaks = (_peak_bytes(*arguments, used) for used in (False, True))
-                yield Step(f"N={tokens:,} {name} {dtype} forward+backward", **asdict(found), **_named(*peaks))
-        found = compare(_staging(device, tokens, False), _staging(device, tokens, True), device)
-        yield Step(f"N={tokens:,} keys and values through host buffers, 4 times", **asdict(found))
-        if device == "cpu":  # one GPU has no place for a second rank
-            yield from _steps_on_ranks(tokens)
+def _pool_steps(tokens: int, options: Options) -> Iterator[Record]:
+    device = options.device
+    for name, dtype in product(MODULES, ("bfloat16", "float32")):
+        if dtype == "bfloat16" and device == "cpu" and name not in ATTENTION:
+            continue  # many CPUs emulate bfloat16 products, and the projections would take all the time
+        arguments = (name, device, tokens, dtype)
+        off, on = _training_steps(*arguments, [{"enable_memory_pool": used} for used in (False, True)])
+        reset_global_memory_pool()
+        found = compare(off, on, device)
+        peaks = [_peak_bytes(*arguments, used) for used in (False, True)]
+        yield _step(f"N={tokens:,} {name} {dtype} forward+backward", found, *peaks)
+    found = compare(_staging(device, tokens, False), _staging(device, tokens, True), device)
+    yield _step(f"N={tokens:,} keys and values through host buffers, 4 times", found)
+    if device == "cpu":  # one GPU has no place for a second rank
+        yield from _steps_on_ranks(tokens)
 
 
-def _steps_on_ranks(tokens: int) -> list[Step]:
+def _steps_on_ranks(tokens: int) -> list[Record]:
     """Classes across ranks, each in processes of this machine that exchange rows through gloo."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(RANKS) as workers:
         meeting = (Path(folder) / "ranks").as_uri()
@@ -355,7 +293,7 @@ def _steps_on_ranks(tokens: int) -> list[Step]:
         return first
 
 
-def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Step]:
+def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Record]:
     """What one rank takes with the pool off and on; the longest segment is shared by all."""
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     pattern = {"segment_lengths": (*SPEC["segment_lengths"][:2], tokens), "dilation_rates": SPEC["dilation_rates"]}
@@ -366,7 +304,7 @@ def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Step]:
             off, on = (_attention_step(kind(**pattern, enable_memory_pool=used), inputs) for used in (False, True))
             # As many rounds on every rank, however long they take: a rank waits for the others in each.
             found = compare(off, on, "cpu", seconds=1e-9, least=ROUNDS)
-            steps.append(Step(f"N={tokens:,} {name} {dtype} forward+backward, {RANKS} gloo ranks", **asdict(found)))
+            steps.append(_step(f"N={tokens:,} {name} {dtype} forward+backward, {RANKS} gloo ranks", found))
     dist.destroy_process_group()
     return steps
 
@@ -385,10 +323,6 @@ def _staging(device: str, tokens: int, pooled: bool) -> Callable[[], object]:
                     x.copy_(buffer, non_blocking=True)
 
     return run
-
-
-def _named(off: int, on: int) -> dict[str, Any]:
-    return {"peak_off": off, "peak_on": on}
 
 
 def _peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
@@ -428,7 +362,85 @@ def _inputs(device: str, tokens: int, dtype: str) -> list[Tensor]:
 
 def _packed(tokens: int) -> Tensor:
     """Cumulative lengths of documents of about 128 tokens, no two alike."""
-    documents = tokens // TOKENS_A_DOCUMENT
-    ends = torch.arange(1, documents + 1) * TOKENS_A_DOCUMENT
+    documents = tokens // TOKENS_PER_DOCUMENT
+    ends = torch.arange(1, documents + 1) * TOKENS_PER_DOCUMENT
     ends[:-1] += (torch.arange(documents - 1) * 37) % 101 - 50
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+
+
+def _tables(records: Sequence[Record]) -> Iterator[Table]:
+    """Finding something against making it, and calls with something on against off, of all machines."""
+    by_title: dict[str, list[Record]] = {}
+    for record in records:
+        by_title.setdefault(record.get("kind") or record["case"], []).append(record)
+    suite = records[0]["suite"] if records else ""
+    kinds = Table(
+        "Pattern cache: a hit against a rebuild",
+        ["Microseconds; then of a process in which eight threads ask at once."],
+        ["what", "machine", "rebuild", "hit", "8 threads: rebuild", "8 threads: hit", "cached"],
+    )
+    steps = Table(
+        "Pattern cache: on against off",
+        ["By turns in one process; off/off is the noise of such a quotient."],
+        ["case", "machine", "off, ms", "on, ms", "on/off", "off/off"],
+    )
+    if suite == "pool":
+        steps.heading = "Workspace pool: on against off"
+        steps.words[0] += " On a CPU, time is that of all processors, and memory that of new processes."
+        steps.head += ["off, peak MiB", "on, peak MiB", "on/off"]
+    for title, x in ((title, record) for title, found in by_title.items() for record in found):
+        first = [title, x["on_machine"]]
+        if "kind" in x:
+            times = [f"{x[name]:.1f}" for name in ("rebuild", "hit", "rebuild_8", "hit_8")]
+            kinds.rows.append([*first, *times, "yes" if x["cached"] else "no"])
+            continue
+        cells = [*first, *(f"{x[name]:.3f}" for name in ("off", "on", "ratio", "noise"))]
+        if suite == "pool":
+            peaks = [number(x[name], 1, 1 << 20) for name in ("peak_off", "peak_on")]
+            cells += [*peaks, number(x.get("memory_ratio"), 3)]
+        steps.rows.append(cells)
+    yield kinds
+    yield steps
+
+
+def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
+    for x in (record for record in records if "kind" in record):
+        if x["cached"]:
+            cheaper = x["hit"] < x["rebuild"] and x["hit_8"] < x["rebuild_8"]
+            yield Verdict(cheaper, f"{x['kind']} is cached: a hit costs less than a rebuild")
+        else:
+            dear = x["hit"] >= WORTH * x["rebuild"]
+            yield Verdict(dear, f"{x['kind']} is not cached: a hit costs at least {WORTH} of a rebuild")
+    for name, limit, what in (("ratio", SLOWER, "time"), ("memory_ratio", LARGER, "peak memory")):
+        values = [(x[name], x["case"]) for x in records if x.get(name) is not None]
+        if values:
+            worst, case = max(values)
+            yield Verdict(worst <= limit, f"{what} with it on at most {limit} of off; worst {worst:.3f} ({case})")
+
+
+CACHE = Suite(
+    name="cache",
+    about="the pattern cache: a hit against a rebuild, and calls with the cache on and off",
+    flags=(
+        "device",
+        "tokens",
+    ),
+    setup=lambda options: (_kinds, _cache_steps),
+    measure=lambda part, options: part(options),
+    tables=_tables,
+    verdict=_verdict,
+    key=("kind", "case"),
+)
+POOL = Suite(
+    name="pool",
+    about="the workspace pool: time and peak memory of every module with the pool on and off",
+    flags=(
+        "device",
+        "tokens",
+    ),
+    setup=lambda options: options.tokens or POOL_LENGTHS[options.device],
+    measure=_pool_steps,
+    tables=_tables,
+    verdict=_verdict,
+    key=("kind", "case"),
+)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.capacity import working_eight_bit
-from benchmarks.harness import machine
-from benchmarks.results import describe
-from benchmarks.runner import append_line
+from benchmarks.suite import Options, Record, Suite, Table, number
 from benchmarks.training_step import StepCase, attempt_step
-from benchmarks.training_tables import TECHNIQUES, markdown_row, technique_row
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.footprint import footprint
 from dilated_attention_pytorch.train.memory import MemoryOptions
@@ -28,6 +24,12 @@ SUBJECTS: dict[str, tuple[str, ModelConfig, int]] = {
     "cuda": ("350m", text_model("350m"), 32_768),
     "cpu": ("a tiny model", _TINY, 256),
 }
+
+
+_HEAD = [
+    "technique", "against", "peak GiB", "peak", "beyond weights and state", "weights and state", "step, ms", "time",
+    "model/peak", "claimed",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,53 +75,52 @@ def techniques(tokens: int, eight_bit: str) -> list[Technique]:
     ]
 
 
-def run_techniques(
-    device: str, tokens: int | None = None, only: Sequence[str] | None = None, out: Path | None = None
-) -> None:
-    """Print a Markdown table, a row a technique, and append a JSON line a row to `out`.
+@dataclass(frozen=True)
+class Trial:
+    """A technique on a model, with the options that it makes."""
 
-    `only` names techniques; what they are held against is measured too. All run in this process, one after the other.
-    """
-    size, config, usual = SUBJECTS[device]
-    tokens = tokens or usual
+    technique: Technique
+    size: str
+    case: StepCase
+
+
+def _setup(options: Options) -> list[Trial]:
+    """The techniques, or those that `only` names with what they are held against; all run in this process, in turn."""
+    size, config, usual = SUBJECTS[options.device]
     try:
-        eight_bit: str = working_eight_bit(device)
+        eight_bit: str = working_eight_bit(options.device)
     except ModuleNotFoundError:
         eight_bit = "adamw8bit-torchao"  # its row says what is missing
-    chosen = _chosen(techniques(tokens, eight_bit), only)
-    found = machine(device)
-    append_line(out, {"machine": found})
-    print(f"{describe(found)}\n\n{size}, {tokens:,} tokens\n")
-    print(f"{markdown_row(TECHNIQUES)}\n|{'---|' * len(TECHNIQUES)}")
-    options: dict[str, MemoryOptions] = {"": MemoryOptions()}
-    lines: list[dict[str, Any]] = []
-    for one in chosen:
-        options[one.name] = replace(options[one.against], **one.changes)
-        case = StepCase(
-            config=config, tokens=tokens, options=options[one.name], device=device, warm_tokens=tokens, steps=2
-        )
-        line = {
-            "suite": "techniques",
-            "technique": one.name,
-            "against": one.against,
-            "claimed": one.claimed,
-            "size": size,
-            "tokens": tokens,
-            "options": asdict(case.options),
-            "predicted_bytes": _predicted(case),
-            **attempt_step(case),
-        }
-        lines.append(line)
-        append_line(out, line)
-        print(markdown_row(technique_row(line, lines)), flush=True)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    trials = []
+    for tokens in options.tokens or [usual]:
+        memory: dict[str, MemoryOptions] = {"": MemoryOptions()}
+        for one in _chosen(techniques(tokens, eight_bit), options.only):
+            memory[one.name] = replace(memory[one.against], **one.changes)
+            step: dict[str, Any] = {"tokens": tokens, "warm_tokens": tokens, "steps": 2, "device": options.device}
+            trials.append(Trial(one, size, StepCase(config=config, options=memory[one.name], **step)))
+    return trials
 
 
-def _chosen(every: Sequence[Technique], only: Sequence[str] | None) -> list[Technique]:
+def _measure(trial: Trial, options: Options) -> Iterator[Record]:
+    one, case = trial.technique, trial.case
+    yield {
+        "technique": one.name,
+        "against": one.against,
+        "claimed": one.claimed,
+        "size": trial.size,
+        "tokens": case.tokens,
+        "options": asdict(case.options),
+        "predicted_bytes": _predicted(case),
+        **attempt_step(case),
+    }
+    gc.collect()
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _chosen(every: Sequence[Technique], only: Sequence[str]) -> list[Technique]:
     by_name = {one.name: one for one in every}
-    wanted = set(by_name if only is None else only)
+    wanted = set(only or by_name)
     if unknown := wanted - by_name.keys():
         raise ValueError(f"--only names techniques of {', '.join(by_name)}; got {', '.join(sorted(unknown))}")
     for one in reversed(every):
@@ -131,3 +132,50 @@ def _chosen(every: Sequence[Technique], only: Sequence[str] | None) -> list[Tech
 def _predicted(case: StepCase) -> int | None:
     known = not (case.options.float8 or case.options.structured_sparsity or case.options.compile)
     return footprint(case.config, case.tokens, case.options).peak if known else None
+
+
+def _row(line: Record, lines: Sequence[Record]) -> list[str]:
+    """One technique beside the line that it is held against."""
+    if "failed" in line:
+        return [line["technique"], line["against"], "", "", "", "", line["failed"], "", "", line["claimed"]]
+    base = next((one for one in lines if one["technique"] == line["against"] and "failed" not in one), None)
+    peak, held, predicted = line["peak_bytes"], line["held_bytes"], line["predicted_bytes"]
+    beside = None if peak is None or base is None else base
+    return [
+        line["technique"],
+        line["against"],
+        number(peak, 2, 1 << 30),
+        "" if beside is None else _change(peak, beside["peak_bytes"]),
+        "" if beside is None else _change(peak - held, beside["peak_bytes"] - beside["held_bytes"]),
+        "" if beside is None else _change(held, beside["held_bytes"]),
+        f"{line['seconds'] * 1e3:.1f}",
+        "" if base is None else _change(line["seconds"], base["seconds"]),
+        "" if peak is None or predicted is None else f"{predicted / peak:.3f}",
+        line["claimed"],
+    ]
+
+
+def _change(value: float, base: float) -> str:
+    return f"x {value / base:.2f}" if base else ""
+
+
+def _tables(records: Sequence[Record]) -> Iterator[Table]:
+    for subject in dict.fromkeys((x["on_machine"], x["size"], x["tokens"]) for x in records):
+        mine = [x for x in records if (x["on_machine"], x["size"], x["tokens"]) == subject]
+        machine, size, tokens = subject
+        words = (
+            f"{machine}; {size}, {tokens:,} tokens a step. `x` is a quotient to the row that `against` names: of the "
+            "peak, of what it is beyond the weights and the optimizer's state, of these, and of time."
+        )
+        yield Table("Training: each memory technique", [words], _HEAD, [_row(line, mine) for line in mine])
+
+
+SUITE = Suite(
+    name="techniques",
+    about="what each memory technique of training saves and costs",
+    flags=("device", "tokens", "only"),
+    setup=_setup,
+    measure=_measure,
+    tables=_tables,
+    key=("size", "tokens", "technique"),
+)

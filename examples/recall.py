@@ -1,9 +1,10 @@
-"""`./run recall`: facts planted far back are asked for at the end, which needs attention that reaches so far.
+"""`./run recall`: a model must recall, at the end of a long sequence, facts that were planted in its first half.
 
-A small LongNet and the same model with a sliding window of no less cost take the same lessons, from short sequences to
-long ones. A dilated branch shows a row only the keys of its head's grid, one in `REPEATS`, so a question stands on
-`REPEATS` rows in turn: one of them is on the grid of each fact, and the others hear of it in the dense segment at the
-end. What a lesson teaches first is to find a fact on every grid, with the facts planted `REPEATS` times; then once.
+A small LongNet and the same model with a sliding window that costs no less take the same lessons, from short sequences
+to long ones. A dilated branch shows a row only the keys on the grid of its head, one in `REPEATS`. Each question
+therefore occupies `REPEATS` adjacent rows: one of them is on the grid of the fact, and the last one, which answers,
+sees that row in the dense segment at the end. The first lesson plants each fact `REPEATS` times, so that all grids
+learn to find facts; later lessons plant each fact once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dilated_attention_pytorch.cli import whole_number
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.pattern import visible_pairs
 from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -34,28 +36,27 @@ from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttentio
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
-from dilated_attention_pytorch.tools.command import whole_number
 
 REPEATS = 4  # the largest dilation rate, and the number of heads
-LAYERS = 2  # one finds the fact, the next passes it on to the row that answers
+LAYERS = 2  # one finds the fact, the next passes it to the row that answers
 SHORTEST = 64
 LONGNET, WINDOW = "LongNet", "sliding window"
 _RATES = (1, 2, REPEATS)
-_LEARNED, _RECENT = 0.98, 100  # a lesson ends when so many of the recent answers are right
+_LEARNED, _RECENT = 0.98, 100  # a lesson ends when this share of the recent answers is right
 _MOST_STEPS = 1500
 _WARMUP = 30
 _PLENTY = 256  # answers in a step
-# Small enough for two cores to learn within minutes; where steps are cheap, more is seen in each.
+# On a CPU, small enough to learn within minutes on two cores; a GPU takes larger batches.
 _ON_A_CPU: dict[str, Any] = {"d_model": 64, "learning_rate": 5e-3, "tokens_per_step": 4096}
 _ON_A_GPU: dict[str, Any] = {"d_model": 128, "learning_rate": 3e-3, "tokens_per_step": 524_288}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Filler, with `facts` tokens at random places of its first half, each a key with a value; then `questions`.
+    """Random filler with `facts` tokens in its first half, each of which binds a key to a value; then `questions`.
 
-    A question is a key, on `REPEATS` rows. The answer is the fact with that key, said on the last of them: one of
-    `values` tokens, so that who sees no fact is right once in `values` times.
+    A question is a key, repeated on `REPEATS` rows. The answer, on the last of these rows, is the fact with that key:
+    one of `values` tokens, so a model that sees no fact is right once in `values` times.
     """
 
     fillers: int = 32
@@ -70,15 +71,15 @@ class Task:
 
     @property
     def asked_rows(self) -> int:
-        """How many rows at the end are questions."""
+        """The number of rows at the end that hold questions."""
         return self.questions * REPEATS
 
     def batch(self, tokens: int, sequences: int, seed: int, copies: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """`(sequences, tokens)`; the facts asked for, and the first of their `copies`, `(sequences, questions)`."""
+        """The text, `(sequences, tokens)`; the facts asked for and their first places, `(sequences, questions)`."""
         generator = torch.Generator().manual_seed(seed)
 
         def distinct(choices: int, count: int) -> Tensor:
-            # Random numbers are in random order, and each place has one.
+            # The largest of random numbers are at random places, all different.
             return torch.rand(sequences, choices, generator=generator).topk(count).indices
 
         text = torch.randint(self.fillers, (sequences, tokens), generator=generator)
@@ -96,14 +97,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Sequences of `tokens`, with every fact planted `copies` times in a row."""
+    """Sequences of `tokens` tokens with every fact planted on `copies` adjacent rows."""
 
     tokens: int
     copies: int = 1
 
 
 def lessons(targets: Sequence[int]) -> list[Lesson]:
-    """Lengths that grow by 4 up to the targets, and before them the shortest with many copies.
+    """First the shortest length with `REPEATS` copies; then lengths that grow fourfold up to the targets.
 
     >>> [lesson.tokens for lesson in lessons([32768, 131072])]
     [64, 64, 256, 1024, 4096, 16384, 32768, 131072]
@@ -129,9 +130,9 @@ def longnet_attention(tokens: int) -> DilatedAttention:
 
 
 def window_attention(tokens: int) -> BlockSparseDilatedAttention:
-    """Every row sees those before it in a window, in tiles; as narrow as costs no less than LongNet.
+    """A sliding window in tiles: the narrowest one that costs no less than LongNet.
 
-    Yet so wide that it sees all of the shortest sequences: there it learns the task, and where it fails it falls short.
+    It sees all of the shortest sequences, so it can learn the task there. Where it fails, its reach is too short.
     """
     block, before = _window(tokens)
     config = SparsePatternConfig("local_window", 1.0, block, local_window_size=max(1, 2 * before * block))
@@ -139,7 +140,7 @@ def window_attention(tokens: int) -> BlockSparseDilatedAttention:
 
 
 def _window(tokens: int) -> tuple[int, int]:
-    """The size of a tile, and how many tiles before its own a row sees."""
+    """The size of a tile, and the number of tiles before its own that a row sees."""
     block, wanted = max(16, tokens // 1024), _longnet_pairs(tokens)
     choices = range(SHORTEST // block, tokens // block + 1)
     before = next(m for m in choices if _window_pairs(tokens, block, m) >= wanted)
@@ -153,7 +154,7 @@ def _window_pairs(tokens: int, block: int, before: int) -> int:
 
 
 def _longnet_pairs(tokens: int) -> int:
-    """(query, key) pairs of a head, rounded up; heads differ by a few, for their grids start at other rows."""
+    """(query, key) pairs per head, the mean over heads rounded up: their grids start at different rows."""
     spec = longnet_spec(tokens)
     pairs = [
         visible_pairs(branch, offset, tokens, is_causal=True)
@@ -164,13 +165,13 @@ def _longnet_pairs(tokens: int) -> int:
 
 
 def keys_per_row(name: str, tokens: int) -> float:
-    """On average, of one head."""
+    """The mean number of keys that a row of one head sees."""
     pairs = _longnet_pairs(tokens) if name == LONGNET else _window_pairs(tokens, *_window(tokens))
     return pairs / tokens
 
 
 def reach(name: str, tokens: int) -> int:
-    """How far back what a row says can depend on a token, over all layers."""
+    """The farthest token that a row can depend on through all layers, counted back from the row."""
     block, before = _window(tokens)
     return tokens if name == LONGNET else min(tokens, LAYERS * (before + 1) * block)
 
@@ -180,20 +181,20 @@ ATTENTIONS: dict[str, Callable[[int], DilatedAttention]] = {LONGNET: longnet_att
 
 @dataclass(frozen=True)
 class Result:
-    """What a model can after the lesson of a length."""
+    """How well a model answers after the lesson of a length."""
 
     model: str
     tokens: int
     accuracy: float
     answers: int
-    steps: int  # in all, from the first lesson on
+    steps: int  # since the first lesson
     seconds: float
     keys_per_row: float
     reach: int
 
 
 class Pupil:
-    """A model with one kind of attention that takes lessons; the same seed gives the same weights and sequences."""
+    """A model with one kind of attention. The same seed gives the same weights and sequences."""
 
     def __init__(self, name: str, task: Task, device: str, d_model: int, learning_rate: float, seed: int) -> None:
         self.name, self.task, self.device, self.seed = name, task, device, seed
@@ -208,7 +209,7 @@ class Pupil:
             num_decoder_layers=0,
             segment_lengths=spec.segment_lengths,
             dilation_rates=spec.dilation_rates,
-            positions="none",  # facts are found by what they say, wherever they are
+            positions="none",  # facts are found by content, not by place
         )
         torch.manual_seed(seed)
         self.model = LongNetLM(config).to(device)
@@ -217,21 +218,21 @@ class Pupil:
         )
 
     def attend(self, tokens: int) -> None:
-        """Take the attention of that length; the weights carry over."""
+        """Switch to the attention for that length; the weights stay."""
         for layer in self.model.layers:
             assert isinstance(layer, DilatedTransformerEncoderLayer)
             layer.self_attn.attention = ATTENTIONS[self.name](tokens)
 
     def step(self, lesson: Lesson, sequences: int) -> tuple[float, float]:
-        """One step of a lesson; the loss, and the share of right answers."""
+        """Train one step; return the loss and the share of right answers."""
         self.steps += 1
         text, answers, _ = self.task.batch(lesson.tokens, sequences, self._seed(self.steps), lesson.copies)
-        # Long sequences come few at a time, and what few answers say is noisy.
+        # Batches of long sequences are small, and gradients from few answers are noisy.
         noise = min(1.0, answers.numel() / _PLENTY) ** 0.5
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate * noise * min(1.0, self.steps / _WARMUP)
         logits = self._logits(text)
-        # Rows that come before the last one of a question learn too: they find what it then hears of.
+        # All rows of a question learn the answer: the last one reads it from the others.
         wanted = answers.to(self.device).repeat_interleave(REPEATS, dim=1)
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
         self._optimizer.zero_grad(set_to_none=True)
@@ -242,7 +243,7 @@ class Pupil:
 
     @torch.no_grad()
     def examine(self, tokens: int, sequences: int, least: int) -> tuple[float, int]:
-        """The share of right answers to at least so many questions on sequences of no lesson, and how many."""
+        """The share of right answers to at least `least` questions on new sequences, and their number."""
         right: list[Tensor] = []
         while sum(part.numel() for part in right) < least:
             text, answers, _ = self.task.batch(tokens, sequences, self._seed(-1 - len(right)))
@@ -254,7 +255,7 @@ class Pupil:
         return self.seed * 1_000_003 + (1 << 32) + step
 
     def _logits(self, text: Tensor) -> Tensor:
-        """Of the asked rows, `(sequences, asked_rows, vocabulary)`; no other row needs any."""
+        """The logits of the rows that hold questions, `(sequences, asked_rows, vocabulary)`."""
         rows = self.task.asked_rows
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             logits = self.model(text.to(self.device), finish=lambda hidden, weight: F.linear(hidden[:, -rows:], weight))
@@ -268,7 +269,7 @@ class Pupil:
 def teach(
     pupil: Pupil, targets: Sequence[int], seconds: float, tokens_per_step: int, record: Callable[[dict[str, Any]], None]
 ) -> list[Result]:
-    """All lessons in turn, each until it is learned or has taken half of the time that is left, the last one all."""
+    """Train lesson by lesson: each until it is learned, or has taken half of the time left (the last: all of it)."""
     results = []
     began = time.perf_counter()
     course = lessons(targets)
@@ -323,11 +324,11 @@ def run_recall(
     tokens_per_step: int | None = None,
     task: Task | None = None,
 ) -> list[Result]:
-    """Teach both models within `minutes` in all, print a table, and write `recall.jsonl` and `recall.html` to `out`."""
+    """Train both models for `minutes` in total, print a table, and write `recall.jsonl` and `recall.html` to `out`."""
     task = Task() if task is None else task
     for tokens in targets:
         if tokens < 2 * SHORTEST or tokens & (tokens - 1):
-            raise ValueError(f"a length must be a power of two from {2 * SHORTEST} on, got {tokens}")
+            raise ValueError(f"a length must be a power of two, at least {2 * SHORTEST}, got {tokens}")
     if minutes <= 0:
         raise ValueError(f"minutes must be above 0, got {minutes}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -351,7 +352,7 @@ def run_recall(
     return results
 
 
-_HEAD = ["model", "tokens", "accuracy", "answers", "keys a row", "reach", "steps", "seconds"]
+_HEAD = ["model", "tokens", "accuracy", "answers", "keys per row", "reach", "steps", "seconds"]
 
 
 def _cells(result: Result) -> list[str]:
@@ -372,7 +373,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 class _Narrator:
-    """Keeps every record, and prints the mean of a lesson's steps now and then."""
+    """Keeps every record, and prints one every few seconds."""
 
     def __init__(self, records: list[dict[str, Any]], every: float = 5.0) -> None:
         self._records, self._every, self._said = records, every, 0.0
@@ -409,9 +410,9 @@ def _write(
         }
         drawn.append((f"The lesson of {tokens:,} tokens", plots.curves(part, "step", "right", limits)))
     words = (
-        f"{task.facts} facts, each a token, lie anywhere in the first half of the sequence; {task.questions} of them "
-        f"are asked for in its last {task.asked_rows} rows. Both models have {LAYERS} layers and took the same "
-        "lessons; `keys a row` is what an average row and head computes, `reach` how far back a row can see over all "
+        f"{task.facts} facts, one token each, are at random places in the first half of the sequence; its last "
+        f"{task.asked_rows} rows ask for {task.questions} of them. Both models have {LAYERS} layers and took the same "
+        "lessons. `keys per row` is the mean over rows and heads, `reach` how far back a row can see through all "
         "layers."
     )
     about = table(["", ""], [[name, str(value)] for part in head.values() for name, value in part.items()])
@@ -420,7 +421,7 @@ def _write(
 
 
 def _smooth(records: Sequence[dict[str, Any]], over: int = 10) -> list[tuple[float, float]]:
-    """Every tenth step with the mean accuracy of the steps since."""
+    """Every tenth step with the mean accuracy of the last ten."""
     groups = [records[i : i + over] for i in range(0, len(records), over)]
     return [(group[-1]["step"], sum(one["accuracy"] for one in group) / len(group)) for group in groups]
 

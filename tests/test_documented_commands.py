@@ -24,15 +24,21 @@ def parse(command: str, arguments: list[str]) -> None:
     training.parse_flags(arguments) if command == "train" else commands()[command].parse_args(arguments)
 
 
-def flags_of(command: str) -> set[str]:
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return found[0].choices if found else {}
+
+
+def flags_of(command: str, rest: str) -> set[str]:
+    """The flags of a command, or of the subcommand that the rest of its line names."""
     if command == "train":
         return {"--" + name.replace("_", "-") for name in (*training._STARTING, *training.SETTINGS)}
-    return set(commands()[command]._option_string_actions)
+    parser = commands()[command]
+    return set(subcommands(parser).get(rest.split()[0], parser)._option_string_actions)
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    [chosen] = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    return chosen.choices | {"bench": bench_parser(), "recall": recall_parser()}
+    return subcommands(_parser()) | {"bench": bench_parser(), "recall": recall_parser()}
 
 
 def blocks(page: Path) -> str:
@@ -53,7 +59,7 @@ def test_commands_within_text_have_the_flags_that_it_names(page) -> None:
     for command, rest in re.findall(r"`(?:\./run|dilated-attention) ([a-z]+)([^`]*)`", page.read_text()):
         assert command in commands().keys() | OF_THE_SCRIPT, command
         for flag in re.findall(r"--[a-z0-9-]+", rest) if command in commands() else ():
-            assert flag in flags_of(command), f"{command} {flag}"
+            assert flag in flags_of(command, rest), f"{command} {flag}"
 
 
 def test_the_pages_show_every_command() -> None:

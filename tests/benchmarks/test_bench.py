@@ -6,12 +6,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from benchmarks import contenders, runner, shared
+from benchmarks import baselines, contenders, shared
+from benchmarks.cases import CASES, choose_cases
 from benchmarks.command import main
 from benchmarks.contenders import choose_contenders
 from benchmarks.harness import Case, compare, measure
-from benchmarks.results import read_rows
-from benchmarks.suites import SUITES, choose_cases
+from benchmarks.ratios import rows_of
+from benchmarks.suite import Options, read_records
 from dilated_attention_pytorch import cli
 from dilated_attention_pytorch.core import layout_for
 
@@ -19,20 +20,21 @@ SMALL = Case(
     tokens=64, heads=2, head_dim=16, segment_lengths=(16, 32), dilation_rates=(1, 2), dtype="float32", device="cpu"
 )
 
-TURNS = dict(runner._TURNS)
+TURNS = dict(baselines.TURNS)
+ALL = ("attention", "short", "scaling", "blocksparse")
 
 
 @pytest.fixture
 def small_suites(monkeypatch):
     """Every suite has one small case, forward and backward."""
-    for suite in SUITES:
-        monkeypatch.setitem(SUITES, suite, lambda device: iter([SMALL, replace(SMALL, backward=True)]))
+    for suite in CASES:
+        monkeypatch.setitem(CASES, suite, lambda device: iter([SMALL, replace(SMALL, backward=True)]))
 
 
 @pytest.fixture(autouse=True)
 def one_turn(monkeypatch):
     """Contenders are measured once: what they take is of no interest."""
-    monkeypatch.setattr(runner, "_TURNS", {"cuda": 1, "cpu": 1})
+    monkeypatch.setattr(baselines, "TURNS", {"cuda": 1, "cpu": 1})
 
 
 def read(results):
@@ -54,24 +56,24 @@ def test_a_suite_prints_a_row_a_case_and_writes_a_line_a_contender(tmp_path, cap
 
 
 def test_on_a_cpu_the_middle_of_three_turns_stands_for_a_contender(tmp_path, monkeypatch, small_suites) -> None:
-    monkeypatch.setattr(runner, "_TURNS", TURNS)
+    monkeypatch.setattr(baselines, "TURNS", TURNS)
     taken = iter([3.0, 7.0, 1.0, 9.0, 2.0, 8.0])  # by turns
-    monkeypatch.setattr(runner, "_attempt", lambda setup, case: {"milliseconds": next(taken), "tflops": 1.0})
+    monkeypatch.setattr(baselines, "attempt", lambda setup, case: {"milliseconds": next(taken), "tflops": 1.0})
     table = dict.fromkeys(["ours", "dense, same FLOPs"])
     monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
     results = tmp_path / "results.jsonl"
     assert main(["short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
     assert [line["milliseconds"] for line in read(results)[1:]] == [2.0, 8.0]
-    assert runner._middle([{"milliseconds": 1.0}, {"failed": "once"}, {"milliseconds": 2.0}]) == {"failed": "once"}
+    assert baselines.middle([{"milliseconds": 1.0}, {"failed": "once"}, {"milliseconds": 2.0}]) == {"failed": "once"}
 
 
 def test_all_runs_every_suite_and_renders_page_and_report(tmp_path, capsys, small_suites) -> None:
     results, page, html = tmp_path / "results.jsonl", tmp_path / "page.md", tmp_path / "report.html"
     flags = ["--only", "ours", "--device", "cpu", "--page", str(page), "--html", str(html)]
     assert main(["all", "--out", str(results), *flags]) == 0
-    assert {line["suite"] for line in read(results)[1:]} == set(SUITES)
+    assert {line["suite"] for line in read(results)[1:]} == set(ALL)
     for text in (page.read_text(), html.read_text()):
-        assert all(f"{suite}, on a CPU" in text for suite in SUITES)
+        assert all(f"{suite}, on a CPU" in text for suite in ALL)
 
 
 def test_a_contender_that_fails_costs_no_other_result(tmp_path, capsys, monkeypatch, small_suites) -> None:
@@ -105,22 +107,43 @@ def test_a_contender_that_fails_costs_no_other_result(tmp_path, capsys, monkeypa
         (["short", "--torchscale", "/nowhere"], "/nowhere has no torchscale/component/dilated_attention.py: git clone"),
         (["short", "--cases", "D=63"], "no case has all the words ['D=63']"),
         (["short", "--tokens", "3"], "one of the lengths [3]: choose from\n  N=512"),
-        (["all"], "all needs --out FILE"),
-        (["cache", "--only", "ours"], "--only belongs to attention, short, scaling, blocksparse, all, gigapath"),
-        (["decode", "--cases", "D=64"], "--cases belongs to attention"),
-        (["pool", "--torchscale", "/nowhere"], "--torchscale belongs to attention"),
-        (["capacity", "--tokens", "64"], "not to capacity: leave it out"),
-        (["short", "--cap", "80"], "--cap belongs to capacity, not to short: leave it out"),
-        (["short", "--page", "page.md"], "--page belongs to all, page, not to short: leave it out"),
-        (["memory", "--out", "results.jsonl"], "not to memory: leave it out"),
-        (["tune", "--device", "cpu"], "not to tune: leave it out"),
-        (["report"], "report needs --out FILE"),
         (["page", "--out", "/nowhere.jsonl"], "no results at /nowhere.jsonl: measure first"),
     ],
 )
-def test_a_flag_that_cannot_be_honoured_is_refused(flags, message, capsys) -> None:
-    assert main([*flags]) == 1
+def test_what_cannot_be_honoured_is_refused(flags, message, capsys) -> None:
+    assert main(flags) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("all", "required: --out"),
+        ("report", "required: --out"),
+        ("cache --only ours", "unrecognized arguments: --only ours"),
+        ("decode --cases D=64", "unrecognized arguments: --cases D=64"),
+        ("pool --torchscale /nowhere", "unrecognized arguments: --torchscale"),
+        ("capacity --tokens 64", "unrecognized arguments: --tokens 64"),
+        ("short --cap 80", "unrecognized arguments: --cap 80"),
+        ("short --heads 2", "unrecognized arguments: --heads 2"),
+        ("short --sizes 125m", "unrecognized arguments: --sizes 125m"),
+        ("short --page page.md", "unrecognized arguments: --page page.md"),
+        ("memory --device cuda", "unrecognized arguments: --device cuda"),
+        ("tune --device cpu", "unrecognized arguments: --device cpu"),
+    ],
+)
+def test_a_flag_of_another_suite_is_refused(flags, message, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(flags.split())
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_of_a_suite_has_its_flags_only(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["shard", "--help"])
+    printed = capsys.readouterr().out
+    assert "--head-dim D" in printed
+    assert "--only" not in printed
 
 
 @pytest.mark.parametrize("command", ["bench", "recall"])
@@ -176,7 +199,7 @@ def test_a_timing_has_its_spread() -> None:
 
 
 def test_every_suite_has_distinct_cases_on_every_device() -> None:
-    for suite in SUITES.values():
+    for suite in CASES.values():
         for device in ("cpu", "cuda"):
             cases = list(suite(device))
             assert cases
@@ -185,15 +208,18 @@ def test_every_suite_has_distinct_cases_on_every_device() -> None:
 
 
 def test_words_choose_cases_as_a_whole_and_lengths_across_suites() -> None:
-    chosen = choose_cases(["attention", "short"], "cuda", words=["D=64", "grouped"], tokens=[1 << 20])
+    chosen = choose_cases(["attention", "short"], Options(device="cuda", cases=["D=64", "grouped"], tokens=[1 << 20]))
     assert [case.backward for case in chosen.pop("attention")] == [False, True]
     assert not chosen
-    [case] = choose_cases(["short"], "cuda", words=["N=1,024", "forward"])["short"]
-    assert case == choose_cases(["short"], "cuda", words=["N=1024", "forward"])["short"][0]
+    with_comma, without = (
+        choose_cases(["short"], Options(device="cuda", cases=[length, "forward"])) for length in ("N=1,024", "N=1024")
+    )
+    assert with_comma == without
+    assert len(without["short"]) == 1
 
 
 def test_the_longest_case_fits_a_gpu_of_80_gib() -> None:
-    longest = max(SUITES["scaling"]("cuda"), key=lambda case: case.tokens)
+    longest = max(CASES["scaling"]("cuda"), key=lambda case: case.tokens)
     assert longest.tokens == 1 << 24
     assert 1.1 * longest.floor_bytes < 80 * 2**30
 
@@ -202,7 +228,7 @@ SPARSE = replace(SMALL, segment_lengths=(64,), dilation_rates=(1,), pattern="ran
 
 
 def test_a_sparse_case_is_measured_against_every_tile_through_the_same_kernels(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setitem(SUITES, "blocksparse", lambda device: iter([SPARSE, replace(SPARSE, backward=True)]))
+    monkeypatch.setitem(CASES, "blocksparse", lambda device: iter([SPARSE, replace(SPARSE, backward=True)]))
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     assert main(["blocksparse", "--device", "cpu", "--out", str(results)]) == 0
     assert main(["page", "--out", str(results), "--page", str(page)]) == 0
@@ -241,7 +267,7 @@ def test_results_of_a_release_without_block_patterns_are_still_read(tmp_path) ->
     known = {k: v for k, v in asdict(SMALL).items() if k not in ("pattern", "sparsity_ratio", "block_size")}
     results = tmp_path / "results.jsonl"
     results.write_text(json.dumps({"machine": {}}) + "\n" + json.dumps(line | known) + "\n")
-    assert [row.case for row in read_rows(results)] == [SMALL]
+    assert [row.case for row in rows_of(read_records(results))] == [SMALL]
 
 
 @pytest.fixture
@@ -267,7 +293,8 @@ def test_the_cache_suite_measures_every_kind_and_the_whole_step(tmp_path, capsys
         line["case"] for line in steps
     }
     assert all(line["off"] > 0 and line["on"] > 0 and line["ratio"] > 0 for line in steps)
-    assert "time with it on at most 1.02 of off" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"time with it on at most 1.02 of off; worst {max(line['ratio'] for line in steps):.3f}" in printed
 
 
 def test_the_pool_suite_measures_every_module(tmp_path, capsys, tiny) -> None:
@@ -282,11 +309,31 @@ def test_the_pool_suite_measures_every_module(tmp_path, capsys, tiny) -> None:
     assert "peak memory with it on at most 1.05 of off; worst 1.010" in capsys.readouterr().out
 
 
+def kind(cached, hit, hit_8=1.0):
+    return {"kind": "parts", "cached": cached, "rebuild": 10.0, "hit": hit, "rebuild_8": 10.0, "hit_8": hit_8}
+
+
+@pytest.mark.parametrize(
+    ("record", "met"),
+    [
+        (kind(True, 9.0), True),
+        (kind(True, 10.0), False),
+        (kind(True, 1.0, hit_8=11.0), False),
+        (kind(False, 5.0), True),
+        (kind(False, 4.9), False),
+        ({"case": "a step", "ratio": 1.02, "memory_ratio": None}, True),
+        ({"case": "a step", "ratio": 1.03, "memory_ratio": None}, False),
+    ],
+)
+def test_what_is_cached_must_be_cheaper_to_find_and_to_use(record, met) -> None:
+    assert [verdict.met for verdict in shared.CACHE.verdict([record])] == [met]
+
+
 def test_the_pool_suite_measures_the_classes_across_ranks_on_two_of_them() -> None:
-    cases = {step.case: step for step in shared._steps_on_ranks(64)}
+    cases = {step["case"]: step for step in shared._steps_on_ranks(64)}
     for name in shared.RINGS:
         step = cases[f"N=64 {name} bfloat16 forward+backward, 2 gloo ranks"]
-        assert min(step.off, step.on) > 0
+        assert min(step["off"], step["on"]) > 0
 
 
 def test_a_peak_is_what_a_step_needs_at_least() -> None:

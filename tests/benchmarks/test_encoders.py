@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from benchmarks import runner, suites
+from benchmarks import baselines, cases
 from benchmarks.command import main
-from benchmarks.encoders import choose_encoders, peak_memory
+from benchmarks.encoders import choose_encoders
 from benchmarks.harness import Case, measure
+from benchmarks.ratios import Row
 from benchmarks.report import write_page
-from benchmarks.results import Row
 
 SMALL = {"tokens": 61, "heads": 2, "head_dim": 16, "segment_lengths": (16, 46), "dilation_rates": (1, 2),
          "head_layout": "blocked", "encoder_layers": 2, "dtype": "float32", "device": "cpu"}  # fmt: skip
@@ -42,9 +42,9 @@ def checkout(write_checkout):
 
 
 def test_the_gigapath_suite_measures_encoders_beside_torchscales(checkout, tmp_path, capsys, monkeypatch) -> None:
-    cases = [Case(**SMALL), Case(**SMALL, backward=True)]
-    monkeypatch.setitem(suites.ENCODER_SUITES, "gigapath", lambda device: iter(cases))
-    monkeypatch.setattr(runner, "measure", lambda *run: measure(*run, calls=1))
+    small = [Case(**SMALL), Case(**SMALL, backward=True)]
+    monkeypatch.setitem(cases.CASES, "gigapath", lambda device: iter(small))
+    monkeypatch.setattr(baselines, "measure", lambda *run: measure(*run, calls=1))
     results = tmp_path / "results.jsonl"
     command = ["gigapath", "--device", "cpu", "--out", str(results)]
     assert main([*command, "--torchscale", str(checkout)]) == 0
@@ -77,16 +77,19 @@ def test_an_encoders_flops_are_those_of_its_attention_and_its_linear_layers() ->
 
 def test_peak_memory_is_told_where_it_was_measured() -> None:
     case = Case(**(SMALL | {"device": "cuda"}))
-    lines = {"ours": {"peak_bytes": 3 << 30}, "torchscale": {"failed": "OutOfMemoryError"}}
-    _, told, _ = peak_memory([Row("gigapath", case, "a GPU", lines)])
-    assert told.split()[-2:] == ["3.00", "-"]
-    assert not list(peak_memory([Row("gigapath", Case(**SMALL), "a CPU", lines)]))
+    lines = {
+        "ours": {"peak_bytes": 3 << 30, "milliseconds": 1.0, "tflops": 1.0},
+        "torchscale": {"failed": "OutOfMemoryError"},
+    }
+    _, peaks = baselines.tables([Row("gigapath", case, "a GPU", {**lines, "skips": {"skipped": "why"}})])
+    assert peaks.head == ["case", "floor", "ours", "torchscale", "memory"]
+    assert peaks.rows == [[case.title, "-", "3.00", "-", ""]]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", [False, True])
 def test_gigapaths_encoder_runs_on_a_gpu(backward) -> None:
-    case = next(case for case in suites.gigapath("cuda") if case.backward == backward)
+    case = next(case for case in cases.gigapath("cuda") if case.backward == backward)
     for setup in list(choose_encoders().values())[:3]:
         found = setup(case).call()
         assert all(x.isfinite().all() for x in (found if backward else [found]))

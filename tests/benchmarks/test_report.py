@@ -9,11 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.cases import choose_cases
+from benchmarks.ratios import TARGETS, judge, rows_of
 from benchmarks.report import BY_HAND, write_page, write_report
-from benchmarks.results import TARGETS, judge, read_rows
-from benchmarks.suites import SUITES, choose_cases
+from benchmarks.suite import Options, read_records
 
-CASES = choose_cases(list(SUITES), "cuda")
+CASES = choose_cases(["attention", "short", "scaling", "blocksparse"], Options(device="cuda"))
 TITLES = {case.title for cases in CASES.values() for case in cases}
 
 
@@ -30,6 +31,10 @@ def write(path, lines):
     machine = {"machine": {"gpu": "A <fast> GPU", "torch": "9.9"}}
     path.write_text("".join(json.dumps(one) + "\n" for one in [machine, *lines]))
     return path
+
+
+def read_rows(path):
+    return rows_of(read_records(path))
 
 
 @pytest.fixture
@@ -194,6 +199,11 @@ def test_published_figures_say_that_they_were_not_measured(results, tmp_path) ->
     _, section = (tmp_path / "page.md").read_text().split("## Published figures, not measured here")
     assert "**not measured in this run**" in section
     assert all(f"| {figure} |" in section for figure in ("12.4", "76.6"))
+
+
+def test_results_without_measurements_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="has no measurements"):
+        write_page(write(tmp_path / "results.jsonl", []), tmp_path / "page.md")
 
 
 def test_what_is_written_by_hand_survives(results, tmp_path) -> None:

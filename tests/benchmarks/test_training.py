@@ -136,7 +136,6 @@ def test_the_page_has_both_tables(tmp_path) -> None:
     ("flags", "message"),
     [
         ("capacity --sizes 7b", "--sizes are of 125m"),
-        ("short --sizes 125m", "--sizes belongs to capacity, not to short"),
         ("techniques --only magic", "--only names techniques of float32"),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_longnet_learns_the_first_lesson() -> None:
 def test_both_models_take_the_same_lessons_and_leave_curves(tmp_path, capsys) -> None:
     results = run_recall("cpu", [256], minutes=0.02, tokens_per_step=512, d_model=32, out=tmp_path / "recall")
     assert [(result.model, result.tokens) for result in results] == [(LONGNET, 256), (WINDOW, 256)]
-    assert "keys a row" in capsys.readouterr().out
+    assert "keys per row" in capsys.readouterr().out
     head, *lines = map(json.loads, (tmp_path / "recall" / "recall.jsonl").read_text().splitlines())
     assert {"machine", "task", "settings"} == set(head)
     steps = [line for line in lines if "step" in line]
@@ -132,7 +132,7 @@ def test_both_models_take_the_same_lessons_and_leave_curves(tmp_path, capsys) ->
 
 def test_a_length_that_does_not_fit_the_lessons_is_refused(capsys) -> None:
     assert main(["--tokens", "1000", "--device", "cpu"]) == 1
-    assert "a power of two from 128 on, got 1000" in capsys.readouterr().err
+    assert "a power of two, at least 128, got 1000" in capsys.readouterr().err
     assert main(["--minutes", "0", "--device", "cpu"]) == 1
     assert "minutes must be above 0" in capsys.readouterr().err
 

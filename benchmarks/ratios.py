@@ -1,139 +1,56 @@
-"""Results: JSON lines read back as rows, the ratios between contenders, and the targets they are held against."""
+"""Rows of contenders that were measured on one case, the ratios between them, and the targets they are held against."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import USUAL
 from benchmarks.contenders import EVERY_TILE, FLEX, FLOOR, OURS, SAME_TOKENS, TORCHSCALE
 from benchmarks.harness import Case
-from benchmarks.suites import USUAL
+from benchmarks.suite import Record
 
 
 @dataclass
 class Row:
-    """One case of a suite, with every contender's line from one run on one machine."""
+    """One case of a suite, with every contender's record from one run on one machine."""
 
     suite: str
     case: Case
     machine: str
-    lines: dict[str, dict[str, Any]]
+    lines: dict[str, Record]
 
     def measured(self, contender: str, what: str) -> float | None:
         """`what` of a contender that ran; None of one that sat out or failed."""
         return self.lines.get(contender, {}).get(what)
 
-
-def read_rows(results: Path) -> list[Row]:
-    """The rows of a file of JSON lines. A case that several runs measured is from the last of them, whole."""
-    rows: dict[tuple[str, Case], Row] = {}
-    run: dict[tuple[str, Case], Row] = {}
-    machine = ""
-    for line in _every_line(results):
-        if "machine" in line:
-            run, machine = {}, describe(line["machine"])
-            continue
-        if "contender" not in line:  # of the suites that are tables of their own
-            continue
-        key = line["suite"], _case(line)
-        if key not in run:
-            rows[key] = run[key] = Row(*key, machine, {})
-        run[key].lines[line["contender"]] = line
-    if not rows:
-        raise ValueError(f"{results} has no measurements: a run was stopped before its first case, or all were skipped")
-    return list(rows.values())
+    def why_not_measured(self) -> list[str]:
+        """One line for each contender that failed or sat out."""
+        lines = self.lines.items()
+        failed = [f"{name} failed at {self.case.title}: {line['failed']}" for name, line in lines if "failed" in line]
+        return failed + [f"{name}: {line['skipped']}" for name, line in lines if "skipped" in line]
 
 
-def read_shared(results: Path) -> list[dict[str, Any]]:
-    """The lines of the suites `cache` and `pool`, by suite and title, with the machine's name as `on_machine`.
-
-    What a machine measured several times is from the last of them.
-    """
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for line in _lines_of(results, ("cache", "pool")):
-        title = line.get("kind") or line["case"]
-        found[line["suite"], title, line["on_machine"]] = line | {"title": title}
-    titles = list(dict.fromkeys(key[:2] for key in found))
-    return sorted(found.values(), key=lambda line: titles.index((line["suite"], line["title"])))
-
-
-# What tells the lines apart of suites that are tables of their own.
-_APART = {
-    "capacity": ("size", "kind", "tokens", "longest_segment"),
-    "techniques": ("size", "tokens", "technique"),
-    "decode": ("context", "chunk"),
-    "shard": ("tokens", "heads", "head_dim", "is_causal"),
-    "ranks": ("ranks", "tokens", "scheme"),
-}
-# A line of an earlier release lacks what it did not know, and means this.
-_EARLIER = {"capacity": {"longest_segment": 32_768}}
+def rows_of(records: Iterable[Record]) -> list[Row]:
+    """The rows of contenders' records. A case that several runs measured is from the last of them, whole."""
+    rows: dict[tuple[str, Case], tuple[int, Row]] = {}
+    for record in records:
+        if "contender" in record:
+            key = record["suite"], _case(record)
+            run, row = rows.get(key, (None, None))
+            if row is None or run != record["run"]:
+                row = Row(*key, record["machine"], {})
+                rows[key] = record["run"], row
+            row.lines[record["contender"]] = record
+    return [row for _, row in rows.values()]
 
 
-def read_suite(results: Path, suite: str) -> dict[str, list[dict[str, Any]]]:
-    """The lines of such a suite by machine; what was measured several times is from the last of them."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for line in _lines_of(results, (suite,)):
-        line = _EARLIER.get(suite, {}) | line
-        found[(line["on_machine"], *(line.get(name) for name in _APART[suite]))] = line
-    machines = dict.fromkeys(line["on_machine"] for line in found.values())
-    return {name: [line for line in found.values() if line["on_machine"] == name] for name in machines}
-
-
-def _lines_of(results: Path, suites: Sequence[str]) -> Iterator[dict[str, Any]]:
-    machine = ""
-    for line in _every_line(results):
-        if "machine" in line:
-            machine = line["machine"].get("gpu") or f"CPU, {line['machine'].get('threads')} threads"
-        elif line["suite"] in suites and "contender" not in line:
-            yield line | {"on_machine": machine}
-
-
-def _every_line(results: Path) -> Iterator[dict[str, Any]]:
-    if not results.is_file():
-        raise FileNotFoundError(f"no results at {results}: measure first, as in `bench all --out {results}`")
-    yield from map(json.loads, results.read_text().splitlines())
-
-
-def _case(line: dict[str, Any]) -> Case:
+def _case(line: Record) -> Case:
     # A line of an earlier release lacks what it did not know, and means its default.
     values: dict[str, Any] = {field.name: line[field.name] for field in fields(Case) if field.name in line}
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return Case(**(values | lists))
-
-
-def describe(machine: dict[str, Any]) -> str:
-    """A machine in one line.
-
-    >>> describe({"gpu": "NVIDIA H200", "torch": "2.11"})
-    'gpu NVIDIA H200, torch 2.11'
-    """
-    return ", ".join(f"{name} {value}" for name, value in machine.items())
-
-
-def cell(line: dict[str, Any] | None) -> str:
-    """What a table says of a contender: milliseconds (TFLOP/s), a failure, or nothing.
-
-    >>> cell({"milliseconds": 1.5, "tflops": 412.3}), cell({"failed": "OutOfMemoryError"}), cell({"skipped": "slow"})
-    ('1.500 (412)', 'failed', '-')
-    """
-    if line is None or "skipped" in line:
-        return "-"
-    return "failed" if "failed" in line else f"{line['milliseconds']:.3f} ({line['tflops']:.3g})"
-
-
-def ratio_cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def why_not_measured(row: Row) -> list[str]:
-    """A line for each contender that failed or sat out."""
-    failed = [
-        f"{name} failed at {row.case.title}: {line['failed']}" for name, line in row.lines.items() if "failed" in line
-    ]
-    return failed + [f"{name}: {line['skipped']}" for name, line in row.lines.items() if "skipped" in line]
 
 
 Ratio = Callable[[Row, Sequence[Row]], "float | None"]
@@ -273,7 +190,7 @@ def _on_gpu(row: Row) -> bool:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judged:
     """How a target fared: the worst value, its case, and how many of the cases met it."""
 
     worst: float
@@ -282,7 +199,7 @@ class Verdict:
     cases: int
 
 
-def judge(target: Target, rows: Sequence[Row]) -> Verdict | None:
+def judge(target: Target, rows: Sequence[Row]) -> Judged | None:
     """None where nothing that the target speaks of was measured."""
     values = [
         (value, row.case) for row in rows if target.speaks_of(row) and (value := target.ratio(row, rows)) is not None
@@ -290,7 +207,7 @@ def judge(target: Target, rows: Sequence[Row]) -> Verdict | None:
     if not values:
         return None
     worst, case = (min if target.at_least else max)(values, key=lambda pair: pair[0])
-    return Verdict(worst, case, sum(target.met_by(value) for value, _ in values), len(values))
+    return Judged(worst, case, sum(target.met_by(value) for value, _ in values), len(values))
 
 
 @dataclass(frozen=True)
