@@ -12,7 +12,7 @@ from benchmarks.cases import choose_cases
 from benchmarks.report import handwritten, write_page, write_report
 from benchmarks.suite import Options, run
 from benchmarks.suites import SUITES
-from dilated_attention_pytorch.cli import size_in_gib, whole_number
+from dilated_attention_pytorch.tools.command import size_in_gib, whole_number
 
 _ALL = ("attention", "short", "scaling", "blocksparse")
 # The flags of suites, each without its dashes.

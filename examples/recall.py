@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.cli import whole_number
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.pattern import visible_pairs
 from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -36,6 +35,7 @@ from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttentio
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
+from dilated_attention_pytorch.tools.command import whole_number
 
 REPEATS = 4  # the largest dilation rate, and the number of heads
 LAYERS = 2  # one finds the fact, the next passes it to the row that answers

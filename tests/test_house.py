@@ -29,7 +29,7 @@ INTO_KERNELS = {
     ("parallel/sparse.py", "tiles"),
     ("tools/doctor.py", "triton.plan"),
 }
-LONG_FILES = {"core/plans.py", "parallel/names.py"}
+LONG_FILES = {"core/plans.py"}
 MOST_LINES = 500
 
 

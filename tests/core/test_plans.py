@@ -278,9 +278,9 @@ def test_the_hot_tier_keeps_its_limits_and_its_pins() -> None:
         stats = cache.get_stats()
         assert stats["gpu_patterns"] <= 2
         assert stats["gpu_memory_used_mb"] <= 2.5
-    assert {key for key, _ in cache._hot} == {"pinned", "f"}
+    assert {key for key, _ in cache._hot._cache} == {"pinned", "f"}
     cache.put("too large", torch.zeros(2**20), store_on_gpu=True)
-    assert {key for key, _ in cache._hot} == {"pinned", "f"}
+    assert {key for key, _ in cache._hot._cache} == {"pinned", "f"}
     assert cache.get("too large").shape == (2**20,)
 
 
@@ -312,7 +312,7 @@ def test_the_pattern_that_followed_last_time_is_fetched_ahead() -> None:
         cache.get(key)
     assert cache.get_stats()["gpu_patterns"] == 0
     cache.get("a")  # after which b came
-    assert {key for key, _ in cache._hot} == {"b"}
+    assert {key for key, _ in cache._hot._cache} == {"b"}
     assert cache.get_stats()["prefetches"] == 1
     without = OptimizedPatternCache(enable_prefetch=False)
     for key in "ababa":
@@ -397,7 +397,8 @@ def test_threads_never_see_more_than_the_bound_or_another_pattern() -> None:
         stats = cache.get_stats()
         assert stats["hits"] + stats["misses"] == 8 * 300
         assert stats["size"] <= 16
-    assert caches[1]._hot_bytes == sum(entry.bytes for entry in caches[1]._hot.values())
+    hot = caches[1]._hot
+    assert hot._bytes == sum(entry.bytes for entry in hot._cache.values())
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ def check_pattern(chance: random.Random, pattern: str, is_causal: bool) -> None:
     q, do = torch.randn(2, 2, tokens, 3 * groups, 4, dtype=torch.float64, generator=generator).unbind(0)
     k, v = torch.randn(2, 2, tokens, 3, 4, dtype=torch.float64, generator=generator).unbind(0)
     whole = [x.requires_grad_() for x in (q, k, v)]
-    held = [token for piece in shards.pieces_of(rank) for token in range(*shards.bounds(piece))]
+    held = [token for chunk in shards.chunks_of(rank) for token in range(*shards.bounds(chunk))]
     mine = [x.detach()[:, held].clone().requires_grad_() for x in whole]
     torch.manual_seed(7)
     expected, lse = dilated_attention(*whole, **settings, return_lse=True)

@@ -18,8 +18,6 @@ from dilated_attention_pytorch.parallel.sharding import (
     even_lengths,
     local_calls,
     shared_segments,
-    sources,
-    viewers,
     zigzag_lengths,
     zigzag_order,
     zigzag_places,
@@ -100,9 +98,9 @@ def test_own_calls_and_shared_rows_make_every_pair_exactly_once(cut, spec, data)
                 for h, offset in enumerate(row):
                     if offset is None:
                         continue
-                    grids = {j: segment.grid(shards, j, branch.dilation_rate, offset) for j in segment.ranks}
+                    grids = {j: segment.grid(j, branch.dilation_rate, offset) for j in segment.ranks}
                     for i in segment.ranks:
-                        for j in sources(segment, i, False) + ([i] if g in swapped else []):
+                        for j in segment.sources(i, False) + ([i] if g in swapped else []):
                             for p in grids[i]:
                                 pairs[b, g, h, p, list(grids[j])] += 1
     assert torch.equal(pairs, expected_pairs(spec, shards, documents, batch))
@@ -115,10 +113,10 @@ def test_causal_ranks_see_the_rows_of_earlier_ranks_whole(cut, spec) -> None:
         for segment in shared_segments(branch, shards, documents):
             assert len(segment.ranks) > 1
             for rank in segment.ranks:
-                first, last = segment.held(shards, rank)
+                first, last = segment.held(rank)
                 assert first < last
-                assert all(segment.held(shards, j)[1] <= first for j in sources(segment, rank, True))
-                assert all(rank in sources(segment, j, True) for j in viewers(segment, rank, True))
+                assert all(segment.held(j)[1] <= first for j in segment.sources(rank, True))
+                assert all(rank in segment.sources(j, True) for j in segment.viewers(rank, True))
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))

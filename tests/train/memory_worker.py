@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from dilated_attention_pytorch import LongNetLM, RingDilatedAttention
 from dilated_attention_pytorch.nn import DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.parallel import attention as across
-from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, prepare
+from dilated_attention_pytorch.train.ranks import Ranks
 
 OPTIONS = MemoryOptions(checkpointing="selective", offload=True, offload_least_bytes=1, mlp_tile=24, loss_chunk=32)
 SHAPE = {"segment_lengths": (16, 64), "dilation_rates": (1, 4)}

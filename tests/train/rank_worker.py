@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from dilated_attention_pytorch import cli
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import loop
-from dilated_attention_pytorch.train.engine import exit_process
+from dilated_attention_pytorch.train.ranks import exit_process
 from dilated_attention_pytorch.train.step import Stepper
 
 RANK = int(os.environ.get("RANK", "0"))

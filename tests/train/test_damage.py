@@ -19,7 +19,7 @@ from dilated_attention_pytorch.models import ModelConfig
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train import shards
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints
-from dilated_attention_pytorch.train.engine import Ranks, join_ranks
+from dilated_attention_pytorch.train.ranks import Ranks, join_ranks
 
 from .test_train import FLAGS, text  # noqa: F401 - a fixture
 

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.models import ModelConfig
 from dilated_attention_pytorch.train import TrainConfig, data, loop, token_files
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.data import NO_TARGET, Corpus, open_corpus, permuted
-from dilated_attention_pytorch.train.engine import Ranks
+from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.step import Stepper
 from dilated_attention_pytorch.train.token_files import Split
 from dilated_attention_pytorch.train.tokenizer import ByteTokenizer, FileTokenizer, read_tokenizer, saved_tokenizer

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import checkpoint as checkpoints
-from dilated_attention_pytorch.train import engine
+from dilated_attention_pytorch.train import ranks as train_ranks
 
 from ..ranks import Ranks, run_ranks
 
 WORKER = Path(__file__).with_name("rank_worker.py")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(engine.__file__).parents[2])}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(train_ranks.__file__).parents[2])}
 STEPS = 8
 
 
@@ -71,8 +71,8 @@ def finish(process: subprocess.Popen) -> str:
 
 def launch_with_restart(scenario: str, folder: Path, flags: list[str]) -> str:
     """Run a scenario on two ranks through torchrun, as `--ranks 2 --max-restarts 1` does."""
-    arguments = engine.torchrun_arguments(2, 1, [str(WORKER), scenario, str(folder), *flags])
-    process = start([sys.executable, "-m", "torch.distributed.run", *arguments], engine.RESTARTABLE)
+    arguments = train_ranks.torchrun_arguments(2, 1, [str(WORKER), scenario, str(folder), *flags])
+    process = start([sys.executable, "-m", "torch.distributed.run", *arguments], train_ranks.RESTARTABLE)
     output = finish(process)
     assert process.returncode == 0, output
     return output
@@ -289,8 +289,8 @@ def test_an_error_that_cannot_be_pickled_reaches_other_ranks_in_words() -> None:
             raise TypeError("not me")
 
     known = OSError(28, "No space left on device")
-    assert engine._that_travels(known) is known
-    assert str(engine._that_travels(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
+    assert train_ranks._that_travels(known) is known
+    assert str(train_ranks._that_travels(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
 
 
 def test_ranks_are_started_in_one_folder_by_torchrun(monkeypatch, capsys) -> None:

@@ -13,9 +13,10 @@ import torch
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.parallel import RunOptions, Zero
-from dilated_attention_pytorch.train import TrainConfig, command, engine
+from dilated_attention_pytorch.train import TrainConfig, command
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import settings_of
+from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.zero import check_zero
 
 from .test_ranks import launch, losses, without_newest
@@ -159,7 +160,7 @@ def test_what_deepspeed_cannot_do_is_refused(arguments, message, folder, flags, 
 def test_a_package_that_is_missing_is_named_with_its_installation(monkeypatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    ranks = engine.Ranks(device=torch.device("cpu"), mesh=object())
+    ranks = Ranks(device=torch.device("cpu"), mesh=object())
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[deepspeed\]' in a checkout"):
         check_zero(Zero(), ranks)
 

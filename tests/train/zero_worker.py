@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.parallel import Zero
-from dilated_attention_pytorch.train.engine import exit_process, join_ranks
+from dilated_attention_pytorch.train.ranks import exit_process, join_ranks
 from dilated_attention_pytorch.train.step import Stepper
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 
 def under_torchrun() -> bool:
@@ -29,3 +30,26 @@ def torchrun_cannot_restart_gloo() -> bool:
     """Whether torchrun may restart ranks, but lends them its own store, in which gloo finds the dead ones."""
     lends = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return lends and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def pattern_cache_settings(max_size: int) -> dict[str, Any]:
+    """`max_size`, `max_bytes` (256 MiB by default) and `enable_profiling` of the pattern caches that modules share."""
+    return {
+        "max_size": _count("PATTERN_CACHE_MAX_SIZE", max_size),
+        "max_bytes": _count("PATTERN_CACHE_MAX_BYTES", 256 << 20),
+        "enable_profiling": _flag("PATTERN_CACHE_ENABLE_PROFILING"),
+    }
+
+
+def _count(variable: str, default: int) -> int:
+    stated = os.environ.get(variable, str(default))
+    if not stated.strip().isdecimal() or int(stated) < 1:
+        raise ValueError(f"{variable} must be a whole number of at least 1, got {stated!r}")
+    return int(stated)
+
+
+def _flag(variable: str) -> bool:
+    stated = os.environ.get(variable, "0")
+    if stated not in ("0", "1", ""):
+        raise ValueError(f"{variable} must be 0 or 1, got {stated!r}")
+    return stated == "1"

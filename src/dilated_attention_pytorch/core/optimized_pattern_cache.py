@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -15,15 +14,12 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, checked
-from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.pattern import on_grid
 from dilated_attention_pytorch.core.plans import Device, Entry, PatternCache, copy_to, refuse_device, shared_cache
 from dilated_attention_pytorch.core.profile import LOCK
 from dilated_attention_pytorch.core.spec import Branch
 
 _HITS_OF_A_COLD_PATTERN = 3  # one more makes it hot
-
-HotKey = tuple[Hashable, torch.device]
 
 
 class OptimizedPatternCache(PatternCache):
@@ -76,9 +72,11 @@ class OptimizedPatternCache(PatternCache):
         )
         self.max_gpu_patterns, self.gpu_memory_limit_mb = max_gpu_patterns, gpu_memory_limit_mb
         self.enable_async, self.enable_prefetch = enable_async, enable_prefetch
-        self._hot: OrderedDict[HotKey, Entry] = OrderedDict()
-        self._hot_bytes = 0
-        self._gpu_hits = self._prefetches = 0
+        # By key and device. It holds copies of entries of this cache, and their sizes are those of their tensors.
+        self._hot = PatternCache(
+            max_gpu_patterns, enable_stats=enable_stats, max_bytes=max(1, int(gpu_memory_limit_mb * 2**20))
+        )
+        self._prefetches = 0
         self._asked_last = threading.local()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -111,7 +109,7 @@ class OptimizedPatternCache(PatternCache):
                 found[key] = cold = self._find_pattern(key)
                 if cold is None:
                     continue
-                hot = self._find_hot(key, place)
+                hot = self._hot._find((key, place))
                 if hot is not None:
                     found[key] = hot
                 elif cold.hits > _HITS_OF_A_COLD_PATTERN:
@@ -145,59 +143,57 @@ class OptimizedPatternCache(PatternCache):
         self._copy_to(_hot_place(entry) if device is None else torch.device(device), {key: entry})
         return super().pin_pattern(key)
 
+    def pin(self, key: Hashable) -> None:
+        with LOCK:
+            super().pin(key)
+            self._hot._pinned.update(hot for hot in self._hot._cache if hot[0] == key)  # type: ignore[index]
+
     def _find_shared(self, key: Hashable) -> Entry | None:
         with LOCK:
             cold = self._find(key)
-            hot = None if cold is None else self._find_hot(key, _place_of(cold))
+            hot = None if cold is None else self._hot._find((key, _place_of(cold)))
         if cold is None or hot is not None:
             return hot
         return self._copy_to(_place_of(cold), {key: cold})[key]
 
     def _share(self, key: Hashable, entry: Entry) -> Entry:
         cold = Entry.copied(entry.value)
+        place = _place_of(cold)
         with LOCK:
             earlier = self._cache.get(key)
-            if earlier is None and self._store(key, cold):
-                entry.size = cold.size
-                self._warm((key, _place_of(cold)), entry, cold)
-        if earlier is None:
-            return entry
-        place = _place_of(earlier)
-        return self._hot.get((key, place)) or self._copy_to(place, {key: earlier})[key]
-
-    def _find_hot(self, key: Hashable, place: torch.device) -> Entry | None:
-        entry = self._hot.get((key, place))
-        if entry is not None:
-            self._hot.move_to_end((key, place))
-            self._gpu_hits += self.enable_stats
-        return entry
+            if earlier is None:
+                self._store(key, cold)
+                self._warm(key, place, entry, cold)
+                return entry
+        return self._hot._cache.get((key, place)) or self._copy_to(place, {key: earlier})[key]
 
     def _drop(self, key: Hashable) -> Entry:
-        for hot in [hot for hot in self._hot if hot[0] == key]:
-            self._cool(hot)
+        for hot in [hot for hot in self._hot._cache if hot[0] == key]:  # type: ignore[index]
+            self._hot._drop(hot)
         return super()._drop(key)
 
     def clear(self) -> None:
         with LOCK:
             super().clear()
             self._hot.clear()
-            self._hot_bytes = 0
 
     def reset_stats(self) -> None:
         with LOCK:
             super().reset_stats()
-            self._gpu_hits = self._prefetches = 0
+            self._hot.reset_stats()
+            self._prefetches = 0
 
     def get_stats(self) -> dict[str, Any]:
         """As `PatternCache.get_stats`, and `gpu_hits, cpu_hits, gpu_patterns, gpu_memory_used_mb, prefetches`."""
         with LOCK:
-            stats = super().get_stats()
+            stats, hot = super().get_stats(), self._hot.get_stats()
             return stats | {
-                "gpu_hits": self._gpu_hits,
-                "cpu_hits": stats["hits"] - self._gpu_hits,
-                "gpu_patterns": len(self._hot),
+                "evictions": stats["evictions"] + hot["evictions"],
+                "gpu_hits": hot["hits"],
+                "cpu_hits": stats["hits"] - hot["hits"],
+                "gpu_patterns": hot["size"],
                 "max_gpu_patterns": self.max_gpu_patterns,
-                "gpu_memory_used_mb": self._hot_bytes / 2**20,
+                "gpu_memory_used_mb": hot["bytes"] / 2**20,
                 "prefetches": self._prefetches,
             }
 
@@ -211,8 +207,9 @@ class OptimizedPatternCache(PatternCache):
         last = self._cache.get(keys[-1])
         if not self.enable_prefetch or last is None or last.next is None or (last.next, place) in self._hot:
             return {}
-        entry = self._cache.get(last.next)
-        if entry is None or not self._has_room(entry.bytes):
+        entry, hot = self._cache.get(last.next), self._hot
+        assert hot.max_bytes is not None
+        if entry is None or len(hot) >= hot.max_size or hot._bytes + entry.bytes > hot.max_bytes:
             return {}  # what is hot now is worth more than a guess
         self._prefetches += self.enable_stats
         return {last.next: entry}
@@ -226,10 +223,9 @@ class OptimizedPatternCache(PatternCache):
         with torch.cuda.stream(stream) if stream else nullcontext():
             for key, entry in entries.items():
                 made[key] = Entry(copy_to(entry.value, place), place)
-                made[key].size = entry.size
         with LOCK:
             for key, entry in made.items():
-                self._warm((key, place), entry, entries[key])
+                self._warm(key, place, entry, entries[key])
         return made
 
     def _stream_for(self, place: torch.device) -> torch.cuda.Stream | None:
@@ -240,27 +236,12 @@ class OptimizedPatternCache(PatternCache):
             stream = self._streams.setdefault(place, torch.cuda.Stream(place))
         return stream
 
-    def _has_room(self, size: int) -> bool:
-        limit = self.gpu_memory_limit_mb * 2**20
-        return len(self._hot) < self.max_gpu_patterns and self._hot_bytes + size <= limit
-
-    def _warm(self, hot: HotKey, entry: Entry, cold: Entry) -> None:
+    def _warm(self, key: Hashable, place: torch.device, entry: Entry, cold: Entry) -> None:
         """Take an entry into the hot tier, if its limits leave room beside what is pinned."""
-        if hot in self._hot or self._cache.get(hot[0]) is not cold or entry.bytes > self.gpu_memory_limit_mb * 2**20:
-            return  # another thread was faster, the pattern was put anew meanwhile, or it never fits
-        while not self._has_room(entry.bytes):
-            oldest = next((one for one in self._hot if one[0] not in self._pinned), None)
-            if oldest is None:
-                return
-            self._evictions += self.enable_stats
-            log.debug("evicted from the hot tier of the pattern cache: %d bytes", self._cool(oldest).bytes)
-        self._hot[hot] = entry
-        self._hot_bytes += entry.bytes
-
-    def _cool(self, hot: HotKey) -> Entry:
-        entry = self._hot.pop(hot)
-        self._hot_bytes -= entry.bytes
-        return entry
+        if (key, place) in self._hot or self._cache.get(key) is not cold:
+            return  # another thread was faster, or the pattern was put anew meanwhile
+        if self._hot._store((key, place), entry, entry.bytes) and key in self._pinned:
+            self._hot._pinned.add((key, place))
 
 
 @checked()

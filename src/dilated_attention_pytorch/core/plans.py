@@ -26,7 +26,6 @@ import functools
 import heapq
 import itertools
 import logging
-import os
 import sys
 import time
 from collections import Counter
@@ -39,7 +38,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
-from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_whole, checked, shown
+from dilated_attention_pytorch.core import environment
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, checked, shown
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.profile import LOCK, Profile
 
@@ -65,8 +65,6 @@ KINDS: Mapping[str, int | None] = MappingProxyType(
 
 Making one costs more than twice as much as a hit: `bench cache` measures both.
 """
-
-_GLOBAL_BYTES = 256 << 20
 
 
 class Remembers(Protocol):
@@ -241,7 +239,7 @@ class PatternCache:
         value: Value = entry.shared()
         if timed:
             seconds = time.perf_counter() - began
-            self._note(kind, entry, hit, seconds, profile)
+            self._note(kind, self._cache.get((kind, key), entry), hit, seconds, profile)
             if hit:
                 log.debug("%s: found in the pattern cache, %.3f ms", kind, seconds * 1e3)
             else:
@@ -366,13 +364,15 @@ class PatternCache:
                 self._store(key, entry)
         return earlier or entry
 
-    def _store(self, key: Hashable, entry: Entry) -> bool:
-        """Whether the entry is in the table now: it may be too large beside what is pinned."""
-        entry.size = size_of(key, entry.value)
+    def _store(self, key: Hashable, entry: Entry, size: int | None = None) -> bool:
+        """Whether the entry is in the table now: what is pinned may leave no room for it."""
+        entry.size = size_of(key, entry.value) if size is None else size
         with LOCK:
             pinned = key in self._pinned
             if key in self._cache:
                 self._drop(key)
+            if len(self._pinned) >= self.max_size:
+                return False
             if self.max_bytes is not None:
                 if sum(self._cache[one].size for one in self._pinned) + entry.size > self.max_bytes:
                     return False
@@ -513,30 +513,11 @@ def reset_global_pattern_cache() -> None:
 
 
 def _reset(cache: PatternCache) -> None:
-    settings = {
-        "max_size": _number_from("PATTERN_CACHE_MAX_SIZE", cache._size_of_global),
-        "max_bytes": _number_from("PATTERN_CACHE_MAX_BYTES", _GLOBAL_BYTES),
-        "enable_profiling": _flag_from("PATTERN_CACHE_ENABLE_PROFILING"),
-    }
+    settings = environment.pattern_cache_settings(cache._size_of_global)
     with LOCK:
         cache.clear()
         for name, value in settings.items():
             setattr(cache, name, value)
-
-
-def _number_from(variable: str, default: int) -> int:
-    stated = os.environ.get(variable, str(default))
-    try:
-        return check_whole(variable, int(stated), least=1)
-    except ValueError:
-        raise ValueError(f"{variable} must be a whole number of at least 1, got {stated!r}") from None
-
-
-def _flag_from(variable: str) -> bool:
-    stated = os.environ.get(variable, "0")
-    if stated not in ("0", "1", ""):
-        raise ValueError(f"{variable} must be 0 or 1, got {stated!r}")
-    return stated == "1"
 
 
 def refuse_device(default: Any) -> None:

@@ -4,8 +4,8 @@ from dilated_attention_pytorch.parallel.attention import sharded_dilated_attenti
 from dilated_attention_pytorch.parallel.costs import Scheme, branch_traffic, choose_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
+from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.names import (
-    AcrossRanks,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     DistributedImprovedDilatedAttention,

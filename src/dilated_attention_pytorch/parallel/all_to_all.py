@@ -19,9 +19,10 @@ from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.call import Call, Inputs, Saved
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, Grads, Pass, sum_dtype
+from dilated_attention_pytorch.kernels.engine import lse_dtype
+from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, Pass
 from dilated_attention_pytorch.parallel.group import Mail, Posted
-from dilated_attention_pytorch.parallel.wire import Block, GridRows
+from dilated_attention_pytorch.parallel.wire import GridRows, HeldRows
 
 Parcels = list[list[dict[int, Tensor]]]
 """Packed rows by swap, by parcel (tensors of one dtype are packed together), and by rank."""
@@ -29,20 +30,20 @@ Parcels = list[list[dict[int, Tensor]]]
 
 @dataclass(frozen=True)
 class _Swap:
-    """A shared segment: blocks by rank, each of the rows of one rank and the heads that another computes."""
+    """A shared segment, by rank: rows of one rank, of the heads that another rank computes."""
 
     number: int
-    away: dict[int, Block]  # this rank's rows of the heads that each rank computes
-    here: dict[int, Block]  # each rank's rows of the heads that this rank computes
+    away: dict[int, HeldRows]  # this rank's rows of the heads that each rank computes
+    here: dict[int, HeldRows]  # each rank's rows of the heads that this rank computes
 
     def joined(self, packed: Sequence[dict[int, Tensor]], like: Sequence[Sequence[Tensor]]) -> Iterator[_Joined]:
         """The rows of all ranks, by offset of the heads that are computed here."""
         parts = {
-            rank: [block.unpack(parcel[rank], tensors) for parcel, tensors in zip(packed, like)]
-            for rank, block in self.here.items()
+            rank: [held.unpack(parcel[rank], tensors) for parcel, tensors in zip(packed, like)]
+            for rank, held in self.here.items()
         }
-        for offset in sorted({offset for block in self.here.values() for offset in block}):
-            holders = [rank for rank, block in self.here.items() if offset in block]
+        for offset in sorted({offset for held in self.here.values() for offset in held}):
+            holders = [rank for rank, held in self.here.items() if offset in held]
             first, *_, last = (self.here[rank][offset] for rank in (holders[0], *holders))
             grid = range(first.grid.start, last.grid.stop, first.grid.step)
             rows = GridRows(first.rows, grid, first.heads, first.kv_heads)
@@ -61,7 +62,7 @@ class _Joined:
     tensors: list[Tensor]
 
     def split(self, result: Tensor, views: dict[int, dict[int, list[Tensor]]], column: int) -> None:
-        """Write a result of all rows into each rank's packed block."""
+        """Write a result of all rows into each rank's packed rows."""
         for rank, part in zip(self.lengths, result.split(list(self.lengths.values()), 1)):
             views[rank][self.offset][column].copy_(part)
 
@@ -87,8 +88,8 @@ class AllToAll(Exchange):
         self.swaps = [
             _Swap(
                 number,
-                {rank: Block(wire, segment, me, wire.head_share(segment, rank)) for rank in segment.ranks},
-                {rank: Block(wire, segment, rank, wire.head_share(segment, me)) for rank in segment.ranks},
+                {rank: HeldRows(wire, segment, me, wire.head_share(segment, rank)) for rank in segment.ranks},
+                {rank: HeldRows(wire, segment, rank, wire.head_share(segment, me)) for rank in segment.ranks},
             )
             for number, segment in self.segments
         ]
@@ -96,13 +97,13 @@ class AllToAll(Exchange):
     def begin(self, x: Pass) -> _Moving:
         first, parcels = self.first[self.ranks.rank], _sent(x)
         mine = [
-            [{rank: block.pack(tensors, first, x.take) for rank, block in swap.away.items()} for tensors in parcels]
+            [{rank: held.pack(tensors, first, x.take) for rank, held in swap.away.items()} for tensors in parcels]
             for swap in self.swaps
         ]
         return self._move(mine, [swap.here for swap in self.swaps], parcels, 0, x)
 
     def _move(
-        self, mine: Parcels, blocks: list[dict[int, Block]], like: Sequence[Sequence[Tensor]], step: int, x: Pass
+        self, mine: Parcels, blocks: list[dict[int, HeldRows]], like: Sequence[Sequence[Tensor]], step: int, x: Pass
     ) -> _Moving:
         """Send each parcel to its rank and receive `blocks` like it; what is for this rank itself stays."""
         me = self.ranks.rank
@@ -111,7 +112,7 @@ class AllToAll(Exchange):
             came = []
             for number, (parcel, tensors) in enumerate(zip(parcels, like)):
                 tag = self.tag(swap.number, step + number)
-                buffers = {rank: block.buffer(tensors, x.take) for rank, block in theirs.items() if rank != me}
+                buffers = {rank: held.buffer(tensors, x.take) for rank, held in theirs.items() if rank != me}
                 sends += [Mail(rank, buffer, tag) for rank, buffer in parcel.items() if rank != me]
                 receives += [Mail(rank, buffer, tag) for rank, buffer in buffers.items()]
                 came.append({**buffers, me: parcel[me]})
@@ -120,21 +121,21 @@ class AllToAll(Exchange):
 
     def _return(
         self, results: Parcels, like: Sequence[Sequence[Tensor]], x: Pass
-    ) -> Iterator[tuple[Block, list[Tensor]]]:
+    ) -> Iterator[tuple[HeldRows, list[Tensor]]]:
         """Send results to the ranks whose rows they are of; what came of this rank's rows, block by block."""
         moving = self._move(results, [swap.away for swap in self.swaps], like, len(_sent(x)), x)
         for swap, parcels in zip(self.swaps, moving.settle(x)):
-            for rank, block in swap.away.items():
-                yield block, [parcel[rank] for parcel in parcels]
+            for rank, held in swap.away.items():
+                yield held, [parcel[rank] for parcel in parcels]
             x.take.give_back(*(buffer for parcel in parcels for buffer in parcel.values()))
 
     def _computed(self, begun: _Moving, like: Sequence[Sequence[Tensor]], x: Pass, compute: Any) -> Parcels:
         """Results of `compute(rows, tensors)` for the rows of all ranks, packed for each of them."""
         results = []
         for swap, packed in zip(self.swaps, begun.settle(x)):
-            made = [{rank: block.buffer(tensors, x.take) for rank, block in swap.here.items()} for tensors in like]
+            made = [{rank: held.buffer(tensors, x.take) for rank, held in swap.here.items()} for tensors in like]
             views = [
-                {rank: block.unpack(parcel[rank], tensors) for rank, block in swap.here.items()}
+                {rank: held.unpack(parcel[rank], tensors) for rank, held in swap.here.items()}
                 for parcel, tensors in zip(made, like)
             ]
             for joined in swap.joined(packed, _sent(x)):
@@ -149,41 +150,41 @@ class AllToAll(Exchange):
     def end_forward(self, begun: _Moving, x: Pass, out: Tensor, lse: Tensor) -> None:
         like, first = ((x.q,), (lse,)), self.first[self.ranks.rank]
         results = self._computed(begun, like, x, functools.partial(self._attend, x))
-        for block, packed in self._return(results, like, x):
-            parts = [block.unpack(buffer, tensors) for buffer, tensors in zip(packed, like)]
-            for offset, rows in block.items():
+        for held, packed in self._return(results, like, x):
+            parts = [held.unpack(buffer, tensors) for buffer, tensors in zip(packed, like)]
+            for offset, rows in held.items():
                 (found_out,), (found_lse,) = (part[offset] for part in parts)
                 merge_(rows.view(out, first), rows.view(lse, first), found_out.to(out.dtype), found_lse)
 
-    def end_backward(self, begun: _Moving, x: BackwardPass, grads: Grads) -> None:
+    def end_backward(self, begun: _Moving, x: BackwardPass, grads: Sequence[Tensor]) -> None:
         results = self._computed(begun, (grads,), x, functools.partial(self._gradients, x))
-        for block, (packed,) in self._return(results, (grads,), x):
-            block.add_to(grads, packed, self.first[self.ranks.rank])
+        for held, (packed,) in self._return(results, (grads,), x):
+            held.add_to(grads, packed, self.first[self.ranks.rank])
 
     def _attend(self, x: Pass, rows: GridRows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Dense attention among all rows of a grid."""
         if x.seed is not None:  # dropout depends on the positions
-            out = torch.zeros(q.shape, dtype=sum_dtype(q), device=q.device)
+            out = torch.zeros(q.shape, dtype=lse_dtype(q.dtype), device=q.device)
             lse = out.new_full(q.shape[:-1], -torch.inf)
-            self.attend(x, rows, (q, k, v), [rows.grid], out, lse, self.call.is_causal)
+            self.attend(x, (q, k, v), self.dense(x, rows, [rows.grid], self.call.is_causal), out, lse)
             return out, lse
-        out, lse = op.partial(self._dense(q), Inputs(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)), x.resources)
+        out, lse = op.partial(self._dense_call(q), Inputs(q.flatten(2, 3), k.squeeze(3), v.squeeze(3)), x.resources)
         return out.view(q.shape), lse.reshape(q.shape[:-1])
 
     def _gradients(
         self, x: BackwardPass, rows: GridRows, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor
-    ) -> Grads:
+    ) -> tuple[Tensor, ...]:
         if x.seed is not None:
             dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-            dk, dv = self.gradients(x, rows, dq, (q, k, v, do, lse, delta), [rows.grid], self.call.is_causal)
-            return dq, dk, dv
+            block = self.dense(x, rows, [rows.grid], self.call.is_causal)
+            return dq, *self.gradients(x, (q, k, v, do, delta, lse), block, dq)
         # An engine subtracts the lse's gradient from sum(do * out): with no out, it is given delta that way.
         flat_do, flat_q, minus_delta, flat_lse = (y.flatten(2, 3) for y in (do, q, -delta, lse))
         saved = Saved(Inputs(flat_q, k.squeeze(3), v.squeeze(3)), torch.zeros_like(flat_do), flat_lse)
-        dq, dk, dv = op.gradients(self._dense(q), saved, flat_do, minus_delta, x.resources)
+        dq, dk, dv = op.gradients(self._dense_call(q), saved, flat_do, minus_delta, x.resources)
         return dq.view(q.shape), dk.unsqueeze(3), dv.unsqueeze(3)
 
-    def _dense(self, q: Tensor) -> Call:
+    def _dense_call(self, q: Tensor) -> Call:
         return _dense_call(q.shape[1], self.call.is_causal, self.scale, self.call.allow_tf32, self.call.backend)
 
 

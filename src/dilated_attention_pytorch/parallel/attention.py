@@ -288,7 +288,7 @@ def _schedule(
     if ranks.rank == 0:
         longest = max((stop - start for _, start, stop in documents), default=0)
         warn_of_reach(call.spec, longest, (call.total_heads or heads) * kv_heads // heads)
-    pieces = shards.pieces_of(ranks.rank)
+    chunks = shards.chunks_of(ranks.rank)
     table = call.offsets(heads, kv_heads)
     exchanges: list[Exchange] = []
     elsewhere = set()
@@ -300,18 +300,18 @@ def _schedule(
             check_gathered(scheme, wire, segments, budget, "a block layout", "leave sparse_config out")
         if chosen in ("all_to_all", "sparse"):
             elsewhere.add(index)
-        mine = [(number, segment) for number, segment in enumerate(segments) if {*pieces} & {*segment.ranks}]
+        mine = [(number, segment) for number, segment in enumerate(segments) if {*chunks} & {*segment.ranks}]
         if mine:
             exchanges.append(_EXCHANGES[chosen](call, index, wire, mine, ranks))
     found = [
-        (piece, local)
-        for piece in pieces
-        for local in local_calls(call.spec, table, shards, documents, batch, piece, frozenset(elsewhere))
+        (chunk, local)
+        for chunk in chunks
+        for local in local_calls(call.spec, table, shards, documents, batch, chunk, frozenset(elsewhere))
     ]
     partial = bool(exchanges) or len(found) > 1 or any(len(local.at) < shape[1] for _, local in found)
     calls = []
-    for piece, local in sorted(found, key=lambda one: -len(one[1].at)):
-        before, position = shards.held_at(piece).start, shards.bounds(piece)[0] + local.at.start
+    for chunk, local in sorted(found, key=lambda one: -len(one[1].at)):
+        before, position = shards.held_at(chunk).start, shards.bounds(chunk)[0] + local.at.start
         own = replace(call, table=local.table, first_position=position, partial=partial)
         spans = None if local.spans is None else torch.tensor(local.spans, device=device)
         layout = None

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from dilated_attention_pytorch.core.checks import NOT_NEGATIVE, check_choice, check_whole, checked
 from dilated_attention_pytorch.parallel.gather import Round, gather_rounds
 from dilated_attention_pytorch.parallel.ring import ring_rounds
-from dilated_attention_pytorch.parallel.sharding import SharedSegment, check_token_layout, held_pieces
+from dilated_attention_pytorch.parallel.sharding import SharedSegment, check_token_layout
 from dilated_attention_pytorch.parallel.wire import Traffic, Wire
 
 Scheme = Literal["auto", "gather", "ring", "all_to_all"]
@@ -35,7 +35,7 @@ def branch_traffic(
             traffic += _all_to_all(wire, segment, rank, backward)
             continue
         for one in _rounds(scheme, wire, segment, rank):
-            sent, received, returned = (_bytes(wire, segment, pieces) for pieces in one)
+            sent, received, returned = (_bytes(wire, segment, chunks) for chunks in one)
             traffic += Traffic(sent, received)
             if backward:  # the rows come again, and their gradients go back
                 traffic += Traffic(_summed(wire, received), _summed(wire, returned))
@@ -56,17 +56,17 @@ def gathered_bytes(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> 
 
 
 def _shared_by(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> list[SharedSegment]:
-    return [segment for segment in segments if held_pieces(wire.shards, segment, rank)]
+    return [segment for segment in segments if segment.chunks_of(rank)]
 
 
 def _rounds(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
     plan = {"gather": gather_rounds, "ring": ring_rounds}[scheme]
-    return plan(wire.shards, segment, rank, wire.is_causal)
+    return plan(segment, rank, wire.is_causal)
 
 
 def _bytes(wire: Wire, segment: SharedSegment, messages: Sequence[tuple[int, int]]) -> int:
     """The bytes of K and V in some messages."""
-    return sum(2 * wire.bytes_of(segment, piece) for piece, _ in messages)
+    return sum(2 * wire.bytes_of(segment, chunk) for chunk, _ in messages)
 
 
 def _summed(wire: Wire, size: int) -> int:
@@ -76,7 +76,7 @@ def _summed(wire: Wire, size: int) -> int:
 
 def _buffers_of_rounds(scheme: str, wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:
     rounds = _rounds(scheme, wire, segment, rank)
-    held = sum(2 * wire.bytes_of(segment, piece) for piece in {piece for piece, _ in rounds[0].sends})
+    held = sum(2 * wire.bytes_of(segment, chunk) for chunk in {chunk for chunk, _ in rounds[0].sends})
     received = [_bytes(wire, segment, one.receives) for one in rounds]
     most = held + received[0]
     returning = 0  # gradients of the round before, on their way

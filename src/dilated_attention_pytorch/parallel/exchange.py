@@ -17,9 +17,13 @@ from dilated_attention_pytorch.core.pool import Loans
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.kernels import blocks
 from dilated_attention_pytorch.kernels.blocks import Block, Keep
+from dilated_attention_pytorch.kernels.engine import lse_dtype
 from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 from dilated_attention_pytorch.parallel.wire import GridRows, Wire
+
+BlockOf = Callable[[int], Block]
+"""What the rows of a query head see, by its number among the heads of its key/value head."""
 
 
 @dataclass
@@ -53,10 +57,6 @@ class BackwardPass(Pass):
         return delta if self.through_lse is None else delta - self.through_lse
 
 
-Grads = tuple[Tensor, Tensor, Tensor]
-"""dq, dk and dv."""
-
-
 class Exchange:
     """What one branch's shared segments need of other ranks: `begin` starts the messages, `end_` waits for them.
 
@@ -70,9 +70,9 @@ class Exchange:
         self.call, self.index, self.wire, self.segments, self.ranks = call, index, wire, segments, ranks
         self.scale = call.softmax_scale(wire.head_dim)
         shards = wire.shards
-        # The position of token 0 of the rank's tensors, if all of them were in this piece.
+        # The position of token 0 of the rank's tensors, if all of them were in this chunk.
         self.first = {
-            piece: shards.bounds(piece)[0] - shards.held_at(piece).start for piece in shards.pieces_of(ranks.rank)
+            chunk: shards.bounds(chunk)[0] - shards.held_at(chunk).start for chunk in shards.chunks_of(ranks.rank)
         }
 
     def tag(self, number: int, step: int) -> int:
@@ -90,9 +90,53 @@ class Exchange:
         """Merge what this rank's rows see of the segments into `out` and `lse`."""
         raise NotImplementedError
 
-    def end_backward(self, begun: Any, x: BackwardPass, grads: Grads) -> None:
+    def end_backward(self, begun: Any, x: BackwardPass, grads: Sequence[Tensor]) -> None:
         """Add to the gradients of the rank's q, k and v."""
         raise NotImplementedError
+
+    def attend(
+        self, x: Pass, inputs: Sequence[Tensor], block: BlockOf, out: Tensor, lse: Tensor, lead: int = 0
+    ) -> None:
+        """Merge what query rows `(S, M, heads, groups, D)` see of keys `(S, M', heads, 1, D)` into their out and lse.
+
+        `inputs` are q, k and v. A block counts `lead` rows before the first query row.
+        """
+        q, k, v = inputs
+        for g in range(self.wire.groups):
+            with x.resources.workspaces() as take:
+                rows = _after(lead, q[:, :, :, g])
+                found = blocks.partial(rows, k.squeeze(3), v.squeeze(3), block(g), take)
+                merge_(out[:, :, :, g], lse[:, :, :, g], *(y[:, lead:] for y in found))
+
+    def gradients(
+        self, x: BackwardPass, inputs: Sequence[Tensor], block: BlockOf, dq: Tensor, lead: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Add to `dq` of query rows, and give dk and dv of the keys that they see, which `x.take` lends.
+
+        `inputs` are q, k, v, do, delta, lse, and the merged out, if there is one.
+        """
+        q, k, v, do, delta, lse, *merged = inputs
+        dk, dv = (x.take(y.shape, dtype=lse.dtype, device=y.device).zero_() for y in (k, v))
+        for g in range(self.wire.groups):
+            of_group = [_after(lead, y[:, :, :, g]) for y in (do, q, delta, lse, *merged)]
+            do_rows, q_rows, delta_rows, lse_rows, *out_rows = of_group
+            out = out_rows[0] if out_rows and x.through_lse is None else None
+            with x.resources.workspaces() as take:
+                found = blocks.gradients(
+                    do_rows, q_rows, k.squeeze(3), v.squeeze(3), out, delta_rows, lse_rows, block(g), take
+                )
+                dq[:, :, :, g] += found.query[:, lead:]
+                dk.squeeze(3).add_(found.key)
+                dv.squeeze(3).add_(found.value)
+        return dk, dv
+
+    def dense(self, x: Pass, rows: GridRows, keys: Sequence[range], is_causal: bool = False) -> BlockOf:
+        """Query rows that see keys at these positions: all of them, or under causality those that are not later."""
+        if x.seed is None:
+            block = Block(self.scale, is_causal)
+            return lambda group: block
+        i, j = positions([rows.grid], x.seed.device), positions(keys, x.seed.device)
+        return lambda group: Block(self.scale, is_causal, self.keep(x, rows, group, i.__getitem__, j.__getitem__))
 
     def keep(
         self, x: Pass, rows: GridRows, group: int, queries: Callable[[Tensor], Tensor], keys: Callable[[Tensor], Tensor]
@@ -103,7 +147,7 @@ class Exchange:
         """
         if x.seed is None:
             return None
-        seed, call, dtype = x.seed, self.call, sum_dtype(x.q)
+        seed, call, dtype = x.seed, self.call, lse_dtype(x.q.dtype)
         batch_rows = positions([rows.rows], seed.device)
         heads = positions([rows.heads], seed.device) * self.wire.groups + group + call.head_offset
 
@@ -122,66 +166,11 @@ class Exchange:
 
         return keep
 
-    def attend(
-        self,
-        x: Pass,
-        rows: GridRows,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        keys: Sequence[range],
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool = False,
-    ) -> None:
-        """Merge what query rows `(S, M, heads, groups, D)` see of keys `(S, M', heads, 1, D)` into their out and lse.
-
-        `inputs` are q, k and v; `keys` are the positions of the keys. The rows see all of them, or under causality
-        those that are not later.
-        """
-        q, k, v = inputs
-        for g in range(self.wire.groups):
-            keep = self._keep_at(x, rows, g, keys)
-            with x.resources.workspaces() as take:
-                block = Block(self.scale, is_causal, keep)
-                found = blocks.partial(q[:, :, :, g], k.squeeze(3), v.squeeze(3), block, take)
-                merge_(out[:, :, :, g], lse[:, :, :, g], *found)
-
-    def gradients(
-        self,
-        x: BackwardPass,
-        rows: GridRows,
-        dq: Tensor,
-        inputs: Sequence[Tensor],
-        keys: Sequence[range],
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Add to `dq` of query rows, and give dk and dv of the keys that they see, which `x.take` lends.
-
-        `inputs` are q, k, v, do, lse, delta, and the merged out, if there is one.
-        """
-        q, k, v, do, lse, delta, *merged = inputs
-        dk, dv = (x.take(y.shape, dtype=sum_dtype(y), device=y.device).zero_() for y in (k, v))
-        k, v = k.squeeze(3), v.squeeze(3)
-        for g in range(self.wire.groups):
-            keep = self._keep_at(x, rows, g, keys)
-            out = merged[0][:, :, :, g] if merged and x.through_lse is None else None
-            do_g, q_g, lse_g, delta_g = (y[:, :, :, g] for y in (do, q, lse, delta))
-            with x.resources.workspaces() as take:
-                block = Block(self.scale, is_causal, keep)
-                found = blocks.gradients(do_g, q_g, k, v, out, delta_g, lse_g, block, take)
-                for total, grad in zip((dq[:, :, :, g], dk.squeeze(3), dv.squeeze(3)), found):
-                    total += grad
-        return dk, dv
-
-    def _keep_at(self, x: Pass, rows: GridRows, group: int, keys: Sequence[range]) -> Keep | None:
-        if x.seed is None:
-            return None
-        i, j = positions([rows.grid], x.seed.device), positions(keys, x.seed.device)
-        return self.keep(x, rows, group, i.__getitem__, j.__getitem__)
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
 
 def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
+
+
+def _after(lead: int, x: Tensor) -> Tensor:
+    """Rows `(S, M, ...)` after `lead` rows of zeros."""
+    return x if lead == 0 else torch.cat([x.new_zeros((x.shape[0], lead, *x.shape[2:])), x], 1)

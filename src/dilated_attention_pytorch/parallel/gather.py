@@ -2,7 +2,7 @@
 
 Forward, each rank sends its packed rows to the ranks that see them: `2(R - 1)u` bytes arrive. Backward, the rows come
 again rather than being kept, and each rank sends the gradients that it finds back to the rows' owners, who add them up.
-A rank that holds several pieces of a segment attends from each of them, also to its own other pieces.
+A rank that holds several chunks of a segment attends from each of them, also to its own other chunks.
 """
 
 from __future__ import annotations
@@ -14,28 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, Grads, Pass
+from dilated_attention_pytorch.parallel.exchange import BackwardPass, BlockOf, Exchange, Pass
 from dilated_attention_pytorch.parallel.group import Mail, Posted
-from dilated_attention_pytorch.parallel.sharding import (
-    Shards,
-    SharedSegment,
-    addressees,
-    fetched_pieces,
-    held_pieces,
-    sources,
-)
-from dilated_attention_pytorch.parallel.wire import Block, GridRows
+from dilated_attention_pytorch.parallel.sharding import SharedSegment
+from dilated_attention_pytorch.parallel.wire import GridRows, HeldRows
 
 Buffers = dict[int, Tensor]
-"""Packed rows by the piece that holds them."""
+"""Packed rows by the chunk that holds them."""
 Parts = dict[int, dict[int, list[Tensor]]]
-"""Unpacked rows by piece and offset."""
+"""Unpacked rows by chunk and offset."""
 
 
 class Round(NamedTuple):
-    """Messages of one rank that are under way together: pieces, and the ranks that they go to or come from.
+    """Messages of one rank that are under way together: chunks, and the ranks that they go to or come from.
 
-    Backward, the gradients of the pieces that came go to their owners, and those of the rank's own pieces return.
+    Backward, the gradients of the chunks that came go to their owners, and those of the rank's own chunks return.
     """
 
     sends: list[tuple[int, int]]
@@ -43,26 +36,38 @@ class Round(NamedTuple):
     returns: list[tuple[int, int]]
 
 
-def gather_rounds(shards: Shards, segment: SharedSegment, rank: int, is_causal: bool) -> list[Round]:
-    """All pieces in one round, from their owners."""
-    held = held_pieces(shards, segment, rank)
-    sends = [(piece, to) for piece in held for to in addressees(shards, segment, piece, is_causal)]
-    fetched = fetched_pieces(shards, segment, rank, is_causal)
-    return [Round(sends, [(piece, shards.rank_of(piece)) for piece in fetched], sends)]
+def gather_rounds(segment: SharedSegment, rank: int, is_causal: bool) -> list[Round]:
+    """All chunks in one round, from their owners."""
+    sends = [(chunk, to) for chunk in segment.chunks_of(rank) for to in segment.viewers(chunk, is_causal)]
+    receives = [(chunk, segment.shards.rank_of(chunk)) for chunk in segment.fetched_by(rank, is_causal)]
+    return [Round(sends, receives, returns=sends)]
 
 
 @dataclass(frozen=True)
 class Share:
-    """A shared segment as one rank sees it; blocks by piece."""
+    """A shared segment as one rank sees it, by chunk."""
 
     number: int
     segment: SharedSegment
-    own: dict[int, Block]
-    seen: dict[int, Block]  # of other ranks
+    own: dict[int, HeldRows]
+    seen: dict[int, HeldRows]  # of other ranks
     rounds: list[Round]
 
     def round(self, number: int) -> Round:
         return self.rounds[number] if number < len(self.rounds) else Round([], [], [])
+
+
+class Seen(NamedTuple):
+    """Keys and values `(S, M, heads, 1, D)` that queries of one chunk see, at one offset."""
+
+    chunk: int
+    offset: int
+    rows: GridRows  # of the queries
+    k: Tensor
+    v: Tensor
+    holders: dict[int, int]  # how many of the keys each chunk of the segment holds, in order
+    block: BlockOf
+    lead: int = 0  # rows of the block before the first query
 
 
 @dataclass
@@ -87,12 +92,12 @@ class Gather(Exchange):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        wire, shards, rank = self.wire, self.wire.shards, self.ranks.rank
+        wire, rank = self.wire, self.ranks.rank
         self.shares = []
         for number, segment in self.segments:
-            rounds = self.plan_rounds(shards, segment, rank, wire.is_causal)
-            own = {piece: Block(wire, segment, piece) for piece in held_pieces(shards, segment, rank)}
-            seen = {piece: Block(wire, segment, piece) for one in rounds for piece, _ in one.receives}
+            rounds = self.plan_rounds(segment, rank, wire.is_causal)
+            own = {chunk: HeldRows(wire, segment, chunk) for chunk in segment.chunks_of(rank)}
+            seen = {chunk: HeldRows(wire, segment, chunk) for one in rounds for chunk, _ in one.receives}
             self.shares.append(Share(number, segment, own, seen, rounds))
         self.rounds = max(len(share.rounds) for share in self.shares)
 
@@ -103,8 +108,8 @@ class Gather(Exchange):
     def begin(self, x: Pass) -> Moving:
         held = []
         for share in self.shares:
-            leaving = dict.fromkeys(piece for piece, _ in share.round(0).sends)
-            held.append({piece: share.own[piece].pack(self.sent(x), self.first[piece], x.take) for piece in leaving})
+            leaving = dict.fromkeys(chunk for chunk, _ in share.round(0).sends)
+            held.append({chunk: share.own[chunk].pack(self.sent(x), self.first[chunk], x.take) for chunk in leaving})
         return self._post(0, held, x)
 
     def _post(self, number: int, held: list[Buffers], x: Pass) -> Moving:
@@ -112,9 +117,9 @@ class Gather(Exchange):
         sends, receives, received = [], [], []
         for share, mine in zip(self.shares, held):
             one = share.round(number)
-            buffers = {piece: share.seen[piece].buffer(self.sent(x), x.take) for piece, _ in one.receives}
-            sends += [Mail(to, mine[piece], self.tag(share.number, piece)) for piece, to in one.sends]
-            receives += [Mail(rank, buffers[piece], self.tag(share.number, piece)) for piece, rank in one.receives]
+            buffers = {chunk: share.seen[chunk].buffer(self.sent(x), x.take) for chunk, _ in one.receives}
+            sends += [Mail(to, mine[chunk], self.tag(share.number, chunk)) for chunk, to in one.sends]
+            receives += [Mail(rank, buffers[chunk], self.tag(share.number, chunk)) for chunk, rank in one.receives]
             received.append(buffers)
         return Moving(self.post(sends, receives, x), held, received)
 
@@ -129,90 +134,83 @@ class Gather(Exchange):
     def end_forward(self, begun: Moving, x: Pass, out: Tensor, lse: Tensor) -> None:
         for _, received in self._arrivals(begun, x):
             for share, buffers in zip(self.shares, received):
-                self.merge_rows(share, buffers, x, out, lse)
+                self._merge(share, buffers, x, out, lse)
 
-    def end_backward(self, begun: Moving, x: BackwardPass, grads: Grads) -> None:
+    def _merge(self, share: Share, buffers: Buffers, x: Pass, out: Tensor, lse: Tensor) -> None:
+        """Merge what the rank's rows of a segment see; no view of the rows that came outlives this."""
+        for seen in self.seen(share, buffers, x):
+            q, own_out, own_lse = (seen.rows.view(y, self.first[seen.chunk]) for y in (x.q, out, lse))
+            self.attend(x, (q, seen.k, seen.v), seen.block, own_out, own_lse, seen.lead)
+
+    def end_backward(self, begun: Moving, x: BackwardPass, grads: Sequence[Tensor]) -> None:
         dq, *own = grads
-        returning: list[tuple[Block, int, Tensor]] = []
+        returning: list[tuple[HeldRows, int, Tensor]] = []
         sent: list[Mail] = []
         posted = self.post((), (), x)
 
         def settle() -> None:
             posted.wait()
             x.take.give_back(*(mail.buffer for mail in sent))
-            for block, piece, buffer in returning:
-                block.add_to(own, buffer, self.first[piece])
+            for held, chunk, buffer in returning:
+                held.add_to(own, buffer, self.first[chunk])
                 x.take.give_back(buffer)
 
         for number, received in self._arrivals(begun, x):
             found, back = [], []
             for share, buffers in zip(self.shares, received):
                 found += self._found(share, buffers, x, dq, own)
-                back += [(share, piece, rank) for piece, rank in share.round(number).returns]
+                back += [(share, chunk, rank) for chunk, rank in share.round(number).returns]
             settle()
             sent = found
-            returning = [(share.own[piece], piece, share.own[piece].buffer(own, x.take)) for share, piece, _ in back]
+            returning = [(share.own[chunk], chunk, share.own[chunk].buffer(own, x.take)) for share, chunk, _ in back]
             receives = [
-                Mail(rank, buffer, self.tag(share.number, piece))
-                for (share, piece, rank), (_, _, buffer) in zip(back, returning)
+                Mail(rank, buffer, self.tag(share.number, chunk))
+                for (share, chunk, rank), (_, _, buffer) in zip(back, returning)
             ]
             posted = self.post(sent, receives, x)
         settle()
 
     def _found(self, share: Share, buffers: Buffers, x: BackwardPass, dq: Tensor, own: Sequence[Tensor]) -> list[Mail]:
         """The gradients of the rows that came, to be sent to their owners; those of the rank's own rows are added."""
-        packed = {piece: share.seen[piece].buffer(own, x.take).zero_() for piece in buffers}
-        into = {piece: share.seen[piece].unpack(buffer, own) for piece, buffer in packed.items()}
-        for offset, holders, found in self.found_gradients(share, buffers, x, dq):
-            for holder, *parts in zip(holders, *(grad.split(list(holders.values()), 1) for grad in found)):
+        packed = {chunk: share.seen[chunk].buffer(own, x.take).zero_() for chunk in buffers}
+        into = {chunk: share.seen[chunk].unpack(buffer, own) for chunk, buffer in packed.items()}
+        for seen in self.seen(share, buffers, x):
+            q, do, delta, lse, out, own_dq = (
+                seen.rows.view(y, self.first[seen.chunk]) for y in (x.q, x.do, x.delta, x.lse, x.out, dq)
+            )
+            inputs = (q, seen.k, seen.v, do, delta, lse, out)
+            found = self.gradients(x, inputs, seen.block, own_dq, seen.lead)
+            for holder, *parts in zip(seen.holders, *(grad.split(list(seen.holders.values()), 1) for grad in found)):
                 if holder in into:
-                    totals = into[holder][offset]
+                    totals = into[holder][seen.offset]
                 else:
-                    totals = [share.own[holder][offset].view(y, self.first[holder]) for y in own]
+                    totals = [share.own[holder][seen.offset].view(y, self.first[holder]) for y in own]
                 for total, part in zip(totals, parts):
                     total += part
             x.take.give_back(*found)
         rank_of = self.wire.shards.rank_of
-        return [Mail(rank_of(piece), buffer, self.tag(share.number, piece)) for piece, buffer in packed.items()]
+        return [Mail(rank_of(chunk), buffer, self.tag(share.number, chunk)) for chunk, buffer in packed.items()]
 
-    def merge_rows(self, share: Share, buffers: Buffers, x: Pass, out: Tensor, lse: Tensor) -> None:
-        """Merge what this rank's rows of a segment see of the rows that came."""
-        for piece, _, rows, k, v, grids in self._joined(share, buffers, x):
-            q, own_out, own_lse = (rows.view(y, self.first[piece]) for y in (x.q, out, lse))
-            self.attend(x, rows, (q, k, v), [*grids.values()], own_out, own_lse)
-
-    def found_gradients(
-        self, share: Share, buffers: Buffers, x: BackwardPass, dq: Tensor
-    ) -> Iterator[tuple[int, dict[int, int], tuple[Tensor, Tensor]]]:
-        """An offset, the number of its rows in each piece, and these rows' dk and dv in order; adds to dq."""
-        for piece, offset, rows, k, v, grids in self._joined(share, buffers, x):
-            q, do, lse, delta, out, own_dq = (
-                rows.view(y, self.first[piece]) for y in (x.q, x.do, x.lse, x.delta, x.out, dq)
-            )
-            found = self.gradients(x, rows, own_dq, (q, k, v, do, lse, delta, out), [*grids.values()])
-            yield offset, {holder: len(grid) for holder, grid in grids.items()}, found
-
-    def _joined(
-        self, share: Share, buffers: Buffers, x: Pass
-    ) -> Iterator[tuple[int, int, GridRows, Tensor, Tensor, dict[int, range]]]:
-        """The rank's own rows, by piece and offset, with all keys and values that they see, and the grids of these."""
+    def seen(self, share: Share, buffers: Buffers, x: Pass) -> Iterator[Seen]:
+        """What the rank's rows of a segment see of the rows that came, by chunk and offset."""
         parts = self.parts(share, buffers, x, with_own=len(share.own) > 1)
-        blocks = share.own | share.seen
-        for piece, own in share.own.items():
-            seen = [other for other in sources(share.segment, piece, self.wire.is_causal) if other in parts]
+        held = share.own | share.seen
+        for chunk, own in share.own.items():
+            others = [other for other in share.segment.sources(chunk, self.wire.is_causal) if other in parts]
             for offset, rows in own.items():
-                holders = [other for other in seen if offset in parts[other]]
-                if holders:
-                    k, v = (joined([parts[holder][offset][i] for holder in holders]) for i in range(2))
-                    yield piece, offset, rows, k, v, {holder: blocks[holder][offset].grid for holder in holders}
+                grids = {other: held[other][offset].grid for other in others if offset in parts[other]}
+                if grids:
+                    k, v = (joined([parts[holder][offset][i] for holder in grids]) for i in range(2))
+                    holders = {holder: len(grid) for holder, grid in grids.items()}
+                    yield Seen(chunk, offset, rows, k, v, holders, self.dense(x, rows, [*grids.values()]))
 
     def parts(self, share: Share, buffers: Buffers, x: Pass, *, with_own: bool) -> Parts:
         """The rows that came, and the rank's own."""
         like = self.sent(x)
-        found = {piece: share.seen[piece].unpack(buffer, like) for piece, buffer in buffers.items()}
-        for piece, block in share.own.items() if with_own else ():
-            first = self.first[piece]
-            found[piece] = {offset: [rows.view(y, first) for y in like] for offset, rows in block.items()}
+        found = {chunk: share.seen[chunk].unpack(buffer, like) for chunk, buffer in buffers.items()}
+        for chunk, held in share.own.items() if with_own else ():
+            first = self.first[chunk]
+            found[chunk] = {offset: [rows.view(y, first) for y in like] for offset, rows in held.items()}
         return found
 
 

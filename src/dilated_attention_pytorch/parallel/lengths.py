@@ -33,9 +33,9 @@ def joined_spans(shards: Shards, theirs: Sequence[Sequence[int]]) -> Tensor:
     joined = []
     for b in range(len(theirs[0]) // 2):
         valid = []
-        for piece, edge in enumerate(shards.edges[:-1]):
-            held = shards.held_at(piece)
-            start, end = theirs[shards.rank_of(piece)][2 * b : 2 * b + 2]
+        for chunk, edge in enumerate(shards.edges[:-1]):
+            held = shards.held_at(chunk)
+            start, end = theirs[shards.rank_of(chunk)][2 * b : 2 * b + 2]
             start, end = max(start, held.start), min(end, held.stop)
             if start < end:
                 valid.append((edge + start - held.start, edge + end - held.start))

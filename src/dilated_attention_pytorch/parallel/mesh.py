@@ -17,7 +17,8 @@ from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLa
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.lengths import PositionsAcrossRanks, SpansAcrossRanks, WholeMemory
-from dilated_attention_pytorch.parallel.names import AcrossRanks, RingAdvancedDistributedDilatedAttention
+from dilated_attention_pytorch.parallel.module import AcrossRanks
+from dilated_attention_pytorch.parallel.names import RingAdvancedDistributedDilatedAttention
 from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def parallelize(
         fsdp: settings of `fully_shard`, such as `mp_policy` or `offload_policy`.
 
     Gradients are averages over the ranks of `data` and `sequence`: let a rank's loss be the sum over its own tokens,
-    divided by the mean number of tokens a rank. Ranks along `tensor` must draw random numbers alike, others not.
+    divided by the mean number of tokens per rank. Ranks along `tensor` must draw the same random numbers.
     """
     check_mesh(mesh)
     found, error = {}, None

@@ -1,37 +1,31 @@
-"""The published names of attention across ranks: thin names over `sharded_dilated_attention`.
-
-Under a process group (the default group, or `group=` / `mesh=`) a module takes its rank's contiguous shard of the
-sequence and returns its rank's rows; on one rank it is its plain class. `cu_seqlens`, `seqlens` and `spans` describe
-the whole sequence, `key_padding_mask` the rank's own tokens.
-"""
+"""The published names of attention across ranks: thin names over `AcrossRanks`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, SIZE, check_tensor, checked
+from dilated_attention_pytorch.core.checks import COUNT, PROBABILITY, checked
 from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache
 from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.core.plans import PatternCache
 from dilated_attention_pytorch.core.profile import Profile
-from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
-from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
+from dilated_attention_pytorch.parallel.costs import Scheme
 from dilated_attention_pytorch.parallel.group import ALONE, Place, check_mesh
+from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.options import OPTIONS, RunOptions
 from dilated_attention_pytorch.parallel.plan import Job, make_plan
-from dilated_attention_pytorch.parallel.sharding import Shards, TokenLayout
+from dilated_attention_pytorch.parallel.sharding import Shards
 from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
 
 if TYPE_CHECKING:
@@ -39,140 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
-
-
-class AcrossRanks(DilatedAttention):
-    """Dilated attention whose tokens the ranks of `sequence` share, and whose heads the ranks of `heads` share.
-
-    Args:
-        sequence, heads: where to find the ranks; None if nothing is shared.
-        scheme: `gather`, `ring`, `all_to_all`, or `auto` to choose for each branch by its costs.
-        memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
-        token_layout: `contiguous` shards, or `zigzag`, which evens out causal work, by `gather` or `auto` only: a rank
-            holds an early and a late chunk, one after the other, in the order of `zigzag_order`.
-        use_pattern_cache: share plans and tables between calls; False makes them anew in every call.
-        enable_memory_pool: on several ranks, borrow message buffers and sums too; see `DilatedAttention`.
-        settings: passed on to the plain class.
-    """
-
-    @checked(memory_budget=SIZE)
-    def __init__(
-        self,
-        segment_lengths: Sequence[int] | None = None,
-        dilation_rates: Sequence[int] | None = None,
-        *,
-        sequence: Place | None,
-        heads: Place | None = None,
-        scheme: Scheme = "auto",
-        memory_budget: int = MEMORY_BUDGET,
-        token_layout: TokenLayout = "contiguous",
-        use_pattern_cache: bool = True,
-        **settings: Any,
-    ) -> None:
-        super().__init__(segment_lengths, dilation_rates, use_pattern_cache=use_pattern_cache, **settings)
-        check_scheme(scheme, token_layout)
-        self.sequence, self.heads = sequence, heads
-        self.scheme, self.memory_budget, self.token_layout = scheme, memory_budget, token_layout
-        for place in (sequence, heads):
-            if place is not None:
-                place.ranks()  # errors come when the module is made
-
-    @classmethod
-    def of(cls, plain: DilatedAttention, **places: Any) -> AcrossRanks:
-        """What `plain` computes, across ranks; `places` are the settings above.
-
-        Plans are shared between calls whether or not `plain` uses a cache: to make one takes longer than a call.
-        """
-        made = cls(
-            plain.segment_lengths,
-            plain.dilation_rates,
-            softmax_scale=plain.softmax_scale,
-            attention_dropout=plain.attention_dropout,
-            head_layout=plain.spec.head_layout,
-            backend=plain.backend,
-            allow_tf32=plain.allow_tf32,
-            enable_profiling=plain.enable_profiling,
-            enable_memory_pool=plain.enable_memory_pool,
-            lightweight_pool=plain.lightweight_pool,
-            **places,
-        )
-        made._stated, made._place = plain._stated, plain._place
-        return made.train(plain.training)
-
-    @property
-    def ring_size(self) -> int:
-        """The number of ranks that share the tokens."""
-        return 1 if self.sequence is None else self.sequence.ranks().size
-
-    def cleanup_buffers(self) -> None:
-        """Forget plans and layouts of earlier calls, and free the buffers that the memory pool holds idle."""
-        if self._pattern_cache is not None:
-            self._pattern_cache.forget("ring schedule")
-            if self.sparse_config is not None:
-                self._pattern_cache.forget("block layout")
-        if self._memory_pool is not None:
-            self._memory_pool.release_idle()
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        *,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        seqlens: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        spans: Tensor | None = None,
-    ) -> Tensor:
-        """The rank's rows `(B, L, H, D)` from its shard of query, key and value."""
-        lengths = {
-            "key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans,
-        }  # fmt: skip
-        if not self._is_shared:
-            return super().forward(query, key, value, is_causal, attn_mask=attn_mask, **lengths)
-        try:
-            refuse_dense_mask(attn_mask)
-            self._check_place(query)
-        except Exception as error:
-            self._raise_on_all(error)
-        with self._profiling():
-            return self.attend(query, key, value, is_causal=is_causal, **lengths)
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None, **lengths: Any
-    ) -> Tensor:
-        if not self._is_shared:
-            return super().attend(query, key, value, is_causal=is_causal, spans=spans)
-        sequence = ALONE if self.sequence is None else self.sequence.ranks()
-        share: dict[str, Any] = {"ranks": sequence}
-        try:
-            check_tensor("query", query)
-            check_tensor("key", key)
-            share["shard_lengths"] = sequence.lengths_of_model(query.shape[1])
-            if self.heads is not None and (heads := self.heads.ranks()).size > 1:
-                H = query.shape[2]
-                heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, lengths=(0,) * heads.size)
-                share |= {"head_offset": heads.rank * H, "total_heads": heads.size * H}
-        except Exception as error:
-            self._raise_on_all(error)
-        settings = self._settings(is_causal) | share | lengths
-        for name in ("scheme", "memory_budget", "token_layout"):
-            settings[name] = getattr(self, name)
-        out = sharded_dilated_attention(query, key, value, **settings, spans=spans)
-        assert isinstance(out, Tensor)
-        return out
-
-    @property
-    def _is_shared(self) -> bool:
-        return any(place is not None and place.ranks().size > 1 for place in (self.sequence, self.heads))
-
-    def _raise_on_all(self, error: Exception) -> NoReturn:
-        """Raise it once the ranks that share the tokens, or else the heads, know of it."""
-        places = (place.ranks() for place in (self.sequence, self.heads) if place is not None)
-        next(ranks for ranks in places if ranks.size > 1).agree({}, 0, error)
-        raise error
 
 
 class RingDilatedAttention(AcrossRanks):

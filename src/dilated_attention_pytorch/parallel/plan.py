@@ -1,7 +1,7 @@
-"""What one attention layer costs on any number of GPUs: bytes, memory and work, and the time that rates make of them.
+"""What one attention layer costs on any number of GPUs: bytes, memory and work, and the time they take at given rates.
 
-Bytes, messages and work come from the functions that the ranks themselves run on, with nothing to run. What needs a
-rate or a guess at how kernels work inside is kept apart, and called modelled.
+Bytes, messages and work are computed by the functions that the ranks themselves use. What needs a rate, or a guess at
+how kernels work inside, is kept apart and called modelled.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ from dilated_attention_pytorch.parallel.sharding import (
     TOKEN_LAYOUTS,
     Shards,
     SharedSegment,
-    fetched_pieces,
-    held_pieces,
     local_calls,
 )
 from dilated_attention_pytorch.parallel.wire import Traffic, Wire, wires_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# What kernels reach on an H200 in bfloat16 with heads of 64, and one 400-gigabit port a GPU.
+# What kernels reach on an H200 in bfloat16 with heads of 64, and one 400-gigabit port per GPU.
 TFLOPS, LINK_GBPS = 400.0, 400.0
 BACKWARD_WORK = 2.5  # of the forward's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """An attention layer, its sequence, and the machines: what `plan` is asked about.
+    """An attention layer, its sequence, and the machines that `make_plan` plans for.
 
-    `tflops` is what a GPU computes of attention's own FLOPs, `link_gbps` the gigabits a second that it sends while it
-    receives as many.
+    `tflops` is the rate at which a GPU computes attention's own FLOPs; `link_gbps` the gigabits per second that it
+    sends while it receives equally many.
     """
 
     spec: DilatedSpec
@@ -188,7 +186,7 @@ def make_plan(job: Job) -> Plan:
                 tuple(branch_traffic(schemes[index], wire, found, rank, backward=backward) for rank in everyone)
                 for backward in (False, True)
             ]
-        ranks = max((len({shards.rank_of(piece) for piece in segment.ranks}) for segment in found), default=1)
+        ranks = max((len({shards.rank_of(chunk) for chunk in segment.ranks}) for segment in found), default=1)
         branches.append(BranchPlan(branch, schemes.get(index) if ranks > 1 else None, ranks, *traffic))
     exchanges = [(index, schemes[index], wire, segments) for index, (segments, wire) in shared.items()]
     done = tuple(_rank(job, shards, branches, exchanges, rank) for rank in everyone)
@@ -205,7 +203,7 @@ def _rank(job: Job, shards: Shards, branches: Sequence[BranchPlan], exchanges: E
     both = training_bytes(tokens, job.heads, one, kv_heads=keys, itemsize=job.itemsize)
     mine = []
     for index, scheme, wire, segments in exchanges:
-        found = [segment for segment in segments if held_pieces(shards, segment, rank)]
+        found = [segment for segment in segments if segment.chunks_of(rank)]
         if found:
             mine.append((index, scheme, wire, found))
     messages = [
@@ -252,8 +250,8 @@ def _sums(job: Job, shards: Shards, mine: Exchanges, rank: int) -> int:
     documents = [(range(job.batch), 0, job.tokens)]
     calls = sorted(
         len(local.at)
-        for piece in shards.pieces_of(rank)
-        for local in local_calls(job.spec, table, shards, documents, job.batch, piece, swapped)
+        for chunk in shards.chunks_of(rank)
+        for local in local_calls(job.spec, table, shards, documents, job.batch, chunk, swapped)
     )
     whole = calls and calls[-1] == shards.tokens_of(rank)
     beside = max(calls[:-1] if whole else calls, default=0)
@@ -267,18 +265,18 @@ def _pairs(job: Job, shards: Shards, rank: int) -> int:
     pairs = 0
     for branch, offsets in zip(job.spec.branches, job.call.offsets(job.heads, job.key_heads)):
         for offset, heads in Counter(offsets).items():
-            for start, stop in map(shards.bounds, shards.pieces_of(rank)):
+            for start, stop in map(shards.bounds, shards.chunks_of(rank)):
                 seen = visible_pairs(branch, offset, job.tokens, is_causal=job.is_causal, start=start, stop=stop)
                 pairs += heads * seen
     return job.batch * pairs * (job.heads // job.key_heads)
 
 
 def _pairs_in(wire: Wire, segment: SharedSegment, rank: int, *, fetched: bool = False) -> int:
-    """The pairs of a rank's query rows in a shared segment: all, or those whose keys lie on other pieces."""
+    """The pairs of a rank's query rows in a shared segment: all, or those whose keys lie on other chunks."""
     pairs, length = 0, segment.stop - segment.start
     for offset, heads in Counter(o for o in wire.offsets if o is not None).items():
-        for piece in held_pieces(wire.shards, segment, rank):
-            start, stop = (position - segment.start for position in segment.held(wire.shards, piece))
+        for chunk in segment.chunks_of(rank):
+            start, stop = (position - segment.start for position in segment.held(chunk))
             earlier, until, every = (
                 grid_rows(position, wire.branch.dilation_rate, offset) for position in (start, stop, length)
             )
@@ -290,7 +288,7 @@ def _pairs_in(wire: Wire, segment: SharedSegment, rank: int, *, fetched: bool = 
 
 
 def _fetched_pairs(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> int:
-    """The pairs that a rank can compute only when rows of other pieces have come."""
+    """The pairs that a rank can compute only when rows of other chunks have come."""
     if scheme != "all_to_all":
         return _pairs_in(wire, segment, rank, fetched=True)
     share, length = wire.head_share(segment, rank), segment.stop - segment.start
@@ -308,16 +306,14 @@ def _workspace(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> in
     for offset, heads in Counter(o for o in wire.offsets if o is not None).items():
         width = len(segment.rows) * heads * wire.head_dim
         if scheme == "all_to_all":
-            rows = sum(len(segment.grid(wire.shards, piece, rate, offset)) for piece in segment.ranks)
+            rows = sum(len(segment.grid(chunk, rate, offset)) for chunk in segment.ranks)
             width = -(-width // len(segment.ranks))
             most = max(most, rows * width * (4 * wire.itemsize + 3 * wire.sum_itemsize))
             continue
-        sees = fetched_pieces(wire.shards, segment, rank, wire.is_causal)
-        blocks = [len(segment.grid(wire.shards, piece, rate, offset)) for piece in sees]
+        sees = segment.fetched_by(rank, wire.is_causal)
+        blocks = [len(segment.grid(chunk, rate, offset)) for chunk in sees]
         keys = max(blocks, default=0) if scheme == "ring" else sum(blocks)
-        queries = max(
-            len(segment.grid(wire.shards, piece, rate, offset)) for piece in held_pieces(wire.shards, segment, rank)
-        )
+        queries = max(len(segment.grid(chunk, rate, offset)) for chunk in segment.chunks_of(rank))
         copies = 2 * wire.itemsize if scheme == "gather" and len(blocks) > 1 else 0
         working = wire.sum_itemsize if wire.itemsize < wire.sum_itemsize else 0
         per_key = copies + 2 * working + 4 * wire.sum_itemsize  # k, v; their gradients, in all and of one call

@@ -8,10 +8,10 @@ gradients of a block to its owner. Under causality a block goes forward only, to
 from __future__ import annotations
 
 from dilated_attention_pytorch.parallel.gather import Gather, Round
-from dilated_attention_pytorch.parallel.sharding import Shards, SharedSegment
+from dilated_attention_pytorch.parallel.sharding import SharedSegment
 
 
-def ring_rounds(shards: Shards, segment: SharedSegment, rank: int, is_causal: bool) -> list[Round]:
+def ring_rounds(segment: SharedSegment, rank: int, is_causal: bool) -> list[Round]:
     """One block per round, from the rank before, which then goes on to the rank after; shards are contiguous."""
     ranks, size = segment.ranks, len(segment.ranks)
     at = ranks.index(rank)

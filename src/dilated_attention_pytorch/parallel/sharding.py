@@ -1,8 +1,8 @@
-"""Who holds what when a sequence is cut into pieces: pure mathematics, no tensors and no communication.
+"""Who holds what when a sequence is cut into shards: pure mathematics, no tensors and no communication.
 
-A rank holds one piece, its contiguous shard, or in the zigzag layout an early one and a late one. Positions are global.
-A branch's segment that lies inside one piece is that rank's own affair; one that a boundary cuts is *shared*, and each
-of its pieces holds some of its grid rows. Phases never restart at a piece: position `p` is on the grid when
+A rank's shard is one chunk of contiguous tokens, or in the zigzag layout an early and a late chunk. Positions are
+global. A segment that lies inside one chunk concerns its rank alone. A segment that a boundary cuts is *shared*: each
+of its chunks holds some of its grid rows. Phases never restart at a chunk: position `p` is on the grid when
 `(p - segment start) mod r` is the head's offset.
 """
 
@@ -32,10 +32,10 @@ TokenLayout = Literal["contiguous", "zigzag"]
 TOKEN_LAYOUTS: tuple[str, ...] = get_args(TokenLayout)
 
 Document = tuple[range, int, int]
-"""The batch rows it stands in, its start and its end."""
+"""Its batch rows, its start and its end."""
 
 Spans = tuple[tuple[int, int], ...]
-"""`(start, end)` of documents in tokens of the shard: one a batch row, or any number in a single row."""
+"""`(start, end)` of documents in tokens of the shard: one per batch row, or any number in a single row."""
 
 
 _LISTED = {"least": 0, "most": MOST_LISTED}  # tokens that are listed one by one
@@ -44,7 +44,7 @@ _RANKS = {"least": 1, "most": MOST_ENTRIES}
 
 @checked(tokens=SIZE, ranks=_RANKS)
 def even_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
-    """The default cut: `ceil(tokens / ranks)` tokens a rank, and what is left for the last ones, down to none.
+    """The default cut: `ceil(tokens / ranks)` tokens per rank, and what is left for the last ones, down to none.
 
     >>> even_lengths(10, 4)
     (3, 3, 3, 1)
@@ -59,14 +59,14 @@ def check_token_layout(layout: str) -> None:
 
 @dataclass(frozen=True)
 class Shards:
-    """A sequence cut into contiguous pieces of any lengths: one a rank, unless `ranks` says which rank has which.
+    """A sequence cut into contiguous chunks of any lengths: one per rank, unless `ranks` says which rank has which.
 
     >>> Shards((3, 3, 1)).bounds(2)
     (6, 7)
     >>> zigzag = Shards.zigzag(16, 4)
     >>> zigzag.lengths, zigzag.ranks
     ((2, 2, 2, 4, 2, 2, 2), (0, 1, 2, 3, 2, 1, 0))
-    >>> [(zigzag.bounds(piece), zigzag.held_at(piece)) for piece in zigzag.pieces_of(1)]
+    >>> [(zigzag.bounds(chunk), zigzag.held_at(chunk)) for chunk in zigzag.chunks_of(1)]
     [((2, 4), range(0, 2)), ((12, 14), range(2, 4))]
     """
 
@@ -81,14 +81,14 @@ class Shards:
             len(self.ranks) != len(self.lengths) or {*self.ranks} != {*range(max(self.ranks) + 1)}
         ):
             raise ValueError(
-                f"ranks must say for each of the {len(self.lengths)} pieces which rank has it, counted from 0 without "
+                f"ranks must say for each of the {len(self.lengths)} chunks which rank has it, counted from 0 without "
                 f"gaps, got {list(self.ranks)}"
             )
 
     @classmethod
     @checked(tokens=SIZE, ranks=_RANKS)
     def zigzag(cls, tokens: int, ranks: int) -> Shards:
-        """The balanced layout; the last rank's two chunks follow each other, and are one piece."""
+        """The balanced layout; the last rank's two chunks follow each other, and are one."""
         chunks = even_lengths(tokens, 2 * ranks)
         middle = chunks[ranks - 1] + chunks[ranks]
         lengths = (*chunks[: ranks - 1], middle, *chunks[ranks + 1 :])
@@ -102,7 +102,7 @@ class Shards:
 
     @classmethod
     def of(cls, lengths: Sequence[int], layout: str = "contiguous") -> Shards:
-        """The shards of ranks that have these many tokens each."""
+        """The shards of ranks with these numbers of tokens."""
         check_token_layout(layout)
         check_sequence("lengths", lengths, partial(check_whole, least=0, most=MOST_TOKENS))
         if layout == "contiguous":
@@ -117,32 +117,32 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
-        return len(self.lengths if self.ranks is None else self._pieces)
+        """The number of ranks."""
+        return len(self.lengths if self.ranks is None else self._chunks)
 
-    def rank_of(self, piece: int) -> int:
-        return piece if self.ranks is None else self.ranks[piece]
+    def rank_of(self, chunk: int) -> int:
+        return chunk if self.ranks is None else self.ranks[chunk]
 
-    def pieces_of(self, rank: int) -> tuple[int, ...]:
-        """The pieces that a rank holds, in the order in which they follow each other in its tensors."""
+    def chunks_of(self, rank: int) -> tuple[int, ...]:
+        """The chunks that a rank holds, in the order in which they follow each other in its tensors."""
         if self.ranks is None:
             return (rank,)
-        return self._pieces[rank]
+        return self._chunks[rank]
 
     @cached_property
-    def _pieces(self) -> dict[int, tuple[int, ...]]:
+    def _chunks(self) -> dict[int, tuple[int, ...]]:
         found: dict[int, tuple[int, ...]] = {}
-        for piece, rank in enumerate(self.ranks or ()):
-            found[rank] = (*found.get(rank, ()), piece)
+        for chunk, rank in enumerate(self.ranks or ()):
+            found[rank] = (*found.get(rank, ()), chunk)
         return found
 
-    def held_at(self, piece: int) -> range:
-        """Where a piece stands among its rank's tokens."""
-        before = sum(self.lengths[other] for other in self.pieces_of(self.rank_of(piece)) if other < piece)
-        return range(before, before + self.lengths[piece])
+    def held_at(self, chunk: int) -> range:
+        """Where a chunk lies among its rank's tokens."""
+        before = sum(self.lengths[other] for other in self.chunks_of(self.rank_of(chunk)) if other < chunk)
+        return range(before, before + self.lengths[chunk])
 
     def tokens_of(self, rank: int) -> int:
-        return sum(self.lengths[piece] for piece in self.pieces_of(rank))
+        return sum(self.lengths[chunk] for chunk in self.chunks_of(rank))
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
@@ -152,41 +152,60 @@ class Shards:
     def tokens(self) -> int:
         return self.edges[-1]
 
-    def bounds(self, piece: int) -> tuple[int, int]:
-        return self.edges[piece], self.edges[piece + 1]
+    def bounds(self, chunk: int) -> tuple[int, int]:
+        return self.edges[chunk], self.edges[chunk + 1]
 
     def holders(self, start: int, stop: int) -> tuple[int, ...]:
-        """The pieces that have any of the positions `[start, stop)`."""
+        """The chunks that have any of the positions `[start, stop)`."""
         first = bisect_right(self.edges, start) - 1
         last = bisect_left(self.edges, stop)
-        return tuple(piece for piece in range(first, last) if self.lengths[piece])
+        return tuple(chunk for chunk in range(first, last) if self.lengths[chunk])
 
 
 @dataclass(frozen=True)
 class SharedSegment:
-    """A segment `[start, stop)` of the batch rows `rows` that lies on more than one piece.
+    """A segment `[start, stop)` of the batch rows `rows` that lies on several chunks of the shards.
 
-    `ranks` are its pieces, which in contiguous shards are ranks; so is each `rank` here.
+    `ranks` are those chunks; in contiguous shards they are ranks.
+
+    >>> SharedSegment(range(1), 0, 12, (0, 1), Shards((5, 7))).grid(1, rate=4, offset=1)
+    range(5, 12, 4)
     """
 
     rows: range
     start: int
     stop: int
     ranks: tuple[int, ...]
+    shards: Shards
 
-    def held(self, shards: Shards, rank: int) -> tuple[int, int]:
-        """The piece of it that a rank holds."""
-        first, last = shards.bounds(rank)
+    def held(self, chunk: int) -> tuple[int, int]:
+        """What a chunk holds of the segment."""
+        first, last = self.shards.bounds(chunk)
         return max(self.start, first), min(self.stop, last)
 
-    def grid(self, shards: Shards, rank: int, rate: int, offset: int) -> range:
-        """The positions on a head's grid that a rank holds.
-
-        >>> SharedSegment(range(1), 0, 12, (0, 1)).grid(Shards((5, 7)), 1, 4, 1)
-        range(5, 12, 4)
-        """
-        first, last = self.held(shards, rank)
+    def grid(self, chunk: int, rate: int, offset: int) -> range:
+        """The positions on a head's grid that a chunk holds."""
+        first, last = self.held(chunk)
         return range(first + (offset - (first - self.start)) % rate, last, rate)
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """The chunks of the segment that a rank holds."""
+        return [chunk for chunk in self.shards.chunks_of(rank) if chunk in self.ranks]
+
+    def sources(self, chunk: int, is_causal: bool) -> list[int]:
+        """The other chunks whose rows a chunk's queries see."""
+        return [other for other in self.ranks if other != chunk and (other < chunk or not is_causal)]
+
+    def fetched_by(self, rank: int, is_causal: bool) -> list[int]:
+        """The chunks of other ranks that a rank's queries see: each comes once, whichever of its own chunks see it."""
+        mine = self.chunks_of(rank)
+        seen = self.sources(mine[-1], is_causal) if mine else []
+        return [chunk for chunk in seen if self.shards.rank_of(chunk) != rank]
+
+    def viewers(self, chunk: int, is_causal: bool) -> list[int]:
+        """The other ranks whose queries see a chunk's rows."""
+        others = {self.shards.rank_of(other) for other in self.ranks if other > chunk or not is_causal}
+        return sorted(others - {self.shards.rank_of(chunk)})
 
 
 @checked()
@@ -205,36 +224,8 @@ def shared_segments(branch: Branch, shards: Shards, documents: Sequence[Document
             stop = min(first + w, end)
             ranks = shards.holders(first, stop)
             if len(ranks) > 1:
-                found.append(SharedSegment(rows, first, stop, ranks))
+                found.append(SharedSegment(rows, first, stop, ranks, shards))
     return tuple(found)
-
-
-def sources(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
-    """The other ranks whose rows a rank's queries see; the other pieces, where a rank holds several."""
-    return [j for j in segment.ranks if j != rank and (j < rank or not is_causal)]
-
-
-def viewers(segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
-    """The other ranks whose queries see a rank's rows; the other pieces, where a rank holds several."""
-    return [j for j in segment.ranks if j != rank and (j > rank or not is_causal)]
-
-
-def held_pieces(shards: Shards, segment: SharedSegment, rank: int) -> list[int]:
-    """The pieces of a segment that a rank holds."""
-    return [piece for piece in shards.pieces_of(rank) if piece in segment.ranks]
-
-
-def fetched_pieces(shards: Shards, segment: SharedSegment, rank: int, is_causal: bool) -> list[int]:
-    """The pieces of other ranks that a rank's queries see: each comes once, whichever of its own pieces see it."""
-    mine = held_pieces(shards, segment, rank)
-    seen = sources(segment, mine[-1], is_causal) if mine else []
-    return [piece for piece in seen if shards.rank_of(piece) != rank]
-
-
-def addressees(shards: Shards, segment: SharedSegment, piece: int, is_causal: bool) -> list[int]:
-    """The other ranks whose queries see a piece's rows."""
-    ranks = {shards.rank_of(viewer) for viewer in viewers(segment, piece, is_causal)}
-    return sorted(ranks - {shards.rank_of(piece)})
 
 
 @dataclass(frozen=True)
@@ -256,20 +247,20 @@ def local_calls(
     shards: Shards,
     documents: Sequence[Document],
     batch: int,
-    rank: int,
+    chunk: int,
     without_shared: frozenset[int] = frozenset(),
 ) -> tuple[LocalCall, ...]:
-    """The calls that compute each of a rank's rows against the keys it holds, each pair once; of a piece's likewise.
+    """The calls that compute each of a chunk's rows against the keys in the chunk, each pair once.
 
-    The tokens of a shard from the first boundary of a segment on are documents as on a single device. What comes before
-    that is the rest of a segment that began on an earlier rank: a document with shifted offsets. Branches that cut a
-    shard alike share a call. Of the branches in `without_shared` the pieces of shared segments are left out.
+    From the first start of a segment on, the chunk's tokens are documents as on a single device. What comes before is
+    the rest of a segment that began on an earlier chunk: a document with shifted offsets. Branches that cut the chunk
+    alike share a call. Of the branches in `without_shared`, shared segments are left out.
     """
     calls: dict[Spans, list[tuple[int | None, ...]]] = {}
     absent = tuple(None for _ in table[0])
     for index, branch in enumerate(spec.branches):
-        pieces = _pieces(branch, shards, documents, rank, index not in without_shared)
-        for shift, spans in _spans_by_shift(pieces, batch):
+        runs = _runs(branch, shards, documents, chunk, index not in without_shared)
+        for shift, spans in _spans_by_shift(runs, batch):
             shifted = tuple(None if o is None else (o - shift) % branch.dilation_rate for o in table[index])
             if any(o is not None for o in shifted):
                 calls.setdefault(spans, [absent] * len(table))[index] = shifted
@@ -284,63 +275,55 @@ def _local_call(spans: Spans, table: OffsetTable, batch: int) -> LocalCall:
     return LocalCall(range(first, last), None if moved == ((0, last - first),) * batch else moved, table)
 
 
-def _pieces(
-    branch: Branch, shards: Shards, documents: Sequence[Document], rank: int, with_shared: bool
+def _runs(
+    branch: Branch, shards: Shards, documents: Sequence[Document], chunk: int, with_shared: bool
 ) -> list[tuple[range, int, int, int]]:
-    """`(batch rows, start, end, shift)` in tokens of the shard; each piece's segments start at its own start."""
+    """`(batch rows, start, end, shift)` in tokens of the chunk; the segments of each run start at its own start."""
     w, r = branch.segment_length, branch.dilation_rate
-    first, last = shards.bounds(rank)
-    pieces = []
+    first, last = shards.bounds(chunk)
+    runs = []
     for rows, start, end in documents:
         begin, stop = max(start, first), min(end, last)
         if begin >= stop:
             continue
-        boundary = min(begin + -(begin - start) % w, stop)  # where the first segment starts that the shard begins
+        boundary = min(begin + -(begin - start) % w, stop)  # where the first segment starts that the chunk begins
         cut = stop if stop == end else max(boundary, stop - (stop - start) % w)  # from here on it is shared
         if begin < boundary and with_shared:
-            pieces.append((rows, begin - first, boundary - first, (begin - start) % w % r))
+            runs.append((rows, begin - first, boundary - first, (begin - start) % w % r))
         if boundary < (stop if with_shared else cut):
-            pieces.append((rows, boundary - first, (stop if with_shared else cut) - first, 0))
-    return pieces
+            runs.append((rows, boundary - first, (stop if with_shared else cut) - first, 0))
+    return runs
 
 
-def _spans_by_shift(pieces: list[tuple[range, int, int, int]], batch: int) -> list[tuple[int, Spans]]:
-    """Pieces as the engines take them: several documents only in a single row, else one a row, (0, 0) for none."""
+def _spans_by_shift(runs: list[tuple[range, int, int, int]], batch: int) -> list[tuple[int, Spans]]:
+    """Runs as the engines take them: several documents only in a single row, else one per row, (0, 0) for none."""
     if batch == 1:
         rows_of: dict[int, list[tuple[int, int]]] = {}
-        for _, start, end, shift in pieces:
+        for _, start, end, shift in runs:
             rows_of.setdefault(shift, []).append((start, end))
         return [(shift, tuple(sorted(spans))) for shift, spans in rows_of.items()]
     layers: dict[tuple[int, bool], dict[int, tuple[int, int]]] = {}
-    for rows, start, end, shift in pieces:
+    for rows, start, end, shift in runs:
         # What continues an earlier rank's segment and what follows it stand in one row: two calls, even at one shift.
         layers.setdefault((shift, start == 0), {}).update(dict.fromkeys(rows, (start, end)))
     return [(shift, tuple(taken.get(row, (0, 0)) for row in range(batch))) for (shift, _), taken in layers.items()]
 
 
-def zigzag_chunks(ranks: int) -> tuple[int, ...]:
-    """The order of `2 * ranks` equal chunks of a sequence in which rank k gets chunks `k` and `2 * ranks - 1 - k`.
-
-    Under causality the row at `p` of a global branch sees about `p` keys: a rank that has one early chunk and its late
-    mirror image has as much work as any other, where contiguous shards leave the last rank with nearly twice the mean.
-
-    >>> zigzag_chunks(3)
-    (0, 5, 1, 4, 2, 3)
-    """
-    return tuple(chunk for k in range(ranks) for chunk in (k, 2 * ranks - 1 - k))
-
-
 @checked(tokens=_LISTED, ranks=_RANKS)
 def zigzag_order(tokens: int, ranks: int) -> list[int]:
-    """The tokens in rank order: entry `i` is the token that stands at place `i` when balanced shards follow each other.
+    """The tokens in rank order: entry `i` is the token at place `i` when the balanced shards follow each other.
 
-    Chunks are `ceil(tokens / (2 * ranks))` long, the last ones shorter; `zigzag_lengths` has the shards' lengths.
+    Of `2 * ranks` chunks of `ceil(tokens / (2 * ranks))` tokens, the last ones shorter, rank k has the chunks `k` and
+    `2 * ranks - 1 - k`; `zigzag_lengths` has the shards' lengths. Under causality the row at `p` of a global branch
+    sees about `p` keys: with one early chunk and its late mirror image, all ranks have equal work, where contiguous
+    shards leave the last rank with nearly twice the mean.
 
     >>> zigzag_order(8, 2)
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     edges = Shards(even_lengths(tokens, 2 * ranks)).edges
-    return [token for chunk in zigzag_chunks(ranks) for token in range(edges[chunk], edges[chunk + 1])]
+    chunks = [chunk for k in range(ranks) for chunk in (k, 2 * ranks - 1 - k)]
+    return [token for chunk in chunks for token in range(edges[chunk], edges[chunk + 1])]
 
 
 @checked(tokens=_LISTED, ranks=_RANKS)

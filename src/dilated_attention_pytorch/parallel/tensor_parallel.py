@@ -42,7 +42,7 @@ def indivisible(model: nn.Module, ranks: int) -> str | None:
 def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the projections of every multihead attention and feed-forward network over the ranks of a mesh of one axis.
 
-    The attention within is told of its heads elsewhere, by `AcrossRanks`.
+    `AcrossRanks` tells the attention within which heads it has.
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -1,8 +1,7 @@
 """What one branch of a call puts on the wire: the grid rows of shared segments, and the buffers they are packed into.
 
-A *block* is what one rank holds of a shared segment. Heads with the same offset have the same grid rows, so a block has
-one set of rows and heads per offset. The rows of several ranks at one offset, one after another, are the rows of the
-segment's grid in order.
+Heads with the same offset have the same grid rows, so a rank holds one set of rows and heads per offset. The rows of
+several ranks at one offset, one after another, are the rows of the segment's grid in order.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Wire:
         """The number of (batch row, grid row, key/value head) triples that a rank holds, of all heads or of some."""
         mine = self.offsets if heads is None else self.offsets[heads.start : heads.stop]
         rate = self.branch.dilation_rate
-        counts = {o: len(segment.grid(self.shards, rank, rate, o)) for o in {*mine} if o is not None}
+        counts = {o: len(segment.grid(rank, rate, o)) for o in {*mine} if o is not None}
         return len(segment.rows) * sum(counts[o] for o in mine if o is not None)
 
     def bytes_of(self, segment: SharedSegment, rank: int) -> int:
@@ -90,7 +89,7 @@ def wires_of(
 
 @dataclass(frozen=True)
 class GridRows:
-    """The grid positions of some batch rows that key/value heads of one offset have within a block."""
+    """The grid positions of some batch rows that key/value heads of one offset have."""
 
     rows: range
     grid: range
@@ -111,29 +110,29 @@ class GridRows:
         return len(self.rows), len(self.grid), len(self.heads)
 
 
-class Block(dict[int, GridRows]):
-    """What a rank holds of a shared segment, by offset; offsets without any rows are left out.
+class HeldRows(dict[int, GridRows]):
+    """What a chunk holds of a shared segment, by offset; offsets without any rows are left out.
 
-    A packed block is one flat buffer with the rows of several tensors. Tensors like those that were packed say how to
-    read it: they may differ in tokens and values only.
+    Rows of several tensors are packed into one flat buffer. Tensors like those that were packed say how to read it:
+    they may differ in tokens and values only.
     """
 
     def __init__(self, wire: Wire, segment: SharedSegment, rank: int, heads: range | None = None) -> None:
         self.kv_heads = len(wire.offsets)
         heads = range(self.kv_heads) if heads is None else heads
         for offset, found in heads_by_offset(wire.offsets[heads.start : heads.stop]):
-            grid = segment.grid(wire.shards, rank, wire.branch.dilation_rate, offset)
+            grid = segment.grid(rank, wire.branch.dilation_rate, offset)
             if grid:
                 self[offset] = GridRows(segment.rows, grid, heads[found], self.kv_heads)
         self.rows = sum(torch.Size(rows.shape).numel() for rows in self.values())
 
     def buffer(self, like: Sequence[Tensor], take: Take) -> Tensor:
-        """An uninitialised packed block from `take`."""
+        """An uninitialised buffer from `take` for packed rows."""
         size = self.rows * sum(x.shape[2:].numel() // self.kv_heads for x in like)
         return take((size,), dtype=like[0].dtype, device=like[0].device)
 
     def pack(self, tensors: Sequence[Tensor], first: int, take: Take) -> Tensor:
-        """The block's rows of tensors `(B, L, heads, ...)`."""
+        """These rows of tensors `(B, L, heads, ...)`."""
         buffer = self.buffer(tensors, take)
         for offset, parts in self.unpack(buffer, tensors).items():
             for part, x in zip(parts, tensors):
@@ -141,7 +140,7 @@ class Block(dict[int, GridRows]):
         return buffer
 
     def unpack(self, buffer: Tensor, like: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """Views of a packed block by offset: one tensor `(S, M, heads, groups, ...)` for each that was packed."""
+        """Views of packed rows by offset: one tensor `(S, M, heads, groups, ...)` for each that was packed."""
         found, at = {}, 0
         for offset, rows in self.items():
             parts = []
@@ -153,7 +152,7 @@ class Block(dict[int, GridRows]):
         return found
 
     def add_to(self, totals: Sequence[Tensor], buffer: Tensor, first: int) -> None:
-        """Add a packed block to the rank's own tensors."""
+        """Add packed rows to the rank's own tensors."""
         for offset, parts in self.unpack(buffer, totals).items():
             for total, part in zip(totals, parts):
                 self[offset].view(total, first).add_(part)

@@ -45,7 +45,7 @@ from dilated_attention_pytorch.files import (
 )
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import save_tensors, untied_names
-from dilated_attention_pytorch.train.engine import Ranks
+from dilated_attention_pytorch.train.ranks import Ranks
 
 Result = TypeVar("Result")
 

@@ -32,9 +32,9 @@ from dilated_attention_pytorch.train.config import (
     read_settings,
     settings_of,
 )
-from dilated_attention_pytorch.train.engine import RESTARTABLE, Stopped, torchrun_arguments
 from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, expand_presets
+from dilated_attention_pytorch.train.ranks import RESTARTABLE, Stopped, torchrun_arguments
 from dilated_attention_pytorch.train.stages import Stage, read_stages
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 

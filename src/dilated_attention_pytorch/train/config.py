@@ -22,9 +22,9 @@ from dilated_attention_pytorch.files import read_toml
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.data import Order
-from dilated_attention_pytorch.train.engine import Engine
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.monitor import Kind, parse_address
+from dilated_attention_pytorch.train.ranks import Engine
 from dilated_attention_pytorch.train.stages import Stage, stage_at, with_pattern
 
 OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")  # fields of a run that its stages decide

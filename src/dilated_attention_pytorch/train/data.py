@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.files import DamagedFile, write_whole
-from dilated_attention_pytorch.train.engine import Ranks
+from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.run_folder import holds_run
 from dilated_attention_pytorch.train.token_files import (
     Split,

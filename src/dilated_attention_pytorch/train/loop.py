@@ -23,10 +23,10 @@ from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.data import Batch, Corpus, open_corpus
-from dilated_attention_pytorch.train.engine import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
+from dilated_attention_pytorch.train.ranks import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.report import draw_curve, sparkline
 from dilated_attention_pytorch.train.run_folder import (
     CONFIG,

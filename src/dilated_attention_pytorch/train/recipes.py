@@ -31,7 +31,6 @@ from dilated_attention_pytorch.nn.replacement import replace_attention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
-from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import (
     MemoryFields,
     MemoryOptions,
@@ -42,6 +41,7 @@ from dilated_attention_pytorch.train.memory import (
     set_learning_rate,
 )
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
+from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.zero import import_deepspeed
 

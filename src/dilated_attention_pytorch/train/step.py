@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.data import NO_TARGET, Batch
-from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import loss as memory_loss
 from dilated_attention_pytorch.train.memory import make_scaler, set_learning_rate
+from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.zero import ZeroModel
 
 _MEMORY = 50  # steps over which the smoothed loss forgets

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.options import Zero
-from dilated_attention_pytorch.train.engine import Ranks
 from dilated_attention_pytorch.train.memory import MemoryOptions
+from dilated_attention_pytorch.train.ranks import Ranks
 
 
 class Values(NamedTuple):
