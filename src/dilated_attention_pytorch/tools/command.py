@@ -17,27 +17,28 @@ def add_show(commands: Any) -> None:
         description="Draw the pattern of one head, and count over all heads what is seen and what it costs.",
     )
     show.set_defaults(command=_show)
-    show.add_argument(
-        "--segments", nargs="+", type=int, required=True, metavar="W", help="segment lengths, one per branch"
-    )
-    show.add_argument("--rates", nargs="+", type=int, required=True, metavar="R", help="dilation rates, one per branch")
-    show.add_argument("--tokens", type=int, metavar="N", help="sequence length (default: the longest segment)")
-    show.add_argument("--heads", type=int, default=4, help="heads in all (default: 4)")
-    show.add_argument("--head", type=int, default=0, help="the head to draw (default: 0)")
-    show.add_argument("--head-dim", type=int, default=64, help="dims of a head, for the FLOPs (default: 64)")
-    show.add_argument("--layers", type=int, default=12, help="layers, for the reach (default: 12)")
-    show.add_argument("--layout", default="interleaved", help="interleaved, blocked or grouped")
-    show.add_argument("--causal", action="store_true", help="rows see only earlier rows")
-    show.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
-    for flag, kind, text in (
-        ("--ratio", float, "the fraction of tiles to keep (default: 0.1)"),
-        ("--block", int, "rows of a tile (default: 64)"),
-        ("--window", int, "grid rows around a row that are kept first"),
-        ("--global-tokens", int, "first grid rows of a segment that all rows keep first"),
-        ("--seed", int, "seed of the pattern random (default: 0)"),
+    for flag, words in (("--segments", "segment lengths"), ("--rates", "dilation rates")):
+        show.add_argument(flag, nargs="+", type=int, required=True, help=f"{words}, one per branch")
+    for flag, default, words in (
+        ("--tokens", None, "sequence length (default: the longest segment)"),
+        ("--heads", 4, "heads in all (default: 4)"),
+        ("--head", 0, "the head to draw (default: 0)"),
+        ("--head-dim", 64, "features per head, for the FLOPs (default: 64)"),
+        ("--layers", 12, "layers, for the reach (default: 12)"),
+        ("--width", 64, "characters per line of the drawing (default: 64)"),
     ):
-        show.add_argument(flag, type=kind, help=text)
-    show.add_argument("--width", type=int, default=64, help="characters per line of the drawing (default: 64)")
+        show.add_argument(flag, type=int, default=default, metavar="N", help=words)
+    show.add_argument("--layout", default="interleaved", help="interleaved, blocked or grouped")
+    show.add_argument("--causal", action="store_true", help="a row sees only itself and earlier rows")
+    show.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
+    for flag, field, kind, words in (
+        ("--ratio", "sparsity_ratio", float, "the fraction of tiles to keep (default: 0.1)"),
+        ("--block", "block_size", int, "rows of a tile (default: 64)"),
+        ("--window", "local_window_size", int, "grid rows around a row that are kept first"),
+        ("--global-tokens", "global_tokens", int, "first grid rows of a segment that all rows keep first"),
+        ("--seed", "seed", int, "seed of the pattern random (default: 0)"),
+    ):
+        show.add_argument(flag, dest=field, type=kind, metavar="N", help=words)
     show.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
 
 
@@ -74,7 +75,7 @@ def add_plan(commands: Any) -> None:
         plan.add_argument(flag, type=kind, metavar=metavar, help=text)
     for flag, text in (("--segments", "segment lengths"), ("--rates", "dilation rates")):
         plan.add_argument(flag, nargs="+", type=whole_number, help=f"{text}, one per branch (default: for all tokens)")
-    plan.add_argument("--causal", action="store_true", help="rows see only earlier rows")
+    plan.add_argument("--causal", action="store_true", help="a row sees only itself and earlier rows")
     plan.add_argument("--json", action="store_true", default=False, help="print JSON, with every rank")
 
 
@@ -88,23 +89,14 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="as JSON")
 
 
-# What a flag of `show` is called in a pattern's configuration.
-_PATTERN_FLAGS = {
-    "ratio": "sparsity_ratio",
-    "block": "block_size",
-    "window": "local_window_size",
-    "global_tokens": "global_tokens",
-    "seed": "seed",
-}
-
-
 def _show(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
     from dilated_attention_pytorch.core.spec import DilatedSpec
     from dilated_attention_pytorch.pages.plots import write_density
     from dilated_attention_pytorch.tools.show import View, density, summary, text
 
-    given = {name: value for flag, name in _PATTERN_FLAGS.items() if (value := getattr(arguments, flag)) is not None}
+    fields = ("sparsity_ratio", "block_size", "local_window_size", "global_tokens", "seed")
+    given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
     if given and arguments.pattern is None:
         raise ValueError(f"{', '.join(given)} belong to a block pattern: name it with --pattern")
     if arguments.width < 1:

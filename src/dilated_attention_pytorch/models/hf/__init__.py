@@ -1,13 +1,10 @@
 """Dilated attention in models of Hugging Face's transformers, and LongNet as one of them; needs the extra `hf`."""
 
-from dilated_attention_pytorch.core.checks import install_extra
+from dilated_attention_pytorch.core.checks import import_optional
 
-try:
-    from transformers import __version__
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"models.hf works with transformers: {install_extra('hf')}") from error
+__version__ = import_optional("transformers", "hf", "models.hf").__version__
 
-from packaging.version import Version  # which transformers needs
+from packaging.version import Version
 
 OLDEST = "5.4"  # earlier ones tell a mask function neither where queries begin nor how many there are
 if Version(__version__).release < Version(OLDEST).release:
