@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,17 @@ def test_ranks_are_told_the_parsed_config_as_a_file(file, started, monkeypatch) 
     assert started[0] == started[1]
     assert caught[0][:3] == ["--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     assert not Path(caught[0][-1]).exists()
+
+
+def test_flags_that_are_wrong_are_told_before_anything_runs(started, capsys, monkeypatch) -> None:
+    for flags, message in (("--step 3", "--steps"), ("--order sorted", "Expected one of ('random', 'epochs')")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", *flags.split()])
+        assert message in " ".join(capsys.readouterr().err.replace("│", "").split())
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train", "--steps", "3"]) == 1
+    assert "the command train needs tyro: pip install '.[train]'" in capsys.readouterr().err
+    assert not started
 
 
 @pytest.fixture

@@ -61,25 +61,16 @@ class MemoryFields(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """How a step saves memory. The defaults save nothing.
+    """How a step saves memory. The defaults save nothing, and 0 rows mean all rows at the same time.
 
-    Args:
-        checkpointing: `full` keeps a layer's input and computes the layer again in backward; `selective` keeps the
-            results of its attention too, so that attention runs once.
-        offload: host memory holds what checkpointing keeps, until backward.
-        offload_least_bytes: smaller tensors stay on the device.
-        mlp_tile: rows of a feed-forward network per tile, computed again in backward; 0 for all rows.
-        loss_chunk: rows whose logits exist at the same time; 0 for all rows.
-        optimizer: AdamW, or an AdamW whose state takes 8 bits per number, from torchao or bitsandbytes.
-        precision: precision of products, under autocast if parameters are float32; `fp16` needs `make_scaler`.
-        parameters: `bf16` keeps parameters, gradients and activations between layers in bfloat16; it needs
-            `precision="bf16"`. torchao's optimizer then rounds updates stochastically, so that small ones count on
-            average; the others round to nearest, and lose an update below 1/512 of a weight.
-        float8: products of linear layers in float8, on a GPU of compute capability 9.0 or newer. Without `compile`,
-            separate kernels scale every factor.
-        structured_sparsity: only the larger two of four neighbouring weights of the feed-forward networks count; every
-            step chooses them again. Compiled layers do not compile these products.
-        compile, compile_mode, compile_backend: `torch.compile` of each layer.
+    `checkpointing="full"` keeps the input of a layer and computes the layer again in backward; `"selective"` also keeps
+    the results of its attention, so that attention runs once. Tensors below `offload_least_bytes` are not offloaded.
+    Products of float32 parameters run under autocast; `precision="fp16"` needs `make_scaler`.
+
+    With `parameters="bf16"`, torchao's optimizer rounds updates stochastically, so that small ones count on average;
+    the others round to nearest, and lose an update below 1/512 of a weight. `float8` without `compile` scales every
+    factor in separate kernels. `structured_sparsity` uses the larger two of four neighbouring weights of the
+    feed-forward networks; every step chooses them again, and compiled layers do not compile these products.
 
     >>> MemoryOptions(checkpointing="selective", loss_chunk=4096).precision
     'fp32'
