@@ -48,7 +48,7 @@ from dilated_attention_pytorch.parallel import (
     RingDilatedAttentionV3,
     Shards,
 )
-from dilated_attention_pytorch.parallel.attention import schedule_for
+from dilated_attention_pytorch.parallel.attention import Kind, shard_plan_for
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET
 
 SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
@@ -145,8 +145,8 @@ def _ring_schedule(device: str, call: Call, like: Tensor, cache: PatternCache) -
     shards = Shards((like.shape[1] // 8 - 1,) * 8)
     mine = torch.Size((1, shards.lengths[3], HEADS, HEAD_DIM))
     documents = ((range(1), 0, shards.tokens),)
-    kind = (call, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
-    rebuild, hit = (partial(schedule_for, ranks, kind, found) for found in (None, cache))
+    kind = Kind(call, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
+    rebuild, hit = (partial(shard_plan_for, ranks, kind, found) for found in (None, cache))
     return [("ring schedule", "ring schedule, 8 ranks", rebuild, hit)]
 
 

@@ -7,10 +7,9 @@ The ranks must divide the key/value heads.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,56 +23,25 @@ from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, 
 from dilated_attention_pytorch.parallel.group import Mail, Posted
 from dilated_attention_pytorch.parallel.wire import GridRows, HeldRows
 
-Parcels = list[list[dict[int, Tensor]]]
-"""Packed rows by swap, by parcel (tensors of one dtype are packed together), and by rank."""
+Buffers = list[dict[int, Tensor]]
+"""Packed rows by swap and by rank."""
 
 
-@dataclass(frozen=True)
-class _Swap:
+class _Swap(NamedTuple):
     """A shared segment, by rank: rows of one rank, of the heads that another rank computes."""
 
     number: int
     away: dict[int, HeldRows]  # this rank's rows of the heads that each rank computes
     here: dict[int, HeldRows]  # each rank's rows of the heads that this rank computes
 
-    def joined(self, packed: Sequence[dict[int, Tensor]], like: Sequence[Sequence[Tensor]]) -> Iterator[_Joined]:
-        """The rows of all ranks, by offset of the heads that are computed here."""
-        parts = {
-            rank: [held.unpack(parcel[rank], tensors) for parcel, tensors in zip(packed, like)]
-            for rank, held in self.here.items()
-        }
-        for offset in sorted({offset for held in self.here.values() for offset in held}):
-            holders = [rank for rank, held in self.here.items() if offset in held]
-            first, *_, last = (self.here[rank][offset] for rank in (holders[0], *holders))
-            grid = range(first.grid.start, last.grid.stop, first.grid.step)
-            rows = GridRows(first.rows, grid, first.heads, first.kv_heads)
-            columns = zip(*([x for parcel in parts[rank] for x in parcel[offset]] for rank in holders))
-            lengths = {rank: len(self.here[rank][offset].grid) for rank in holders}
-            yield _Joined(offset, rows, lengths, [torch.cat(column, 1) for column in columns])
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """All rows of a segment at one offset, `(S, M, heads, groups, ...)`, and how many of them each rank holds."""
-
-    offset: int
-    rows: GridRows
-    lengths: dict[int, int]
-    tensors: list[Tensor]
-
-    def split(self, result: Tensor, views: dict[int, dict[int, list[Tensor]]], column: int) -> None:
-        """Write a result of all rows into each rank's packed rows."""
-        for rank, part in zip(self.lengths, result.split(list(self.lengths.values()), 1)):
-            views[rank][self.offset][column].copy_(part)
-
 
 @dataclass
 class _Moving:
     posted: Posted
     sent: list[Tensor]
-    received: Parcels
+    received: Buffers
 
-    def settle(self, x: Pass) -> Parcels:
+    def settle(self, x: Pass) -> Buffers:
         """What came; the buffers of what was sent go back."""
         self.posted.wait()
         x.take.give_back(*self.sent)
@@ -95,70 +63,62 @@ class AllToAll(Exchange):
         ]
 
     def begin(self, x: Pass) -> _Moving:
-        first, parcels = self.first[self.ranks.rank], _sent(x)
-        mine = [
-            [{rank: held.pack(tensors, first, x.take) for rank, held in swap.away.items()} for tensors in parcels]
-            for swap in self.swaps
-        ]
-        return self._move(mine, [swap.here for swap in self.swaps], parcels, 0, x)
+        first, sent = self.first[self.ranks.rank], _sent(x)
+        packed = [{rank: held.pack(sent, first, x.take) for rank, held in swap.away.items()} for swap in self.swaps]
+        return self._move(packed, [swap.here for swap in self.swaps], sent, 0, x)
 
     def _move(
-        self, mine: Parcels, blocks: list[dict[int, HeldRows]], like: Sequence[Sequence[Tensor]], step: int, x: Pass
+        self, mine: Buffers, theirs: list[dict[int, HeldRows]], like: Sequence[Tensor], step: int, x: Pass
     ) -> _Moving:
-        """Send each parcel to its rank and receive `blocks` like it; what is for this rank itself stays."""
+        """Send each buffer to its rank and receive `theirs`; what is for this rank itself stays."""
         me = self.ranks.rank
         sends, receives, received = [], [], []
-        for swap, parcels, theirs in zip(self.swaps, mine, blocks):
-            came = []
-            for number, (parcel, tensors) in enumerate(zip(parcels, like)):
-                tag = self.tag(swap.number, step + number)
-                buffers = {rank: held.buffer(tensors, x.take) for rank, held in theirs.items() if rank != me}
-                sends += [Mail(rank, buffer, tag) for rank, buffer in parcel.items() if rank != me]
-                receives += [Mail(rank, buffer, tag) for rank, buffer in buffers.items()]
-                came.append({**buffers, me: parcel[me]})
-            received.append(came)
+        for swap, packed, wanted in zip(self.swaps, mine, theirs):
+            tag = self.tag(swap.number, step)
+            buffers = {rank: held.buffer(like, x.take) for rank, held in wanted.items() if rank != me}
+            sends += [Mail(rank, buffer, tag) for rank, buffer in packed.items() if rank != me]
+            receives += [Mail(rank, buffer, tag) for rank, buffer in buffers.items()]
+            received.append({**buffers, me: packed[me]})
         return _Moving(self.post(sends, receives, x), [mail.buffer for mail in sends], received)
 
-    def _return(
-        self, results: Parcels, like: Sequence[Sequence[Tensor]], x: Pass
-    ) -> Iterator[tuple[HeldRows, list[Tensor]]]:
-        """Send results to the ranks whose rows they are of; what came of this rank's rows, block by block."""
-        moving = self._move(results, [swap.away for swap in self.swaps], like, len(_sent(x)), x)
-        for swap, parcels in zip(self.swaps, moving.settle(x)):
-            for rank, held in swap.away.items():
-                yield held, [parcel[rank] for parcel in parcels]
-            x.take.give_back(*(buffer for parcel in parcels for buffer in parcel.values()))
+    def _results(
+        self, begun: _Moving, like: Sequence[Tensor], x: Pass, compute: Callable[..., Sequence[Tensor]]
+    ) -> Iterator[tuple[HeldRows, Tensor]]:
+        """`compute(x, rows, *tensors)` of the rows of all ranks; then the packed results of this rank's own rows.
 
-    def _computed(self, begun: _Moving, like: Sequence[Sequence[Tensor]], x: Pass, compute: Any) -> Parcels:
-        """Results of `compute(rows, tensors)` for the rows of all ranks, packed for each of them."""
+        Results are like the tensors of `like`.
+        """
         results = []
         for swap, packed in zip(self.swaps, begun.settle(x)):
-            made = [{rank: held.buffer(tensors, x.take) for rank, held in swap.here.items()} for tensors in like]
-            views = [
-                {rank: held.unpack(parcel[rank], tensors) for rank, held in swap.here.items()}
-                for parcel, tensors in zip(made, like)
-            ]
-            for joined in swap.joined(packed, _sent(x)):
-                found = iter(compute(joined.rows, *joined.tensors))
-                for tensors, of_parcel in zip(like, views):
-                    for column in range(len(tensors)):
-                        joined.split(next(found), of_parcel, column)
-            x.take.give_back(*(buffer for parcel in packed for buffer in parcel.values()))
+            made = {rank: held.buffer(like, x.take) for rank, held in swap.here.items()}
+            came, into = (
+                {rank: held.unpack(buffers[rank], tensors) for rank, held in swap.here.items()}
+                for buffers, tensors in ((packed, _sent(x)), (made, like))
+            )
+            for offset in sorted({offset for held in swap.here.values() for offset in held}):
+                held = {rank: rows[offset] for rank, rows in swap.here.items() if offset in rows}
+                (first, *_), (*_, last) = held.values(), held.values()
+                rows = replace(first, grid=range(first.grid.start, last.grid.stop, first.grid.step))
+                whole = [torch.cat(column, 1) for column in zip(*(came[rank][offset] for rank in held))]
+                for i, result in enumerate(compute(x, rows, *whole)):
+                    for rank, part in zip(held, result.split([len(one.grid) for one in held.values()], 1)):
+                        into[rank][offset][i].copy_(part)
+            x.take.give_back(*packed.values())
             results.append(made)
-        return results
+        back = self._move(results, [swap.away for swap in self.swaps], like, 1, x)
+        for swap, packed in zip(self.swaps, back.settle(x)):
+            yield from ((held, packed[rank]) for rank, held in swap.away.items())
+            x.take.give_back(*packed.values())
 
     def end_forward(self, begun: _Moving, x: Pass, out: Tensor, lse: Tensor) -> None:
-        like, first = ((x.q,), (lse,)), self.first[self.ranks.rank]
-        results = self._computed(begun, like, x, functools.partial(self._attend, x))
-        for held, packed in self._return(results, like, x):
-            parts = [held.unpack(buffer, tensors) for buffer, tensors in zip(packed, like)]
-            for offset, rows in held.items():
-                (found_out,), (found_lse,) = (part[offset] for part in parts)
-                merge_(rows.view(out, first), rows.view(lse, first), found_out.to(out.dtype), found_lse)
+        like, first = (x.q, lse), self.first[self.ranks.rank]
+        for held, packed in self._results(begun, like, x, self._attend):
+            for offset, (own_out, own_lse) in held.unpack(packed, like).items():
+                rows = held[offset]
+                merge_(rows.view(out, first), rows.view(lse, first), own_out.to(out.dtype), own_lse)
 
     def end_backward(self, begun: _Moving, x: BackwardPass, grads: Sequence[Tensor]) -> None:
-        results = self._computed(begun, (grads,), x, functools.partial(self._gradients, x))
-        for held, (packed,) in self._return(results, (grads,), x):
+        for held, packed in self._results(begun, grads, x, self._gradients):
             held.add_to(grads, packed, self.first[self.ranks.rank])
 
     def _attend(self, x: Pass, rows: GridRows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,23 +145,13 @@ class AllToAll(Exchange):
         return dq.view(q.shape), dk.unsqueeze(3), dv.unsqueeze(3)
 
     def _dense_call(self, q: Tensor) -> Call:
-        return _dense_call(q.shape[1], self.call.is_causal, self.scale, self.call.allow_tf32, self.call.backend)
+        """The call of a segment of rate 1."""
+        call, rows = self.call, q.shape[1]
+        settings: dict[str, Any] = {"is_causal": call.is_causal, "allow_tf32": call.allow_tf32, "backend": call.backend}
+        key = ("dense", rows, self.scale, *settings.values())
+        return plans.remember("call", key, lambda: Call.of([rows], [1], scale=self.scale, partial=True, **settings))
 
 
-def _sent(x: Pass) -> list[tuple[Tensor, ...]]:
-    """What goes to the ranks that compute, by dtype."""
-    if isinstance(x, BackwardPass):
-        return [(x.q, x.k, x.v, x.do), (x.lse, x.delta)]
-    return [(x.q, x.k, x.v)]
-
-
-def _dense_call(rows: int, is_causal: bool, scale: float, allow_tf32: bool | None, backend: str) -> Call:
-    settings: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "allow_tf32": allow_tf32,
-        "backend": backend,
-        "partial": True,
-    }
-    key = ("dense", rows, *settings.values())
-    return plans.remember("call", key, lambda: Call.of([rows], [1], **settings))
+def _sent(x: Pass) -> tuple[Tensor, ...]:
+    """What goes to the ranks that compute."""
+    return (x.q, x.k, x.v, x.do, x.lse, x.delta) if isinstance(x, BackwardPass) else (x.q, x.k, x.v)

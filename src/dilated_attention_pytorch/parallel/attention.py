@@ -1,4 +1,4 @@
-"""Dilated attention on a rank's shard of a sequence: agree with the other ranks, schedule, compute, exchange, merge.
+"""Dilated attention on a rank's shard of a sequence: agree with the other ranks, plan, compute, exchange, merge.
 
 Forward starts every message, computes what the rank can alone with the engines of a single device, then merges what
 came. Backward does the same against the merged out and lse. Whatever the scheme, forward saves q, k, v, out and lse.
@@ -111,8 +111,8 @@ def sharded_dilated_attention(
         key_padding_mask: `(B, L)`, of the rank's own tokens.
         sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`.
         dropout_p: which weights are dropped is drawn on the first rank, and is what a single device would draw.
-        resources: a cache and a pool that calls share; None is the global cache, whose schedules always cost more than
-            to find them again.
+        resources: a cache and a pool that calls share; None is the global cache, because to make a plan always costs
+            more than to find it.
         The other arguments are those of `dilated_attention`.
 
     Returns:
@@ -123,6 +123,8 @@ def sharded_dilated_attention(
     """
     ranks = ranks_of(group, mesh, axis) if ranks is None else check_instance("ranks", ranks, RankGroup)
     settings: dict[str, Any] = {
+        "segment_lengths": segment_lengths,
+        "dilation_rates": dilation_rates,
         "head_layout": head_layout,
         "is_causal": is_causal,
         "scale": scale,
@@ -134,114 +136,106 @@ def sharded_dilated_attention(
         "backend": backend,
     }
     stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans, "key_padding_mask": key_padding_mask}
-    lengths: dict[str, Any] = {name: value for name, value in stated.items() if value is not None}
-    branches = (segment_lengths, dilation_rates)
+    lengths: dict[str, Any] = {name: x for name, x in stated.items() if x is not None}
     if ranks.size == 1:
-        settings |= {**lengths, "return_lse": return_lse, "resources": resources}
         check_scheme(scheme, token_layout)
-        return dilated_attention(query, key, value, *branches, **settings)
-    local: dict[str, object] = {}
-    call, mask_spans, error = None, [], None
-    length, known = 0, None
-    try:  # whatever is wrong with this rank's call, the others must hear of it
+        settings |= {**lengths, "return_lse": return_lse, "resources": resources}
+        return dilated_attention(query, key, value, **settings)
+    described: dict[str, object] = {}
+    own_spans, error, length, known = [], None, 0, None
+    try:  # an error of this rank's call must reach the other ranks
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
         query, key, value = autocast_inputs(query, key, value)
-        call = checked_call(query, key, value, *branches, **settings)
+        call = checked_call(query, key, value, **settings)
         refuse_tangents("attention across ranks", query, key, value)
-        _check_settings(ranks, query, scheme, memory_budget, shard_lengths, token_layout, backend)
-        if lengths:
-            refuse_lengths_of_tiles(sparse_config)
-        if sparse_config is not None and scheme not in ("auto", "gather"):
-            raise ValueError(f"kept tiles travel by gather, got scheme={scheme!r}: use auto or gather")
+        check_scheme(scheme, token_layout)
+        check_whole("memory_budget", memory_budget, least=0)
         length = query.shape[1]
+        _check_across_ranks(ranks, call, lengths, length, scheme, shard_lengths)
         if key_padding_mask is not None:
-            mask_spans = spans_of_own_mask(query.shape[0], length, lengths)
+            own_spans = spans_of_own_mask(query.shape[0], length, lengths)
         elif shard_lengths is not None:  # a mask is each rank's own, and may be wrong at any call
             known = tuple(shard_lengths)
-        choices = {"scheme": scheme, "memory_budget": memory_budget, "token_layout": token_layout}
-        local = _described(query, key, value, branches, {**settings, **choices}, lengths)
+        described = {
+            **{name: "given" if name == "key_padding_mask" else x.tolist() for name, x in lengths.items()},
+            "dtype": query.dtype,
+            "device": query.device.type,
+            "batch": query.shape[:1],
+            "heads": query.shape[2:3],
+            "key/value heads": key.shape[2:3],
+            "head_dim": query.shape[3:],
+            "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)),
+            "scheme": scheme,
+            "memory_budget": memory_budget,
+            "token_layout": token_layout,
+            **settings,
+            "segment_lengths": list(segment_lengths),
+            "dilation_rates": list(dilation_rates),
+        }
     except Exception as wrong:
         error = wrong
-    agreed = ranks.agree(local, length, error, known, mask_spans)
-    assert call is not None
-    # Where all agree, what follows is right or wrong alike on every rank.
+    agreed = ranks.agree(described, length, error, known, own_spans)
+    # All ranks make the same call: what follows is right on all of them, or the same error.
     with ranks.agreement.told(alike=(TypeError, ValueError)):
-        shards = Shards.of(agreed.lengths, token_layout)
-        if shards.tokens == 0 or query.shape[0] == 0:  # on every rank
+        batch, shards = query.shape[0], Shards.of(agreed.lengths, token_layout)
+        if shards.tokens == 0 or batch == 0:  # on every rank
             settings["return_lse"] = return_lse
-            return dilated_attention(query, key, value, *branches, **settings)
-        if mask_spans:
+            return dilated_attention(query, key, value, **settings)
+        if own_spans:
             spans = joined_spans(shards, agreed.own)
         elif lengths:
-            spans = document_spans(query.shape[0], shards.tokens, cache=None, **lengths)
+            spans = document_spans(batch, shards.tokens, cache=None, **lengths)
         seed = ranks.share_from_first(draw_seed(query.device)) if dropout_p > 0.0 else None
         documents = tuple(
-            (range(rows.start, rows.stop), start, start + length)
-            for rows, start, length in documents_of(spans, query.shape[0], shards.tokens)
+            (range(rows.start, rows.stop), start, start + tokens)
+            for rows, start, tokens in documents_of(spans, batch, shards.tokens)
         )
-        kind = (
+        kind = Kind(
             call, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
             memory_budget,
         )  # fmt: skip
-        if resources is None:
-            resources = Resources(get_global_pattern_cache())
-        schedule = schedule_for(ranks, kind, resources.cache)
-    out, lse = _Sharded.apply(query, key, value, seed, schedule, resources, ranks, agreed)
+        resources = Resources(get_global_pattern_cache()) if resources is None else resources
+        plan = shard_plan_for(ranks, kind, resources.cache)
+    out, lse = _Sharded.apply(query, key, value, seed, plan, resources, ranks, agreed)
     return (out, lse) if return_lse else out
 
 
-def _check_settings(
-    ranks: RankGroup,
-    query: Tensor,
-    scheme: str,
-    budget: int,
-    shard_lengths: Sequence[int] | None,
-    token_layout: str,
-    backend: str,
+def _check_across_ranks(
+    ranks: RankGroup, call: Call, lengths: dict[str, Any], tokens: int, scheme: str, shard_lengths: Sequence[int] | None
 ) -> None:
-    check_scheme(scheme, token_layout)
-    check_whole("memory_budget", budget, least=0)
-    if backend == "reference":
+    """Refuse what only a call on one device can do, or this rank's shard contradicts."""
+    if call.backend == "reference":
         raise ValueError(
             "backend 'reference' computes whole sequences on one device: gather them, or use auto or eager"
         )
-    if shard_lengths is None:
-        return
-    if len(shard_lengths) != ranks.size or shard_lengths[ranks.rank] != query.shape[1]:
+    if lengths:
+        refuse_lengths_of_tiles(call.sparse)
+    if call.sparse is not None and scheme not in ("auto", "gather"):
+        raise ValueError(f"kept tiles travel by gather, got scheme={scheme!r}: use auto or gather")
+    if shard_lengths is not None and (len(shard_lengths) != ranks.size or shard_lengths[ranks.rank] != tokens):
         raise ValueError(
-            f"shard_lengths must state the tokens of each of the {ranks.size} ranks, {query.shape[1]} for rank "
-            f"{ranks.rank}, got {list(shard_lengths)}"
+            f"shard_lengths must state the tokens of each of the {ranks.size} ranks, {tokens} for rank {ranks.rank}, "
+            f"got {list(shard_lengths)}"
         )
 
 
-def _described(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    branches: tuple[Sequence[int], Sequence[int]],
-    settings: dict[str, Any],
-    lengths: dict[str, Tensor],
-) -> dict[str, object]:
-    """What must be the same on every rank for messages to meet."""
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return {
-        **{name: "given" if name == "key_padding_mask" else value.tolist() for name, value in lengths.items()},
-        "segment_lengths": list(branches[0]),
-        "dilation_rates": list(branches[1]),
-        "dtype": query.dtype,
-        "device": query.device.type,
-        "batch": query.shape[:1],
-        "heads": query.shape[2:3],
-        "key/value heads": key.shape[2:3],
-        "head_dim": query.shape[3:],
-        "requires_grad": grad,
-        **settings,
-    }
+class Kind(NamedTuple):
+    """What the plan of a call on a rank depends on."""
+
+    call: Call
+    shards: Shards
+    documents: tuple[Document, ...]
+    shape: torch.Size  # of the rank's query
+    kv_heads: int
+    itemsize: int
+    device: torch.device
+    scheme: str
+    memory_budget: int
 
 
 class LocalCall(NamedTuple):
-    """What some of a rank's tokens compute alone; with a layout where positions choose the tiles that are kept."""
+    """A call that a rank computes alone, on some of its tokens; with a layout if positions choose the kept tiles."""
 
     at: range
     call: Call
@@ -252,12 +246,14 @@ class LocalCall(NamedTuple):
         """Its tokens of `(B, L, ...)`."""
         return x if len(self.at) == x.shape[1] else x[:, self.at.start : self.at.stop]
 
-    def tiles(self, query: Tensor, key: Tensor) -> BlockLayout | None:
+    def inputs(self, x: Pass) -> Inputs:
+        q, k, v = map(self.of, (x.q, x.k, x.v))
         sparse = self.call.sparse
-        return layout_of(self.call, query, key) if sparse is not None and sparse.depends_on_content else self.layout
+        by_content = sparse is not None and sparse.depends_on_content
+        return Inputs(q, k, v, self.spans, x.seed, layout_of(self.call, q, k) if by_content else self.layout)
 
 
-class Schedule(NamedTuple):
+class ShardPlan(NamedTuple):
     """One rank's part of a kind of call: what it computes alone, longest first, and what it exchanges."""
 
     calls: tuple[LocalCall, ...]
@@ -265,63 +261,53 @@ class Schedule(NamedTuple):
     allow_tf32: bool | None
 
 
-def schedule_for(ranks: RankGroup, kind: tuple[Any, ...], cache: Remembers | None) -> Schedule:
-    """The schedule of calls of a kind on these ranks, found again in the cache if there is one."""
+def shard_plan_for(ranks: RankGroup, kind: Kind, cache: Remembers | None) -> ShardPlan:
+    """The plan of calls of a kind on these ranks, remembered in the cache if there is one."""
     if cache is None:
-        return _schedule(ranks, *kind)
-    return cache.remember("ring schedule", (ranks, kind), lambda: _schedule(ranks, *kind))
+        return _plan(ranks, kind)
+    return cache.remember("ring schedule", (ranks, kind), lambda: _plan(ranks, kind))
 
 
-def _schedule(
-    ranks: RankGroup,
-    call: Call,
-    shards: Shards,
-    documents: tuple[Document, ...],
-    shape: torch.Size,
-    kv_heads: int,
-    itemsize: int,
-    device: torch.device,
-    scheme: str,
-    budget: int,
-) -> Schedule:
-    batch, _, heads, head_dim = shape
+def _plan(ranks: RankGroup, kind: Kind) -> ShardPlan:
+    call, shards, documents, shape, kv_heads = kind[:5]
+    batch, tokens, heads, head_dim = shape
     if ranks.rank == 0:
         longest = max((stop - start for _, start, stop in documents), default=0)
         warn_of_reach(call.spec, longest, (call.total_heads or heads) * kv_heads // heads)
-    chunks = shards.chunks_of(ranks.rank)
-    table = call.offsets(heads, kv_heads)
     exchanges: list[Exchange] = []
     elsewhere = set()
-    for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, itemsize):
+    for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, kind.itemsize):
         if call.sparse is None:
-            chosen = choose_scheme(scheme, wire, segments, budget)
+            scheme = choose_scheme(kind.scheme, wire, segments, kind.memory_budget)
         else:
-            chosen = "sparse"
-            check_gathered(scheme, wire, segments, budget, "a block layout", "leave sparse_config out")
-        if chosen in ("all_to_all", "sparse"):
+            scheme = "sparse"
+            refusal = ("a block layout", "leave sparse_config out")
+            check_gathered(kind.scheme, wire, segments, kind.memory_budget, *refusal)
+        if scheme in ("all_to_all", "sparse"):
             elsewhere.add(index)
-        mine = [(number, segment) for number, segment in enumerate(segments) if {*chunks} & {*segment.ranks}]
+        mine = [(number, segment) for number, segment in enumerate(segments) if segment.chunks_of(ranks.rank)]
         if mine:
-            exchanges.append(_EXCHANGES[chosen](call, index, wire, mine, ranks))
+            exchanges.append(_EXCHANGES[scheme](call, index, wire, mine, ranks))
+    table = call.offsets(heads, kv_heads)
     found = [
         (chunk, local)
-        for chunk in chunks
+        for chunk in shards.chunks_of(ranks.rank)
         for local in local_calls(call.spec, table, shards, documents, batch, chunk, frozenset(elsewhere))
     ]
-    partial = bool(exchanges) or len(found) > 1 or any(len(local.at) < shape[1] for _, local in found)
+    partial = bool(exchanges) or len(found) > 1 or any(len(local.at) < tokens for _, local in found)
     calls = []
     for chunk, local in sorted(found, key=lambda one: -len(one[1].at)):
         before, position = shards.held_at(chunk).start, shards.bounds(chunk)[0] + local.at.start
         own = replace(call, table=local.table, first_position=position, partial=partial)
-        spans = None if local.spans is None else torch.tensor(local.spans, device=device)
+        spans = None if local.spans is None else torch.tensor(local.spans, device=kind.device)
         layout = None
         if own.sparse is not None:
             assert spans is None, "kept tiles are of whole segments in all rows"
             if not own.sparse.depends_on_content:
                 offsets = own.query_head_offsets(heads, kv_heads)
-                layout = layout_for(own.spec, len(local.at), offsets, own.sparse, own.is_causal, device)
+                layout = layout_for(own.spec, len(local.at), offsets, own.sparse, own.is_causal, kind.device)
         calls.append(LocalCall(range(before + local.at.start, before + local.at.stop), own, spans, layout))
-    return Schedule(tuple(calls), tuple(exchanges), call.allow_tf32)
+    return ShardPlan(tuple(calls), tuple(exchanges), call.allow_tf32)
 
 
 class _Sharded(torch.autograd.Function):
@@ -332,19 +318,19 @@ class _Sharded(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         seed: Tensor | None,
-        schedule: Schedule,
+        plan: ShardPlan,
         resources: Resources,
         ranks: RankGroup,
         agreed: Agreed,
     ) -> tuple[Tensor, Tensor]:
         def compute() -> tuple[Tensor, Tensor]:
             with resources.message_buffers() as take:
-                return _forward(schedule, Pass(query, key, value, seed, resources, take))
+                return _forward(plan, Pass(query, key, value, seed, resources, take))
 
-        with _waited_for(ranks, schedule):
+        with _waited_for(ranks, plan):
             out, lse = kept(compute)
         ctx.save_for_backward(query, key, value, out, lse, seed)
-        ctx.rest = schedule, resources, ranks, agreed
+        ctx.rest = plan, resources, ranks, agreed
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -354,46 +340,44 @@ class _Sharded(torch.autograd.Function):
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        schedule, resources, ranks, agreed = ctx.rest
+        plan, resources, ranks, agreed = ctx.rest
         ranks.begin(agreed, "backward")
-        with _waited_for(ranks, schedule), resources.message_buffers() as take:
+        with _waited_for(ranks, plan), resources.message_buffers() as take:
             inputs = (query, key, value, seed, resources, take, out, lse, grad_out, grad_lse)
-            grads = _backward(schedule, BackwardPass(*inputs))
+            grads = _backward(plan, BackwardPass(*inputs))
         return (*grads, None, None, None, None, None, None)
 
 
-def _waited_for(ranks: RankGroup, schedule: Schedule) -> AbstractContextManager[None]:
+def _waited_for(ranks: RankGroup, plan: ShardPlan) -> AbstractContextManager[None]:
     """Tell the other ranks of an error if they wait for this rank's rows."""
-    return ranks.agreement.told() if schedule.exchanges else nullcontext()
+    return ranks.agreement.told() if plan.exchanges else nullcontext()
 
 
-def _forward(schedule: Schedule, x: Pass) -> tuple[Tensor, Tensor]:
+def _forward(plan: ShardPlan, x: Pass) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of a rank's rows; neither is lent."""
 
     def run(local: LocalCall) -> tuple[Tensor, ...]:
-        q, k, v = map(local.of, (x.q, x.k, x.v))
-        return op.partial(local.call, Inputs(q, k, v, local.spans, x.seed, local.tiles(q, k)), x.resources)
+        return op.partial(local.call, local.inputs(x), x.resources)
 
     def nothing() -> tuple[Tensor, ...]:
         out = _sums(x.q, x.take)
         return out, out.new_full(x.q.shape[:3], -torch.inf)
 
-    begun = [exchange.begin(x) for exchange in schedule.exchanges]
-    out, lse = _over_calls(schedule, x, run, nothing, lambda total, found: merge_(*total, *found))
-    with op.no_autocast(x.q.device.type), tf32(schedule.allow_tf32, x.q.device):
-        for exchange, pending in zip(schedule.exchanges, begun):
+    begun = [exchange.begin(x) for exchange in plan.exchanges]
+    out, lse = _over_calls(plan, x, run, nothing, lambda total, found: merge_(*total, *found))
+    with op.no_autocast(x.q.device.type), tf32(plan.allow_tf32, x.q.device):
+        for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_forward(pending, x, out, lse)
     return out.to(x.q.dtype), lse
 
 
-def _backward(schedule: Schedule, x: BackwardPass) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(plan: ShardPlan, x: BackwardPass) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of a rank's rows; none is lent."""
 
     def run(local: LocalCall) -> tuple[Tensor, ...]:
-        do, q, k, v, out, lse = map(local.of, (x.do, x.q, x.k, x.v, x.out, x.lse))
         through_lse = None if x.through_lse is None else local.of(x.through_lse)
-        saved = Saved(Inputs(q, k, v, local.spans, x.seed, local.tiles(q, k)), out, lse)
-        return op.gradients(local.call, saved, do, through_lse, x.resources)
+        saved = Saved(local.inputs(x), local.of(x.out), local.of(x.lse))
+        return op.gradients(local.call, saved, local.of(x.do), through_lse, x.resources)
 
     def nothing() -> tuple[Tensor, ...]:
         return tuple(_sums(y, x.take) for y in (x.q, x.k, x.v))
@@ -402,16 +386,16 @@ def _backward(schedule: Schedule, x: BackwardPass) -> tuple[Tensor, Tensor, Tens
         for total, grad in zip(totals, found):
             total += grad
 
-    begun = [exchange.begin(x) for exchange in schedule.exchanges]
-    dq, dk, dv = _over_calls(schedule, x, run, nothing, add)
-    with op.no_autocast(x.q.device.type), tf32(schedule.allow_tf32, x.q.device):
-        for exchange, pending in zip(schedule.exchanges, begun):
+    begun = [exchange.begin(x) for exchange in plan.exchanges]
+    dq, dk, dv = _over_calls(plan, x, run, nothing, add)
+    with op.no_autocast(x.q.device.type), tf32(plan.allow_tf32, x.q.device):
+        for exchange, pending in zip(plan.exchanges, begun):
             exchange.end_backward(pending, x, (dq, dk, dv))
     return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
 
 
 def _over_calls(
-    schedule: Schedule,
+    plan: ShardPlan,
     x: Pass,
     run: Callable[[LocalCall], tuple[Tensor, ...]],
     nothing: Callable[[], tuple[Tensor, ...]],
@@ -419,7 +403,7 @@ def _over_calls(
 ) -> tuple[Tensor, ...]:
     """The sum of what a rank computes alone; the first result is the sum so far if it has all of the rank's rows."""
     total = None
-    for local in schedule.calls:
+    for local in plan.calls:
         found = run(local)
         if total is None and len(local.at) == x.q.shape[1]:
             total = found

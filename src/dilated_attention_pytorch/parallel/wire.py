@@ -113,8 +113,8 @@ class GridRows:
 class HeldRows(dict[int, GridRows]):
     """What a chunk holds of a shared segment, by offset; offsets without any rows are left out.
 
-    Rows of several tensors are packed into one flat buffer. Tensors like those that were packed say how to read it:
-    they may differ in tokens and values only.
+    Rows of several tensors are packed into one flat buffer of bytes. Tensors like those that were packed say how to
+    read it: they may differ in tokens and values only.
     """
 
     def __init__(self, wire: Wire, segment: SharedSegment, rank: int, heads: range | None = None) -> None:
@@ -127,9 +127,9 @@ class HeldRows(dict[int, GridRows]):
         self.rows = sum(torch.Size(rows.shape).numel() for rows in self.values())
 
     def buffer(self, like: Sequence[Tensor], take: Take) -> Tensor:
-        """An uninitialised buffer from `take` for packed rows."""
-        size = self.rows * sum(x.shape[2:].numel() // self.kv_heads for x in like)
-        return take((size,), dtype=like[0].dtype, device=like[0].device)
+        """An uninitialised buffer of bytes from `take` for packed rows."""
+        size = self.rows * sum(x.shape[2:].numel() // self.kv_heads * x.element_size() for x in like)
+        return take((size,), dtype=torch.uint8, device=like[0].device)
 
     def pack(self, tensors: Sequence[Tensor], first: int, take: Take) -> Tensor:
         """These rows of tensors `(B, L, heads, ...)`."""
@@ -141,15 +141,16 @@ class HeldRows(dict[int, GridRows]):
 
     def unpack(self, buffer: Tensor, like: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         """Views of packed rows by offset: one tensor `(S, M, heads, groups, ...)` for each that was packed."""
-        found, at = {}, 0
-        for offset, rows in self.items():
-            parts = []
-            for x in like:
+        found: dict[int, dict[int, Tensor]] = {offset: {} for offset in self}
+        at = 0
+        # Tensors of a wide dtype first, so that every view is aligned.
+        for i, x in sorted(enumerate(like), key=lambda one: -one[1].element_size()):
+            for offset, rows in self.items():
                 shape = torch.Size((*rows.shape, x.shape[2] // self.kv_heads, *x.shape[3:]))
-                parts.append(buffer[at : at + shape.numel()].view(shape))
-                at += shape.numel()
-            found[offset] = parts
-        return found
+                size = shape.numel() * x.element_size()
+                found[offset][i] = buffer[at : at + size].view(x.dtype).view(shape)
+                at += size
+        return {offset: [parts[i] for i in range(len(like))] for offset, parts in found.items()}
 
     def add_to(self, totals: Sequence[Tensor], buffer: Tensor, first: int) -> None:
         """Add packed rows to the rank's own tensors."""
