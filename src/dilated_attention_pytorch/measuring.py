@@ -1,4 +1,4 @@
-"""How time and memory are measured, and on what machine: for benchmarks and for looking at a process."""
+"""Time, memory and the machine they are measured on, for benchmarks and tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call, and the bytes that PyTorch's allocator held at most, whatever for (GPU only)."""
+    """Milliseconds per call, and on a GPU the peak bytes of PyTorch's allocator, which include other tensors."""
 
     median: float
     p20: float
@@ -29,13 +29,13 @@ class Timing:
 
 
 def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls: int | None = None) -> Timing:
-    """Time `run` for about `seconds`: at least five calls, each by itself, or two where one takes over a second.
+    """Time single calls of `run` for about `seconds`: at least five, or two if one takes over a second.
 
-    `calls` says how many, instead.
+    `calls` sets their number instead.
     """
     cuda = device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
-    run()  # compiles what there is to compile
+    run()  # compiles
     wait()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -67,7 +67,7 @@ def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine, for the head of a table of measurements."""
     found: dict[str, Any] = {}
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
@@ -105,12 +105,12 @@ def size(count: int | float, digits: int = 1) -> str:
 
 
 def processor() -> str:
-    """The processor's name; Linux tells it in a file only."""
+    """The processor's name, which Linux has only in a file."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def processor_flags() -> frozenset[str]:
-    """What the processor says it can, as Linux spells it; empty on a system that does not tell."""
+    """The processor's features by Linux's names; empty on other systems."""
     return frozenset(_cpuinfo("flags").split())
 
 
@@ -123,7 +123,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: fewer than the machine's under an affinity or a container's quota."""
+    """Cores that this process may use, which an affinity or a container's quota may limit."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.exists():
@@ -135,7 +135,7 @@ def usable_cores() -> float:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of the host that this process may use in all and still; 0 on a system that does not tell."""
+    """Bytes of host memory for this process: the total, or its container's limit, and what is free; 0 if unknown."""
 
     total: int
     available: int
@@ -157,7 +157,7 @@ def host_memory() -> HostMemory:
 
 
 def resident() -> int:
-    """Bytes of host memory that this process holds now; 0 on a system that does not tell."""
+    """Bytes of host memory that this process holds now; 0 if unknown."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

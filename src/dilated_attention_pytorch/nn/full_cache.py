@@ -1,7 +1,7 @@
-"""Attention of new tokens against a cache that holds every token, as caches of other libraries do.
+"""Attention of new tokens against a cache that holds every token, as the caches of other libraries do.
 
-Of such a cache a new token sees what a bounded one would hold: the grid rows of its own segments. So those rows are
-picked, in the bounded cache's own order, and the rest is its mathematics and its kernels.
+In such a cache a new token sees what a bounded cache would hold: the grid rows of its own segments. Those rows are
+picked in the order of a bounded cache, and its kernels do the rest.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def attend_full_cache(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """The causal rows of `m` new tokens, `(B, m, H, D)`, as a full forward gives them, with its gradients.
+    """The causal rows of `m` new tokens, `(B, m, H, D)`, equal to those of a full forward, with its gradients.
 
     Args:
         query: `(B, m, H, D)`, of the tokens at `[begin, begin + m)`.
-        key, value: `(B, n, Hkv, D)` of all tokens, the new ones among them; what lies after those plays no part.
-        begin: a scalar tensor, where the new tokens lie in every row.
-        start: `(B,)`, the number of padded tokens per row, which stand before its first token.
-        spec: of the attention.
-        order: `(B, begin + m)`, where padding stands elsewhere too: each row's tokens, the padded ones first.
-        dropout_p: of attention probabilities.
+        key, value: `(B, n, Hkv, D)` of all tokens, the new ones included; later ones are ignored.
+        begin: a scalar tensor, the position of the first new token in every row.
+        start: `(B,)`, the number of padded tokens per row, which precede its first token.
+        spec: the pattern.
+        order: `(B, begin + m)`, if padding stands elsewhere too: the tokens of each row, the padded ones first.
+        dropout_p: probability of dropping an attention weight.
 
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     >>> last, first = torch.tensor(99), torch.tensor([0])
@@ -56,7 +56,7 @@ def attend_full_cache(
         raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
     inputs = query, key, value
     differentiated = has_tangents(*inputs) or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-    # The newest token is the last of its row in any order; of several, some may be padding and stand elsewhere.
+    # A single new token is the last of its row in any order; of several, some may be padding.
     if differentiated or dropout_p or not query.numel() or (order is not None and m > 1):
         return _attend_as_whole(query, key, value, begin, start, spec, order, scale, dropout_p, backend)
     if order is not None:
@@ -88,7 +88,7 @@ def _attend_as_whole(
     dropout_p: float,
     backend: str,
 ) -> Tensor:
-    """A forward over all tokens, in which the earlier ones have queries of 0 and their rows are dropped."""
+    """A forward over all tokens: earlier tokens get queries of 0, and their rows are dropped."""
     B, m = query.shape[:2]
     end = begin + m
     place = (begin + torch.arange(m, device=query.device)).expand(B, m)
@@ -113,7 +113,7 @@ def _attend_as_whole(
     return reordered(out, place)
 
 
-# Where it is traced: which rows are picked is arithmetic on values, and of no concern to a compiled graph.
+# An operator in a trace, because the rows to pick depend on values.
 @torch.library.custom_op("dilated_attention_pytorch::attend_full_cache", mutates_args=())
 def attend_full_cache_op(
     query: Tensor,
@@ -143,7 +143,7 @@ def _attend_full_cache(query: Tensor, key: Tensor, value: Tensor, begin: Tensor,
 
 
 class _Places(NamedTuple):
-    """What lies at each place of a bounded cache, `(places,)` each; `within` counts from the segment's first token."""
+    """Head, segment length and position within its segment of each place of a bounded cache, `(places,)` each."""
 
     head: Tensor
     segment_length: Tensor
@@ -153,10 +153,10 @@ class _Places(NamedTuple):
 def _picked(
     places: _Places, key: Tensor, value: Tensor, lengths: Tensor, start: Tensor, newest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values `(B, places, D)` as a bounded cache has them after `lengths` tokens.
+    """Keys and values `(B, places, D)` as a bounded cache holds them after `lengths` tokens.
 
-    Places that this segment has not reached yet get some other token, which no query sees: one up to the newest, as
-    a weight of 0 does not undo what memory that nobody has written may hold.
+    Places that the segment has not reached yet get another token, up to the newest one, which no query sees: later
+    memory may be uninitialised, and a weight of 0 times NaN is NaN.
     """
     head, w, within = places
     position = lengths.clamp_min(0)[:, None] // w * w + within + start[:, None]  # (B, places)
@@ -166,7 +166,7 @@ def _picked(
 
 
 def _rows_within(call: Call, heads: int, key: Tensor) -> tuple[CacheRows, _Places]:
-    """The rows of a bounded cache whose segments are no longer than the keys, in few sizes as a cache grows."""
+    """The rows of a bounded cache whose segments end with the keys, rounded up so that few sizes occur."""
     spec, kv_heads, device = call.spec, key.shape[2], key.device
     longest = 1 << (key.shape[1] - 1).bit_length()
 
