@@ -98,7 +98,7 @@ def four(folder: Path, flags: list[str]) -> None:
     assert main([*flags, "--out", str(folder / "sequence-data"), "--sequence-parallel", "2"]) == 0
     both = ["--sequence-parallel", "2", "--tensor-parallel", "2"]
     assert main([*flags, "--out", str(folder / "sequence-tensor-exact"), *both, *EXACT]) == 0
-    at_step(12, lambda: signal.raise_signal(signal.SIGTERM))
+    at_step(5, lambda: signal.raise_signal(signal.SIGTERM))
     assert main([*flags, "--out", str(folder / "sequence-tensor"), *both]) == 128 + signal.SIGTERM
     loop._step = real
     assert main(["train", "--resume", str(folder / "sequence-tensor")]) == 0

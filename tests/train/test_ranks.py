@@ -189,20 +189,20 @@ def test_a_rank_that_is_killed_is_restarted_and_nothing_is_lost(folder, flags, s
 
 
 @pytest.fixture(scope="module")
-def longer(folder, flags) -> list[str]:
-    """Twenty steps, of sequences that four ranks cannot share evenly."""
-    changes = "--steps 20 --sequence-length 18 --num-heads 4 --validate-every 20 --checkpoint-every 19"
+def uneven(folder, flags) -> list[str]:
+    """Sequences that four ranks cannot share evenly."""
+    changes = "--sequence-length 18 --num-heads 4 --validate-every 8 --checkpoint-every 7"
     flags = [*flags, *changes.split()]
-    assert main([*flags, "--out", str(folder / "longer")]) == 0
+    assert main([*flags, "--out", str(folder / "uneven")]) == 0
     return flags
 
 
 @pytest.fixture(scope="module")
-def on_four(folder, longer, shared) -> str:
+def on_four(folder, uneven, shared) -> str:
     without_newest(folder / "fsdp", folder / "four")
-    without_newest(folder / "longer", folder / "one-to-tensor")
-    without_newest(folder / "longer", folder / "one-to-ddp")
-    return launch(4, "four", folder, longer)
+    without_newest(folder / "uneven", folder / "one-to-tensor")
+    without_newest(folder / "uneven", folder / "one-to-ddp")
+    return launch(4, "four", folder, uneven)
 
 
 def test_four_ranks_go_on_where_two_stopped(folder, alone, on_four) -> None:
@@ -214,8 +214,8 @@ def test_four_ranks_go_on_where_two_stopped(folder, alone, on_four) -> None:
     "name", ["sequence", "sequence-data", "sequence-tensor", "sequence-tensor-exact", "one-to-tensor", "one-to-ddp"]
 )
 def test_ranks_that_share_sequences_heads_and_parameters_have_the_losses_of_one_process(folder, on_four, name) -> None:
-    assert len(losses(folder / name)) == 20
-    assert losses(folder / name) == pytest.approx(losses(folder / "longer"), rel=1e-5)
+    assert len(losses(folder / name)) == STEPS
+    assert losses(folder / name) == pytest.approx(losses(folder / "uneven"), rel=1e-5)
 
 
 def test_ranks_that_share_sequences_log_what_travels_for_each_branch(folder, on_four) -> None:
@@ -228,12 +228,12 @@ def test_ranks_that_share_sequences_log_what_travels_for_each_branch(folder, on_
 
 
 def test_one_process_goes_on_where_ranks_shared_heads(folder, on_four, capsys) -> None:
-    assert ", from step 12 on cpu, 4 ranks (fsdp, sequence 2, tensor 2)" in on_four
+    assert ", from step 5 on cpu, 4 ranks (fsdp, sequence 2, tensor 2)" in on_four
     run = without_newest(folder / "sequence-tensor", folder / "tensor-to-one")
     assert main(["train", "--resume", str(run)]) == 1
     assert "sequence_parallel=2 and tensor_parallel=2 need 4 ranks" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "--sequence-parallel", "1", "--tensor-parallel", "1"]) == 0
-    assert losses(run) == pytest.approx(losses(folder / "longer"), rel=1e-5)
+    assert losses(run) == pytest.approx(losses(folder / "uneven"), rel=1e-5)
 
 
 def test_ranks_that_do_not_divide_are_told_on_all_of_them(on_four) -> None:

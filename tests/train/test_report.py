@@ -16,6 +16,8 @@ from dilated_attention_pytorch.train.checkpoint import list_saved
 from dilated_attention_pytorch.train.report import write_run_report
 from dilated_attention_pytorch.train.run_folder import read_run
 
+from ..thorough import examples
+
 FLAGS = """
     --d-model 16 --num-heads 2 --num-layers 1 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
     --batch-size 2 --warmup-steps 2 --validate-every 2 --checkpoint-every 2 --sample-bytes 4 --device cpu --steps 4
@@ -209,7 +211,7 @@ def test_any_damaged_run_has_a_page(run) -> None:
     (run / "log.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
     names = ["config.json", "metrics.jsonl", "log.jsonl", "environment.jsonl"]
     whole = {name: (run / name).read_bytes() for name in names}
-    for _ in range(60):
+    for _ in range(examples(6)):
         for name in draw.sample(names, 2):
             (run / name).write_bytes(changed(whole[name], draw))
         write_run_report(run)

@@ -21,13 +21,13 @@ from dilated_attention_pytorch.train.zero import check_zero
 
 from .test_ranks import launch, losses, without_newest
 
-STEPS = 20
+STEPS = 8
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install '.[deepspeed]'"
 )
 
-EVERY = ["--checkpoint-every", "10"]
-OPTIONS = RunOptions(use_deepspeed=True, enable_monitoring=True, auto_resume=True, checkpoint_interval=10)
+EVERY = ["--checkpoint-every", "4"]
+OPTIONS = RunOptions(use_deepspeed=True, enable_monitoring=True, auto_resume=True, checkpoint_interval=4)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def flags(folder) -> list[str]:
     # Six sequences, for two ranks and three; sizes that three do not divide.
     sizes = """
         --d-model 16 --num-heads 2 --num-layers 2 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
-        --batch-size 6 --warmup-steps 2 --validate-every 10 --sample-bytes 4 --device cpu
+        --batch-size 6 --warmup-steps 2 --validate-every 4 --sample-bytes 4 --device cpu
     """
     return ["train", "--data", str(text), "--steps", str(STEPS), *sizes.split()]
 
@@ -103,8 +103,8 @@ def test_two_ranks_go_on_where_one_process_stopped_and_pass_over_what_is_damaged
 def test_options_from_a_file_are_those_of_the_run(folder, shared) -> None:
     run = folder / "stage-3"
     config = TrainConfig.from_json(run / "config.json")
-    assert (config.engine, config.zero, config.checkpoint_every) == ("deepspeed", Zero(), 10)
-    assert [path.name for path in list_checkpoints(run)] == ["step-00000010", "step-00000020"]
+    assert (config.engine, config.zero, config.checkpoint_every) == ("deepspeed", Zero(), 4)
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000004", "step-00000008"]
     logged = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
     assert logged == list(range(1, STEPS + 1))  # once: the second command found it finished
 
@@ -121,7 +121,7 @@ def test_other_ranks_stages_and_engines_go_on_where_two_ranks_stopped(folder, al
     without_newest(folder / "stage-3", folder / "one")
     without_newest(folder / "broken", folder / "mended")
     output = launch(3, "resume", folder, [], worker="zero_worker")
-    assert ", from step 10 on cpu, 3 ranks (deepspeed)" in output
+    assert ", from step 4 on cpu, 3 ranks (deepspeed)" in output
     assert main(["train", "--resume", str(folder / "one"), "--engine", "fsdp"]) == 0
     for name in ("three", "one"):
         assert losses(folder / name) == pytest.approx(losses(alone), abs=1e-5), name

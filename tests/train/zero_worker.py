@@ -22,7 +22,7 @@ def share(folder: Path, flags: list[str]) -> None:
     exact = "--accumulate 3 --checkpointing selective --offload --loss-chunk 7".split()  # noqa: SIM905
     tiled = [*exact, "--mlp-tile", "5"]
     for stage, offload in ((1, tiled), (2, ["--cpu-offload", *tiled])):
-        run = ["--checkpoint-every", "10", "--engine", "deepspeed", "--zero-stage", str(stage), *offload]
+        run = ["--checkpoint-every", "4", "--engine", "deepspeed", "--zero-stage", str(stage), *offload]
         assert main([*flags, "--out", str(folder / f"stage-{stage}"), *run]) == 0
     halves = ["--sequence-parallel", "2", "--engine", "deepspeed", "--zero-stage", "3"]
     assert main([*flags, "--out", str(folder / "sequence"), *halves, *exact]) == 0
@@ -52,7 +52,7 @@ def broken_on_one_rank(folder: Path, flags: list[str]) -> None:
         return real(self, *batch) * (float("nan") if dist.get_rank() == 1 and len(calls) == 3 else 1.0)
 
     Stepper.loss = broken
-    assert main([*flags, "--out", str(folder / "broken"), "--checkpoint-every", "10"]) == 0
+    assert main([*flags, "--out", str(folder / "broken"), "--checkpoint-every", "4"]) == 0
     Stepper.loss = real
 
 
