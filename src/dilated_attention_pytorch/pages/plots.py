@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import install_extra
+from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.core.row_weights import RowWeights
 from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.models.slide_attention import on_slide
@@ -53,16 +53,15 @@ def check_picture(path: Path) -> None:
     """Raise if a picture of this name cannot be written here."""
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"a picture is written as .svg or .png, got {str(path)!r}")
-    require_matplotlib()
+    _matplotlib()
 
 
 def matplotlib_is_installed() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def require_matplotlib() -> None:
-    if not matplotlib_is_installed():
-        raise ModuleNotFoundError(f"charts need matplotlib: {install_extra('viz')}", name="matplotlib")
+def _matplotlib() -> Any:
+    return import_optional("matplotlib", "viz", "a chart")
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
@@ -70,10 +69,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(draw)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        require_matplotlib()
-        import matplotlib
-
-        with matplotlib.rc_context(_SETTINGS):
+        with _matplotlib().rc_context(_SETTINGS):
             return draw(*args, **kwargs)
 
     return run
