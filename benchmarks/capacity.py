@@ -1,4 +1,4 @@
-"""The suite `capacity`: real steps of each model size at the length it must reach, and at the longest that fits."""
+"""The suite `capacity`: training steps of each model size at the required length, and at the longest that fits."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def working_eight_bit(device: str) -> OptimizerName:
 
 
 def _row(line: Record) -> list[str]:
-    """One step; a failed one says why in the place of its time."""
+    """One step; where it failed, the reason stands in place of its time."""
     what: str = {"dilated": "this attention", "dense": "dense attention"}.get(line["kind"]) or line["kind"]
     if "longest_segment" in line and line["kind"] != "dense":
         what += f", segments to {line['longest_segment']:,}"
@@ -153,7 +153,7 @@ def _row(line: Record) -> list[str]:
 
 
 def notes(lines: Sequence[Record]) -> list[str]:
-    """What the figures say, in sentences."""
+    """What the figures show, in sentences."""
     checked = [
         line["predicted_bytes"] / line["peak_bytes"]
         for line in lines

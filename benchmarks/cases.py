@@ -21,9 +21,9 @@ SIZES = ((64, 12), (128, 16))
 
 
 def attention(device: str) -> Iterator[Case]:
-    """Over lengths, head dims and causality, each with branches that connect the whole sequence and with short ones.
+    """Lengths, head dims and causality, each with branches that connect the whole sequence and with short ones.
 
-    Then the paper's own branches; then the other head layouts.
+    Then the branches of the paper, and the other head layouts.
     """
     if device == "cpu":
         yield from _each_way(causal=(False, True), tokens=8192, heads=4, head_dim=64, **CPU)
@@ -38,14 +38,14 @@ def attention(device: str) -> Iterator[Case]:
 
 
 def short(device: str) -> Iterator[Case]:
-    """One short sequence, where launches and Python count."""
+    """One short sequence, where launches and Python dominate."""
     shape = {"heads": 4, **CPU} if device == "cpu" else {"heads": 12, **USUAL}
     for tokens in (512, 1024, 2048, 4096, 8192):
         yield from _each_way(tokens=tokens, head_dim=64, **shape)
 
 
 def scaling(device: str) -> Iterator[Case]:
-    """Time over sequence length, of branches that connect all of it, whose rates grow with it, and of short ones.
+    """Growing lengths, with branches that connect the whole sequence, whose rates grow with it, and with short ones.
 
     With four heads, 16M tokens need 65 GiB for forward and backward.
     """
@@ -59,9 +59,9 @@ def scaling(device: str) -> Iterator[Case]:
 
 
 def blocksparse(device: str) -> Iterator[Case]:
-    """A tenth of the tiles of one segment over the whole sequence, and a pattern over several branches.
+    """A tenth of the tiles of one segment over the whole sequence, and of several branches.
 
-    One undilated segment is what FlexAttention can be given the same block mask for.
+    For one undilated segment, FlexAttention can get the same block mask.
     """
     if device == "cpu":
         whole = {**CPU, "segment_lengths": (4096,), "dilation_rates": (1,)}
@@ -75,7 +75,7 @@ def blocksparse(device: str) -> Iterator[Case]:
 
 
 def gigapath(device: str) -> Iterator[Case]:
-    """Prov-GigaPath's slide encoder: a CLS token and some tiles, 12 layers of 16 heads of 48."""
+    """Prov-GigaPath's slide encoder: a CLS token and the tiles of a slide, 12 layers, 16 heads of 48."""
     size = {"heads": 16, "head_dim": 48, "head_layout": "blocked", **GIGAPATH}
     if device == "cpu":
         yield from _each_way(tokens=2001, encoder_layers=2, dtype="float32", device="cpu", **size)
@@ -123,7 +123,7 @@ def _reaching(tokens: int, heads: int | None = None) -> dict[str, Any]:
 
 
 def _has(case: Case, words: Sequence[str]) -> bool:
-    """Whether the title has these words as a whole, commas aside: `forward` is not `forward+backward`."""
+    """Whether the title has all of these words, without regard to commas: `forward` is not `forward+backward`."""
     return {word.replace(",", "") for word in words} <= set(case.title.replace(",", "").split())
 
 

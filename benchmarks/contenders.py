@@ -1,4 +1,4 @@
-"""What is measured: our backends, and the strongest baselines for the same problem."""
+"""The contenders: our backends, and the strongest baselines for the same case."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dilated_attention_pytorch.core.block_layout import layout_for
 from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.functional import dilated_attention
 
-# Dense attention of more elements than this is measured in several calls: its kernels may count in 32 bits.
-ELEMENTS_A_CALL = 1 << 30
+# Dense attention with more elements is measured in several calls: its kernels may count in 32 bits.
+ELEMENTS_PER_CALL = 1 << 30
 
 OURS, FLOOR, SAME_TOKENS, TORCHSCALE = "ours", "dense, same FLOPs", "dense, same tokens", "torchscale"
 FLEX, EVERY_TILE = "FlexAttention", "ours, every tile"
@@ -28,7 +28,7 @@ NO_CHECKOUT = "give --torchscale PATH, a checkout of microsoft/torchscale, to me
 
 @dataclass(frozen=True)
 class Ready:
-    """A contender set up for a case: the call to time, its FLOPs, and PyTorch's settings while it runs."""
+    """A contender that is set up for a case: the call to time, its FLOPs, and PyTorch's settings for it."""
 
     call: Callable[[], object]
     flops: int
@@ -36,11 +36,11 @@ class Ready:
 
 
 Setup = Callable[[Case], "Ready | str"]
-"""Sets a case up, or says why this contender sits it out."""
+"""Sets up a case, or says why this contender sits it out."""
 
 
 def choose_contenders(only: Sequence[str] = (), torchscale: Path | None = None) -> dict[str, Setup]:
-    """The contenders by name, all or those named; torchscale sits out unless a checkout of it is given."""
+    """The contenders by name, or those in `only`; torchscale sits out unless a checkout of it is given."""
     contenders: dict[str, Setup] = {
         OURS: ours("auto"),
         FLOOR: dense_at_the_same_flops,
@@ -92,23 +92,23 @@ def ours(backend: str) -> Setup:
 
 
 def every_tile(case: Case) -> Ready | str:
-    """The same problem through the same kernels with a layout that keeps every tile: what sparsity saves."""
+    """The same case through the same kernels with a layout that keeps every tile: shows what sparsity saves."""
     if case.pattern is None:
         return "measured where a block pattern keeps some tiles"
     return ours("auto")(replace(case, sparsity_ratio=1.0))
 
 
 def dense_at_the_same_flops(case: Case) -> Ready | str:
-    """PyTorch's dense attention over sequences as long as a branch's rows, as many as make up our FLOPs."""
+    """PyTorch's dense attention on sequences as long as the rows of a branch, enough of them for the same FLOPs."""
     w, r = case.segment_lengths[0], case.dilation_rates[0]
     rows = min(-(-w // r), case.tokens)
     sequences = max(1, round(case.flops / _dense_flops(case, rows)))
-    calls = -(-sequences * rows * case.heads * case.head_dim // ELEMENTS_A_CALL)
+    calls = -(-sequences * rows * case.heads * case.head_dim // ELEMENTS_PER_CALL)
     return _dense(case, round(sequences / calls), rows, calls)
 
 
 def dense_at_the_same_tokens(case: Case) -> Ready | str:
-    """One call of dense attention over all tokens: what dilation saves."""
+    """One call of dense attention over all tokens: shows what dilation saves."""
     most = 1 << 15 if case.device == "cuda" else 1 << 13
     if case.tokens > most:
         return f"quadratic: left out past {most:,} tokens"
@@ -116,9 +116,9 @@ def dense_at_the_same_tokens(case: Case) -> Ready | str:
 
 
 def flex_attention(case: Case) -> Ready | str:
-    """FlexAttention with the union of the branches as its mask, which counts a key once: less work than ours.
+    """FlexAttention with the union of the branches as its mask. A key counts once, which is less work than ours.
 
-    With a block pattern on one undilated segment, the very tiles that ours keeps.
+    With a block pattern on one undilated segment, it gets exactly the tiles that ours keeps.
     """
     if case.pattern is not None:
         if case.device != "cuda" or case.dilation_rates != (1,) or case.segment_lengths[0] < case.tokens:
@@ -150,7 +150,7 @@ def _masked_by(mask: Any, case: Case) -> Ready:
 
 
 def tile_mask(case: Case) -> Any:
-    """FlexAttention's block mask of a case with one undilated segment: whole tiles, and under causality cut ones."""
+    """FlexAttention's block mask for a case with one undilated segment: full tiles, and tiles that causality cuts."""
     from torch.nn.attention.flex_attention import BlockMask
 
     config = case.sparse_config
@@ -180,7 +180,7 @@ def tile_mask(case: Case) -> Any:
 
 
 def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tiles each row of tiles has, and their numbers, first: `(1, 1, T)` and `(1, 1, T, T)`."""
+    """The number of tiles in each row of tiles, `(1, 1, T)`, and their indices in front, `(1, 1, T, T)`."""
     order = chosen.int().sort(dim=-1, stable=True, descending=True).indices
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -228,7 +228,7 @@ def _dense(case: Case, sequences: int, rows: int, calls: int = 1) -> Ready:
 
 
 def _dense_flops(case: Case, rows: int) -> int:
-    """Of one sequence of `rows`, counted as `Case.flops` counts."""
+    """FLOPs of one sequence of `rows` rows, counted as in `Case.flops`."""
     whole: dict[str, Any] = {"segment_lengths": (rows,), "dilation_rates": (1,), "head_layout": "interleaved"}
     return replace(case, tokens=rows, pattern=None, **whole).flops
 

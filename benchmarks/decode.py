@@ -88,7 +88,7 @@ def _dense_steps(query: Tensor, key: Tensor, value: Tensor, device: str) -> Iter
 
 
 def _timer(run: Callable[[], object], device: str) -> Callable[[], float]:
-    """Microseconds of one call; on a GPU of one among many in a captured graph: the host takes no part in the time."""
+    """Microseconds per call; on a GPU, of calls in a captured graph, so that the host plays no part."""
     if device != "cuda":
         return lambda: measure(run, device, seconds=0.1).median * 1e3
     run()

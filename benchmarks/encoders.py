@@ -1,4 +1,4 @@
-"""Contenders that are whole encoders: the same layers and weights' sizes, each around its own attention."""
+"""Contenders that are whole encoders: the same layers and sizes, each around its own attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXACT, EXACT_FORWARD = "ours, exact", "ours, exact fwd"
 
 
 def choose_encoders(only: Sequence[str] = (), torchscale: Path | None = None) -> dict[str, Setup]:
-    """The contenders by name: ours by the definition, and with torchscale's semantics as `patch_gigapath` has them."""
+    """The contenders by name: ours by definition, and ours with torchscale's semantics, as in `patch_gigapath`."""
     contenders: dict[str, Setup] = {
         OURS: _encoder(lambda case: lambda layer: None),
         EXACT: _encoder(_pad(detached_merge=True)),
@@ -33,7 +33,7 @@ Change = Callable[[DilatedTransformerEncoderLayer], None]
 
 
 def _encoder(change_for: Callable[[Case], Change]) -> Setup:
-    """An encoder whose layers a case's `change` has gone over."""
+    """An encoder whose layers are changed for the contender."""
 
     def setup(case: Case) -> Ready | str:
         width = case.heads * case.head_dim

@@ -1,4 +1,4 @@
-"""What is measured: one `Case` feeds time and memory; and calls that take turns."""
+"""A `Case` describes what is measured; `compare` times two calls by turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Case", "Comparison", "Timing", "compare", "machine", "measure"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One problem: what it computes, in which dtype and on which device."""
+    """One attention call, or an encoder around it: shapes, pattern, dtype and device."""
 
     tokens: int
     heads: int
@@ -36,7 +36,7 @@ class Case:
     pattern: PatternType | None = None
     sparsity_ratio: float = 1.0
     block_size: int = 128
-    encoder_layers: int = 0  # of an encoder around the attention, with a feed-forward of four times its width; 0: none
+    encoder_layers: int = 0  # above 0: an encoder of this many layers, whose feed-forward is four times as wide
 
     @property
     def spec(self) -> DilatedSpec:
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of visible pairs only; forward and backward together take 3.5 times the forward's."""
+        """FLOPs of visible pairs only; forward and backward together take 3.5 times those of the forward."""
         if self.sparse_config is None:
             forward = forward_flops(self.spec, self.tokens, self.heads, self.head_dim, is_causal=self.is_causal)
         else:
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """What distinguishes a case, in a few words."""
+        """What distinguishes the case, in a few words."""
         branches = f"{len(self.segment_lengths)} branches to {max(self.segment_lengths):,}"
         words = [f"N={self.tokens:,}", f"D={self.head_dim}", f"H={self.heads}", branches]
         words += [f"{self.encoder_layers} layers"] if self.encoder_layers else []
@@ -77,12 +77,12 @@ class Case:
 
     @property
     def floor_bytes(self) -> int:
-        """What forward and backward must hold at once."""
+        """The bytes that forward and backward must hold at once."""
         itemsize = getattr(torch, self.dtype).itemsize
         return training_bytes(self.tokens, self.heads, self.head_dim, itemsize=itemsize)
 
     def tensors(self, *shape: int) -> list[torch.Tensor]:
-        """Fresh random q, k, v and an output gradient, `(1, N, H, D)` unless told otherwise."""
+        """Random q, k, v and an output gradient, `(1, N, H, D)` by default."""
         shape = shape or (1, self.tokens, self.heads, self.head_dim)
         dtype = getattr(torch, self.dtype)
         tensors = [torch.randn(shape, dtype=dtype, device=self.device) for _ in range(4)]
@@ -100,9 +100,9 @@ def _kept_pairs(spec: DilatedSpec, tokens: int, heads: int, config: SparsePatter
 
 @dataclass(frozen=True)
 class Comparison:
-    """Median milliseconds of two calls that took turns, and quotients of their fastest thirds.
+    """Median milliseconds of two calls timed by turns, and quotients of their fastest thirds.
 
-    `noise` is the first call over itself, measured as `ratio` is: what a ratio may be off by.
+    `noise` is the first call over itself, measured in the same way as `ratio`: the error to expect of a ratio.
     """
 
     off: float
@@ -114,9 +114,9 @@ class Comparison:
 def compare(
     off: Callable[[], object], on: Callable[[], object], device: str, seconds: float | None = None, least: int = 9
 ) -> Comparison:
-    """Time two calls by turns, so that what else the machine does falls on both alike; it only ever adds.
+    """Time two calls by turns, so that other work on the machine slows both alike.
 
-    On a CPU it is the processor time of all threads, which other processes do not add to.
+    On a CPU, count the processor time of all threads, to which other processes do not add.
     """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     clock = time.perf_counter if device == "cuda" else time.process_time
@@ -130,11 +130,11 @@ def compare(
 
     for run in (off, on, off, on):
         once(run)
-    seconds = seconds or (3.0 if device == "cpu" else 0.7)  # a GPU's times vary less
+    seconds = seconds or (3.0 if device == "cpu" else 0.7)  # times vary less on a GPU
     calls = (off, on, off)
     rounds = max(least, min(2000, round(seconds * 1e3 / max(2 * once(off) + once(on), 1e-3))))
     times: list[list[float]] = [[], [], []]
-    for i in range(rounds):  # each goes first, second and last as often as the others
+    for i in range(rounds):  # each call is first, second and last equally often
         for j in (i % 3, (i + 1) % 3, (i + 2) % 3):
             times[j].append(once(calls[j]))
     either = times[0] + times[2]

@@ -1,4 +1,4 @@
-"""torchscale's dilated attention, from a checkout that the user names, on PyTorch's own flash kernel."""
+"""torchscale's dilated attention, loaded from a checkout, on PyTorch's own flash kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FILE = Path("torchscale/component/dilated_attention.py")
 
 
 def load_torchscale(checkout: Path) -> Any:
-    """The class `DilatedAttention` of a checkout of microsoft/torchscale; nothing of it stays importable.
+    """The class `DilatedAttention` of a checkout of microsoft/torchscale, which does not stay importable.
 
-    Of the checkout only the modules that define the class are imported, which need einops and numpy. The module that
-    would import flash-attn or xformers is replaced by one that calls PyTorch.
+    This imports only the modules that define the class, which need einops and numpy. The module that would import
+    flash-attn or xformers is replaced by one that calls PyTorch.
     """
     if not (checkout / _FILE).is_file():
         raise FileNotFoundError(
@@ -47,7 +47,7 @@ def build_torchscale(
     *,
     subln: bool = False,
 ) -> nn.Module:
-    """torchscale's attention with its projections, on one rank; `subln` puts a norm before the last of them."""
+    """torchscale's attention with its projections, on one rank; `subln` adds a norm before the output projection."""
     settings = SimpleNamespace(
         flash_attention=True,
         segment_length=list(segment_lengths),
@@ -62,7 +62,7 @@ def build_torchscale(
 
 
 def without_projections(attention: nn.Module) -> nn.Module:
-    """An attention whose forward gathers, attends, scatters and merges, and does nothing else: `(B, N, H * D)`."""
+    """The same attention without projections: it only gathers, attends, scatters and merges, `(B, N, H * D)`."""
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
         setattr(attention, name, nn.Identity())
     return attention
@@ -77,7 +77,7 @@ def flash_attention_of_pytorch(
     softmax_scale: float | None = None,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What torchscale asks flash-attn for: out `(B, N, H, D)` and lse `(B, H, N)`."""
+    """PyTorch's kernel behind flash-attn's interface: out `(B, N, H, D)` and lse `(B, H, N)`."""
     if bias is not None:
         raise ValueError("PyTorch's flash kernel takes no bias")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
@@ -91,7 +91,7 @@ def flash_attention_of_pytorch(
 
 @contextmanager
 def importing_from(checkout: Path, *packages: str) -> Iterator[None]:
-    """Imports of `packages` come from the checkout, even where releases of them are installed or loaded."""
+    """Import `packages` from the checkout, even if releases of them are installed or loaded."""
     before = _take_modules(packages)
     path = list(sys.path)
     sys.path.insert(0, str(checkout))

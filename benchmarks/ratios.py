@@ -71,7 +71,7 @@ def faster_than(contender: str) -> Ratio:
 
 
 def per_token(row: Row, rows: Sequence[Row]) -> float | None:
-    """Against the suite's shortest case that is like this one but for its length."""
+    """Time per token, relative to the shortest case of the suite that differs only in length."""
     if row.suite != "scaling":
         return None
     problem = but_for_length(row.case)
@@ -82,7 +82,7 @@ def per_token(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def but_for_length(case: Case) -> Case:
-    """What cases of several lengths share: all but the length, and but branches that reach over all of it."""
+    """The case without what depends on its length: tokens, and branches that reach over all of them."""
     if max(case.segment_lengths) >= case.tokens:
         case = replace(case, segment_lengths=(1,), dilation_rates=(1,))
     return replace(case, tokens=1)
@@ -118,12 +118,12 @@ RATIOS: dict[str, tuple[str, Ratio]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A limit on a ratio, for the cases it speaks of."""
+    """A limit on a ratio, for the cases that it applies to."""
 
     text: str
     ratio: Ratio
     limit: float
-    speaks_of: Callable[[Row], bool]
+    applies_to: Callable[[Row], bool]
     at_least: bool = True
 
     def met_by(self, value: float) -> bool:
@@ -191,7 +191,7 @@ def _on_gpu(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Judged:
-    """How a target fared: the worst value, its case, and how many of the cases met it."""
+    """The worst value for a target, its case, and how many cases met the target."""
 
     worst: float
     case: Case
@@ -200,9 +200,9 @@ class Judged:
 
 
 def judge(target: Target, rows: Sequence[Row]) -> Judged | None:
-    """None where nothing that the target speaks of was measured."""
+    """None if no case that the target applies to was measured."""
     values = [
-        (value, row.case) for row in rows if target.speaks_of(row) and (value := target.ratio(row, rows)) is not None
+        (value, row.case) for row in rows if target.applies_to(row) and (value := target.ratio(row, rows)) is not None
     ]
     if not values:
         return None
@@ -212,7 +212,7 @@ def judge(target: Target, rows: Sequence[Row]) -> Judged | None:
 
 @dataclass(frozen=True)
 class Published:
-    """A figure that this benchmark did not measure."""
+    """A figure from elsewhere, not measured by this benchmark."""
 
     who: str
     where: str

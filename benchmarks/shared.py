@@ -1,4 +1,4 @@
-"""The suites `cache` and `pool`: what is shared between calls, on against off, each case by turns in one process."""
+"""The suites `cache` and `pool`: calls with the pattern cache, or the workspace pool, on and off, by turns."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _step(case: str, found: Comparison, peak_off: int | None = None, peak_on: in
 
 
 def _kinds(options: Options) -> Iterator[Record]:
-    """What the library remembers, and what it does not: making it, against finding it."""
+    """Everything that a call needs, remembered or not: the time to make it, and to find it."""
     device = options.device
     tokens = 4096
     lengths, mask = _packed(tokens).to(device), (torch.arange(tokens) >= tokens - 7)[None].to(device)
@@ -82,7 +82,7 @@ def _kinds(options: Options) -> Iterator[Record]:
         parts_for(call, of, like.shape, HEADS, cache).viewer(like)
 
     def found(key: Callable[[], Any]) -> Callable[[], object]:
-        """Looking up what the policy leaves out."""
+        """Look up something that the policy does not keep."""
         return lambda: cache.remember("parts", key(), lambda: 0)
 
     cases: list[tuple[str, str, Callable[[], object], Callable[[], object]]] = [
@@ -139,7 +139,7 @@ def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: 
 
 
 def _ring_schedule(device: str, call: Call, like: Tensor, cache: PatternCache) -> list[Any]:
-    """Of one of eight ranks whose shards every branch cuts."""
+    """The schedule of one of eight ranks whose shards every branch cuts."""
     ranks = Ranks(None)
     ranks.rank, ranks.size = 3, 8
     shards = Shards((like.shape[1] // 8 - 1,) * 8)
@@ -151,7 +151,7 @@ def _ring_schedule(device: str, call: Call, like: Tensor, cache: PatternCache) -
 
 
 def _in_threads(run: Callable[[], object], threads: int = 8, seconds: float = 0.25) -> float:
-    """Microseconds of the process for each of the calls that several threads make at once."""
+    """Microseconds per call while several threads call at once."""
     began = time.perf_counter()
     run()
     calls = max(3, min(2000, round(seconds / threads / max(time.perf_counter() - began, 1e-7))))
@@ -221,9 +221,9 @@ MODULES: dict[str, Callable[..., Any]] = {
 def _training_steps(
     name: str, device: str, tokens: int, dtype: str, settings: Sequence[dict[str, bool]]
 ) -> list[Callable[..., object]]:
-    """Forward and backward of a module in each of these settings; they take the lengths of packed documents, if any.
+    """Forward and backward of a module with each of these settings; each takes the lengths of packed documents, if any.
 
-    On the same random inputs and weights: where tensors lie in memory makes more of a difference than most settings.
+    They share inputs and weights: where tensors lie in memory matters more than most settings.
     """
     if name in ATTENTION:
         inputs = [x.requires_grad_() for x in _inputs(device, tokens, dtype)]
@@ -285,7 +285,7 @@ def _pool_steps(tokens: int, options: Options) -> Iterator[Record]:
 
 
 def _steps_on_ranks(tokens: int) -> list[Record]:
-    """Classes across ranks, each in processes of this machine that exchange rows through gloo."""
+    """Classes across ranks, in processes of this machine that exchange rows through gloo."""
     with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("spawn").Pool(RANKS) as workers:
         meeting = (Path(folder) / "ranks").as_uri()
         ranks = [workers.apply_async(steps_of_rank, (tokens, rank, meeting)) for rank in range(RANKS)]
@@ -294,7 +294,7 @@ def _steps_on_ranks(tokens: int) -> list[Record]:
 
 
 def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Record]:
-    """What one rank takes with the pool off and on; the longest segment is shared by all."""
+    """The time of one rank with the pool off and on; all ranks share the longest segment."""
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     pattern = {"segment_lengths": (*SPEC["segment_lengths"][:2], tokens), "dilation_rates": SPEC["dilation_rates"]}
     steps = []
@@ -302,7 +302,7 @@ def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Record]:
         for dtype in ("bfloat16", "float32"):
             inputs = [x.requires_grad_() for x in _inputs("cpu", tokens // RANKS, dtype)]
             off, on = (_attention_step(kind(**pattern, enable_memory_pool=used), inputs) for used in (False, True))
-            # As many rounds on every rank, however long they take: a rank waits for the others in each.
+            # The same number of rounds on every rank: a rank waits for the others in each.
             found = compare(off, on, "cpu", seconds=1e-9, least=ROUNDS)
             steps.append(_step(f"N={tokens:,} {name} {dtype} forward+backward, {RANKS} gloo ranks", found))
     dist.destroy_process_group()
@@ -310,7 +310,7 @@ def steps_of_rank(tokens: int, rank: int, meeting: str) -> list[Record]:
 
 
 def _staging(device: str, tokens: int, pooled: bool) -> Callable[[], object]:
-    """What offloading and communication do: copy tensors into buffers of the host and out again, over and over."""
+    """Copy tensors into host buffers and back, as offloading and communication do."""
     resources = Resources(pool=WorkspacePool() if pooled else None)
     x = torch.randn(tokens, HEADS * HEAD_DIM, device=device)
 
@@ -335,8 +335,8 @@ def _peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -
 
 
 def peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
-    """The least of three: what else a process happens to touch only adds."""
-    # Large tensors that are freed go back to the system at once, instead of staying with the C library as it sees fit.
+    """The least of three processes: other memory that a process happens to touch only adds."""
+    # Freed large tensors go back to the system at once, instead of staying with the C library.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
     context = multiprocessing.get_context("spawn")
     peaks = []
@@ -347,7 +347,7 @@ def peak_in_new_process(name: str, device: str, tokens: int, dtype: str, pooled:
 
 
 def step_peak_bytes(name: str, device: str, tokens: int, dtype: str, pooled: bool) -> int:
-    """What memory grows by at most over two training steps, inputs included."""
+    """The most that memory grows by over two training steps, inputs included."""
     before = peak_resident()
     (step,) = _training_steps(name, device, tokens, dtype, [{"enable_memory_pool": pooled}])
     for _ in range(2):

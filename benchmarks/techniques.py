@@ -1,4 +1,4 @@
-"""The suite `techniques`: each memory technique alone, its peak and its time beside what has been claimed for it."""
+"""The suite `techniques`: peak memory and time of each memory technique alone, beside what is claimed for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HEAD = [
 
 @dataclass(frozen=True)
 class Technique:
-    """What is switched on, the technique whose options it is added to, and the seed documents' claim for it."""
+    """The options that it changes, the technique whose options it is added to, and what is claimed for it."""
 
     name: str
     against: str = ""
@@ -47,7 +47,7 @@ BASE = "bf16 autocast"
 
 
 def techniques(tokens: int, eight_bit: str) -> list[Technique]:
-    """In the order of their rows: what a technique is held against comes before it."""
+    """All techniques in the order of their rows: the one that a technique is compared with comes before it."""
     tile = {"mlp_tile": max(1, tokens // 16)}
     chunk = {"loss_chunk": max(1, tokens // 16)}
     state = {"optimizer": eight_bit}
@@ -85,7 +85,7 @@ class Trial:
 
 
 def _setup(options: Options) -> list[Trial]:
-    """The techniques, or those that `only` names with what they are held against; all run in this process, in turn."""
+    """The techniques, or those that `only` names and the ones they are compared with."""
     size, config, usual = SUBJECTS[options.device]
     try:
         eight_bit: str = working_eight_bit(options.device)
@@ -135,7 +135,7 @@ def _predicted(case: StepCase) -> int | None:
 
 
 def _row(line: Record, lines: Sequence[Record]) -> list[str]:
-    """One technique beside the line that it is held against."""
+    """One technique beside the one that it is compared with."""
     if "failed" in line:
         return [line["technique"], line["against"], "", "", "", "", line["failed"], "", "", line["claimed"]]
     base = next((one for one in lines if one["technique"] == line["against"] and "failed" not in one), None)

@@ -1,6 +1,6 @@
-"""One real training step, measured: here, or in a process of its own, which may run out of memory alone.
+"""Measure one real training step, here or in a new process, whose running out of memory harms nothing else.
 
-Started with `-m`, this module reads a case from standard input and prints what it measured as its last line.
+Started with `-m`, this module reads a case from standard input and prints the measurement as its last line.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """A step of a model on one sequence of random tokens.
+    """A training step of a model on one sequence of random tokens.
 
-    `cap_bytes` is all that PyTorch's allocator may take of a GPU. Before it is timed, a step on `warm_tokens` compiles
-    what there is to compile and gives the optimizer its state. `dense` puts PyTorch's own causal attention in place of
-    the dilated one.
+    `cap_bytes` limits the GPU memory of PyTorch's allocator. A step on `warm_tokens` that is not timed comes first: it
+    compiles, and makes the state of the optimizer. `dense` replaces dilated attention by PyTorch's causal attention.
     """
 
     config: ModelConfig
@@ -64,7 +63,7 @@ class _Dense(DilatedAttention):
 
 
 def measure_step(case: StepCase) -> dict[str, Any]:
-    """Seconds of the fastest step, its tokens a second, peak and loss; bytes are None without a GPU."""
+    """Seconds of the fastest step, tokens per second, peak memory and loss; bytes are None without a GPU."""
     cuda = case.device == "cuda"
     if cuda and case.cap_bytes is not None:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -120,7 +119,7 @@ def measure_step(case: StepCase) -> dict[str, Any]:
 
 
 def attempt_step(case: StepCase) -> dict[str, Any]:
-    """What `measure_step` gives, or `failed` with the reason."""
+    """The result of `measure_step`, or `failed` with the reason."""
     try:
         return measure_step(case)
     except torch.OutOfMemoryError:
@@ -131,7 +130,7 @@ def attempt_step(case: StepCase) -> dict[str, Any]:
 
 
 def step_in_a_process(case: StepCase, timeout: float = 240.0) -> dict[str, Any]:
-    """`attempt_step` in a process of its own, whose allocator can let segments grow."""
+    """`attempt_step` in a new process, whose allocator can let segments grow."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__]

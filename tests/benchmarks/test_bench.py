@@ -179,7 +179,7 @@ def test_the_dense_floor_has_our_flops(is_causal, backward) -> None:
 
 
 def test_dense_attention_of_too_many_elements_for_a_kernel_is_split(monkeypatch) -> None:
-    monkeypatch.setattr(contenders, "ELEMENTS_A_CALL", 2 * 16 * SMALL.heads * SMALL.head_dim)  # two of six sequences
+    monkeypatch.setattr(contenders, "ELEMENTS_PER_CALL", 2 * 16 * SMALL.heads * SMALL.head_dim)  # two of six sequences
     shapes = []
     attend = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
