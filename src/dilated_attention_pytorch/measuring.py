@@ -106,20 +106,26 @@ def size(count: int | float, digits: int = 1) -> str:
 
 def processor() -> str:
     """The processor's name, which Linux has only in a file."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    return _listed("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def processor_flags() -> frozenset[str]:
     """The processor's features by Linux's names; empty on other systems."""
-    return frozenset(_cpuinfo("flags").split())
+    return frozenset(_listed("/proc/cpuinfo", "flags").split())
 
 
-def _cpuinfo(field: str) -> str:
-    listing = Path("/proc/cpuinfo")
+def _listed(path: str, field: str) -> str:
+    """A field of one of Linux's listings; empty on systems without them."""
+    listing = Path(path)
     for line in listing.read_text().splitlines() if listing.exists() else []:
         if line.startswith(field):
             return line.partition(":")[2].strip()
     return ""
+
+
+def _listed_bytes(path: str, field: str) -> int:
+    stated = _listed(path, field)
+    return int(stated.split()[0]) * 1024 if stated else 0  # listed in KiB
 
 
 def usable_cores() -> float:
@@ -142,12 +148,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    listing = Path("/proc/meminfo")
-    kib = {}
-    for line in listing.read_text().splitlines() if listing.exists() else []:
-        name, _, rest = line.partition(":")
-        kib[name] = int(rest.split()[0])
-    total, available = (kib.get(name, 0) * 1024 for name in ("MemTotal", "MemAvailable"))
+    total, available = (_listed_bytes("/proc/meminfo", name) for name in ("MemTotal", "MemAvailable"))
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.exists() and (stated := limit.read_text().strip()).isdigit():  # a container's
@@ -169,12 +170,10 @@ def resident() -> int:
 
 
 def peak_resident() -> int:
-    """Bytes of host memory that this process has held at most; 0 on a system that does not tell."""
+    """Bytes of host memory that this process has held at most; 0 if unknown."""
     # Where it exists: getrusage counts from the size of the process that started this one.
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else []:
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
+    if peak := _listed_bytes("/proc/self/status", "VmHWM"):
+        return peak
     if sys.platform == "win32":
         return 0
     import resource
