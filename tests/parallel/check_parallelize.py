@@ -268,6 +268,25 @@ def check_layers_ask_nothing(mesh: DeviceMesh) -> None:
         assert posts[1] == 2 * posts[0] > 0, posts
 
 
+def check_recomputed_layers_keep_their_lengths(mesh: DeviceMesh) -> None:
+    """Forward and backward passes of several sequences, in any order: recomputed layers find their lengths, or ask."""
+    tokens = torch.randint(SIZES["vocab_size"], (1, 48), generator=torch.Generator().manual_seed(3))
+    for passes in ("f0 f1 f2 b2 b1 b0", "f0 f1 b0 f2 b1 b2"):  # the second as in a pipeline
+        grads = []
+        for recompute in (False, True):
+            model = parallelize(built(LongNetLM, **SIZES), mesh, shard_parameters=False)
+            model.gradient_checkpointing_enable(recompute)
+            losses = {}
+            for name, number in passes.split():
+                if name == "f":
+                    losses[number] = model(part(tokens[:, : 48 - int(number)], mesh)).square().sum()
+                else:
+                    losses[number].backward()
+            grads.append([x.grad for x in model.parameters()])
+        for one, other in zip(*grads):
+            torch.testing.assert_close(one, other)
+
+
 def check_parallelize() -> None:
     check_bad_meshes()
     sequence, _, both, *_, heads = every = meshes()
@@ -280,6 +299,7 @@ def check_parallelize() -> None:
         check_attention(mesh)
         check_encoder_decoder(mesh)
     check_layers_ask_nothing(sequence)
+    check_recomputed_layers_keep_their_lengths(sequence)
     check_multihead(both)
     check_multihead(heads)
     check_dropout(heads)

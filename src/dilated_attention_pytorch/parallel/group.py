@@ -104,8 +104,9 @@ class RankGroup:
         self.traffic: dict[tuple[str, int], Traffic] = {}
         self.lengths: tuple[int, ...] | None = None
         self._first_tag = 0
-        self._stated: set[tuple[tuple[tuple[str, str], ...], Numbers]] = set()  # calls since the last backward pass
-        self._went_backward = False
+        self._stated: set[tuple[tuple[tuple[str, str], ...], Numbers]] = set()  # calls that may be recomputed
+        self._awaited = 0  # backward passes of these calls that are to come
+        self._counts_all = True  # whether all calls that may be recomputed count in `_awaited`
 
     def lengths_of_model(self, tokens: int) -> tuple[int, ...] | None:
         """The running model's shard lengths, if they are those of a sequence of which this rank has `tokens`."""
@@ -195,11 +196,18 @@ class RankGroup:
             agreed = Agreed(call, self.agreement.agree(agreed.of_pass("forward"), numbers, error))
             for name in ("forward", "backward"):
                 self.agreement.know(agreed.of_pass(name))
-        if len(self._stated) >= MOST_KNOWN:
-            self._stated.clear()
-        self._stated.add((key, agreed.numbers))
+        self._remember(key, agreed, call.get("requires_grad"))
         self.begin(agreed, "forward")
         return agreed
+
+    def _remember(self, key: tuple[tuple[str, str], ...], agreed: Agreed, requires_grad: str | None) -> None:
+        """Keep every rank's numbers for recomputation, until no backward pass can ask for them."""
+        if _is_new_call() and requires_grad is not None:
+            if (self._awaited == 0 and self._counts_all) or len(self._stated) >= MOST_KNOWN:
+                self._stated.clear()
+            self._awaited += requires_grad == "True"
+            self._counts_all &= requires_grad == "True"  # a call without gradients may be recomputed with them
+        self._stated.add((key, agreed.numbers))
 
     def _known_numbers(
         self, key: tuple[tuple[str, str], ...], mine: tuple[int, ...], lengths: tuple[int, ...] | None
@@ -207,10 +215,7 @@ class RankGroup:
         """Every rank's numbers, if this rank knows them without asking. All ranks find them, or none does."""
         if lengths is not None:
             return tuple((length,) for length in lengths)
-        if torch._C._current_graph_task_id() < 0:  # not in a backward pass: a new call
-            if self._went_backward:
-                self._stated.clear()
-                self._went_backward = False
+        if _is_new_call():
             return None
         # Recomputation repeats a call. Which one, a rank can tell by its own numbers if they differ on every rank.
         tables = [table for call, table in self._stated if call == key]
@@ -220,7 +225,8 @@ class RankGroup:
 
     def begin(self, agreed: Agreed, name: str) -> None:
         """Record that a pass of a call begins; its messages meet none of another call's."""
-        self._went_backward |= name == "backward"
+        if name == "backward":
+            self._awaited = max(0, self._awaited - 1)
         entry = digest_of(agreed.of_pass(name))
         self._first_tag = entry % _TAGS
         self.agreement.write(entry)
@@ -317,6 +323,11 @@ class Place:
                 "make the module without group and mesh, for the default group"
             )
         return Place, (None, None, self.axis, self.size)
+
+
+def _is_new_call() -> bool:
+    """Whether no backward pass is running, which would recompute an earlier call."""
+    return torch._C._current_graph_task_id() < 0
 
 
 def _bytes(mails: list[Mail]) -> int:
