@@ -18,9 +18,10 @@ from dilated_attention_pytorch.core.checks import (
     check_whole,
 )
 from dilated_attention_pytorch.core.dropout import draw_seed
+from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.reach import warn_of_reach
-from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.pattern import grid_rows
-from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable
 
 

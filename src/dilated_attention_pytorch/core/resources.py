@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dilated_attention_pytorch.core.plans import PatternCache, ProfiledCache, Remembers
 from dilated_attention_pytorch.core.pool import Lends, Loans, ProfiledPool, Take, WorkspacePool
@@ -65,17 +64,3 @@ FROM_ALLOCATOR: Loans = _FromAllocator()
 _from_allocator: AbstractContextManager[Loans] = nullcontext(FROM_ALLOCATOR)
 
 NO_RESOURCES = Resources()
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether only autograd watches a call of these tensors: no tracer, mode, transform or subclass of tensors does.
-
-    Only such calls may look things up and remember them.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-        and tensors[0].device.type != "meta"
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._are_functorch_transforms_active()
-    )

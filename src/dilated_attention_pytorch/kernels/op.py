@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.kept import kept
+from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents
 from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
-from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
-from dilated_attention_pytorch.core.tangents import refuse_tangents
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.eager import Eager
 from dilated_attention_pytorch.kernels.engine import engine_for, lse_dtype
 

@@ -21,8 +21,8 @@ from dilated_attention_pytorch.core.checks import (
     check_whole,
     checked,
 )
+from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.pattern import common_period
-from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.files import check_files
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.config import ModelConfig, ModelFields

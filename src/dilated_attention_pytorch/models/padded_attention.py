@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.merge import merge
+from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.pattern import grid_rows
-from dilated_attention_pytorch.core.resources import is_plain
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.nn.attention import DilatedAttention

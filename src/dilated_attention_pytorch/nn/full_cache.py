@@ -14,9 +14,9 @@ from torch import Tensor
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.call import Call
-from dilated_attention_pytorch.core.resources import NO_RESOURCES, is_plain
+from dilated_attention_pytorch.core.modes import has_tangents, is_plain
+from dilated_attention_pytorch.core.resources import NO_RESOURCES
 from dilated_attention_pytorch.core.spec import DilatedSpec
-from dilated_attention_pytorch.core.tangents import has_tangents
 from dilated_attention_pytorch.functional import autocast_inputs, checked_call, dilated_attention
 from dilated_attention_pytorch.kernels.decode import attend_cached
 

@@ -20,8 +20,9 @@ from dilated_attention_pytorch.core.checks import (
     check_whole,
     checked,
 )
+from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.reach import warn_of_reach
-from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources, is_plain
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.functional import autocast_inputs, checked_call
 from dilated_attention_pytorch.kernels.decode import attend_cached

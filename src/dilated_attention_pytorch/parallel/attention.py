@@ -22,6 +22,7 @@ from dilated_attention_pytorch.core.checks import check_instance, check_tensor, 
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.modes import refuse_tangents
 from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.reach import warn_of_reach
@@ -29,7 +30,6 @@ from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
 from dilated_attention_pytorch.core.spec import HeadLayout
-from dilated_attention_pytorch.core.tangents import refuse_tangents
 from dilated_attention_pytorch.functional import (
     autocast_inputs,
     checked_call,

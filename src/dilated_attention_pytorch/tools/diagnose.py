@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import COUNT, checked
+from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.plans import global_caches
 from dilated_attention_pytorch.core.pool import is_out_of_memory
-from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.functional import backends
 from dilated_attention_pytorch.measuring import measure, size, usable_cores
 from dilated_attention_pytorch.tools.memory import (

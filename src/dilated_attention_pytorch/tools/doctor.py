@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dilated_attention_pytorch.core.checks import install_extra
+from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import get_global_memory_pool
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
-from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.functional import backends, dilated_attention
 from dilated_attention_pytorch.measuring import host_memory, machine, processor_flags, size, usable_cores
 from dilated_attention_pytorch.tools.diagnose import SLOW, debug_settings

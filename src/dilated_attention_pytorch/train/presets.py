@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from dilated_attention_pytorch.core.tf32 import tf32_is_on
+from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.models.config import ModelConfig, ModelFields
 from dilated_attention_pytorch.train.config import OF_A_STAGE
 from dilated_attention_pytorch.train.footprint import parameter_count

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dilated_attention_pytorch.core.kept import KeptResults
-from dilated_attention_pytorch.core.tangents import refuse_tangents
+from dilated_attention_pytorch.core.modes import refuse_tangents
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.offload import Offload
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.log import debugging, log
+from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
 from dilated_attention_pytorch.core.spec import OffsetTable
-from dilated_attention_pytorch.core.tf32 import tf32_is_on
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 

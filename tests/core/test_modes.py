@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilated_attention_pytorch.core.tf32 import tf32_is_on
+from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.tools import doctor
 from dilated_attention_pytorch.train.presets import float32_products
 

@@ -1,10 +1,25 @@
-"""Forward-mode derivatives: which tensors carry a tangent, and the error if a tangent would be lost."""
+"""What PyTorch is doing around a call: tracing, forward mode, TF32."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether only autograd watches a call of these tensors: no tracer, mode, transform or subclass of tensors does.
+
+    Only such calls may look things up and remember them.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        and tensors[0].device.type != "meta"
+        and not is_in_torch_dispatch_mode()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def has_tangents(*tensors: Tensor) -> bool:
@@ -33,3 +48,15 @@ def refuse_tangents(what: str, *tensors: Tensor) -> None:
             f"{what} computes no forward-mode derivatives (torch.func.jvp, torch.func.jacfwd, "
             "torch.autograd.forward_ad): use reverse mode, or an eager dilated_attention on whole sequences"
         )
+
+
+def tf32_is_on() -> bool:
+    """Whether PyTorch lets float32 products on GPUs round to TF32, in whichever way that was set.
+
+    >>> tf32_is_on() in (True, False)
+    True
+    """
+    matmul = torch.backends.cuda.matmul
+    # PyTorch 2.9 and newer raise if `allow_tf32` is read after `fp32_precision` was set.
+    stated = getattr(matmul, "fp32_precision", None)
+    return matmul.allow_tf32 if stated is None else stated == "tf32"
