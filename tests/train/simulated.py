@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch import LongNetLM, functional
-from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.pool import WorkspacePool
+from dilated_attention_pytorch.core.replay import replayed
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, prepare
 
@@ -64,7 +64,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows = query.shape[:3]
-        out, lse = kept(lambda: (torch.empty_like(query), query.new_empty(rows, dtype=torch.float32)))
+        out, lse = replayed(lambda: (torch.empty_like(query), query.new_empty(rows, dtype=torch.float32)))
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 

@@ -20,12 +20,12 @@ from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call, Inputs, Saved
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
-from dilated_attention_pytorch.core.kept import kept
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.modes import refuse_tangents
 from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.reach import warn_of_reach
+from dilated_attention_pytorch.core.replay import replayed
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
@@ -328,7 +328,7 @@ class _Sharded(torch.autograd.Function):
                 return _forward(plan, Pass(query, key, value, seed, resources, take))
 
         with _waited_for(ranks, plan):
-            out, lse = kept(compute)
+            out, lse = replayed(compute)
         ctx.save_for_backward(query, key, value, out, lse, seed)
         ctx.rest = plan, resources, ranks, agreed
         ctx.set_materialize_grads(False)

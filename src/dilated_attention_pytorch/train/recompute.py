@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dilated_attention_pytorch.core.kept import KeptResults
 from dilated_attention_pytorch.core.modes import refuse_tangents
+from dilated_attention_pytorch.core.replay import Replay
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.offload import Offload
 
@@ -37,15 +37,15 @@ class Recomputation:
 
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         hooks: AbstractContextManager[Any] = nullcontext()
-        kept = KeptResults()
+        replay = Replay()
         if self.offload is not None:
             group = self.offload.group()
             # Around the checkpoint: within it, its own hooks see what the layer saves, and these only its inputs.
             hooks = saved_tensors_hooks(*group.hooks)
-            kept = KeptResults(*group.hooks)
+            replay = Replay(*group.hooks)
         if self.keep_attention:
             traced = torch.compiler.is_compiling()  # a model compiled whole, where operators are all that is seen
-            kwargs["context_fn"] = _keep_operator if traced else lambda: (kept.keeping(), kept.giving())
+            kwargs["context_fn"] = _keep_operator if traced else lambda: (replay.recording(), replay.replaying())
         with hooks:
             return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Attention results that a checkpointed part of a model keeps, because they cost the most to compute again.
+"""Attention results that a checkpointed part of a model replays, because they cost the most to compute again.
 
 `torch.utils.checkpoint` keeps a part's inputs and runs the part again in backward. Attention passes its computation to
-`kept`: within `KeptResults.keeping()` the result is computed and stored, within `KeptResults.giving()` the stored
+`replayed`: within `Replay.recording()` the result is computed and stored, within `Replay.replaying()` the stored
 results are returned in the same order. PyTorch's selective checkpointing does the same through a dispatch mode, which
 slows every operator of the part, sees neither compiled layers nor messages between ranks, and keeps results on the GPU.
 """
@@ -18,23 +18,23 @@ Results = tuple[Tensor, ...]
 _thread = threading.local()  # backward runs in threads of its own
 
 
-def kept(compute: Callable[..., Results], *arguments: Any) -> Results:
+def replayed(compute: Callable[..., Results], *arguments: Any) -> Results:
     """`compute(*arguments)`, or its result from the first run of this part.
 
     >>> import torch
-    >>> results = KeptResults()
-    >>> with results.keeping():
-    ...     first = kept(lambda: (torch.tensor(1.0),))
-    >>> with results.giving():
-    ...     kept(lambda: (torch.tensor(2.0),))
+    >>> replay = Replay()
+    >>> with replay.recording():
+    ...     first = replayed(lambda: (torch.tensor(1.0),))
+    >>> with replay.replaying():
+    ...     replayed(lambda: (torch.tensor(2.0),))
     (tensor(1.),)
     """
     active = getattr(_thread, "active", None)
     return compute(*arguments) if active is None else active(lambda: compute(*arguments))
 
 
-class KeptResults:
-    """The kept results of one part; `pack` and `unpack` convert tensors for storage, as autograd's hooks do."""
+class Replay:
+    """The stored results of one part; `pack` and `unpack` convert tensors for storage, as autograd's hooks do."""
 
     def __init__(
         self, pack: Callable[[Tensor], Any] = Tensor.detach, unpack: Callable[[Any], Tensor] = Tensor.detach
@@ -42,20 +42,20 @@ class KeptResults:
         self._pack, self._unpack = pack, unpack
         self._packed: list[tuple[Any, ...]] = []
 
-    def keeping(self) -> _Active:
+    def recording(self) -> _Active:
         """For the first run of the part."""
-        return _Active(lambda: self._keep)
+        return _Active(lambda: self._record)
 
-    def giving(self) -> _Active:
+    def replaying(self) -> _Active:
         """For every later run, which starts again from the first result."""
-        return _Active(lambda: self._give(iter(self._packed)))
+        return _Active(lambda: self._play(iter(self._packed)))
 
-    def _keep(self, compute: Callable[[], Results]) -> Results:
+    def _record(self, compute: Callable[[], Results]) -> Results:
         results = compute()
         self._packed.append(tuple(self._pack(x.detach()) for x in results))
         return results
 
-    def _give(self, packed: Iterator[tuple[Any, ...]]) -> Callable[[Callable[[], Results]], Results]:
+    def _play(self, packed: Iterator[tuple[Any, ...]]) -> Callable[[Callable[[], Results]], Results]:
         # Detached: autograd's graph of a run must not stay on the stored tensor.
         return lambda _: tuple(self._unpack(x).detach() for x in next(packed))
 
