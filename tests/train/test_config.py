@@ -151,6 +151,8 @@ def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started
         ("steps = 0", "steps must be a whole number of at least 1, got 0"),
         ("learning_rate = nan", "learning_rate must be a finite number above 0, got nan"),
         ("seed = 99999999999999999999", "seed must be a whole number of at most 9223372036854775807"),
+        ("sequence_length = 'long'", "sequence_length must be a whole number of at least 1, got 'long'"),
+        ("stages = 3", "stages must be a sequence such as a list or a tuple, got 3"),
         ("[model]\ndropout = nan", "dropout must be a finite number of at least 0 and below 1, got nan"),
         ("preset = 125", "a model's size is one of 125m, 350m"),
         ("preset = '7b'", "a model's size is one of"),

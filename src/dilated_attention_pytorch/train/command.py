@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from dilated_attention_pytorch.core.checks import check_whole, import_optional
+from dilated_attention_pytorch.core.checks import check_sequence, check_whole, import_optional
 from dilated_attention_pytorch.core.environment import under_torchrun, world_size
 from dilated_attention_pytorch.core.reach import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions
@@ -55,7 +55,7 @@ _STARTING: dict[str, tuple[Any, str]] = {
         "continue the run in a folder (default: the newest below runs/); only how long and where it runs may change",
     ),
     "auto_resume": (bool, "continue the run in --out if there is one, else begin it"),
-    "ranks": (int, "train on so many processes of this machine; across machines use torchrun"),
+    "ranks": (int, "train on this number of processes of this machine; across machines use torchrun"),
     "max_restarts": (int, "with --ranks: how often to restart after a rank dies"),
 }
 
@@ -156,9 +156,9 @@ def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, 
             flags["stages"] = read_stages(flags["stages"])
         stated = _nested(flags)
         together = {**settings, **stated, "model": {**settings.get("model", {}), **stated.get("model", {})}}
-        if "steps" in together:
-            check_whole("steps", together["steps"], least=1)
-        if together.get("stages"):
+        for name in {"steps", "sequence_length"} & together.keys():
+            check_whole(name, together[name], least=1)
+        if check_sequence("stages", together.get("stages", ())):
             _check_beside_stages(together)
         tokenizer = together.get("tokenizer")
         vocabulary = {} if tokenizer is None else {"vocab_size": read_tokenizer(tokenizer).vocab_size}
