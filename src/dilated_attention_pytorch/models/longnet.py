@@ -31,7 +31,11 @@ from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model
 from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, XPosPositions
-from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+from dilated_attention_pytorch.nn.transformer import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    check_features,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -149,11 +153,7 @@ class _Pretrained(SharesResources, nn.Module):
 
     def _check(self, name: str, x: Tensor) -> None:
         """Refuse a tensor that does not hold embeddings of this model."""
-        if check_tensor(name, x).dim() != 3 or x.shape[-1] != self.config.d_model or not x.is_floating_point():
-            raise ValueError(
-                f"{name} must hold floating-point numbers, (batch, tokens, {self.config.d_model}), got {x.dtype} "
-                f"{tuple(x.shape)}"
-            )
+        check_features(name, x, self.config.d_model, dims=(3,))
 
     def _run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         if self.gradient_checkpointing and self.training:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
-def check_features(name: str, x: Tensor, features: int) -> None:
+def check_features(name: str, x: Tensor, features: int, dims: tuple[int, ...] = (2, 3)) -> None:
     """Refuse inputs that do not fit a layer of this many features."""
-    if check_tensor(name, x).dim() not in (2, 3) or x.shape[-1] != features or not x.is_floating_point():
+    if check_tensor(name, x).dim() not in dims or x.shape[-1] != features or not x.is_floating_point():
         raise ValueError(
             f"{name} must hold floating-point numbers, (batch, tokens, {features}), got {x.dtype} {tuple(x.shape)}"
         )
