@@ -46,9 +46,10 @@ class Block(NamedTuple):
 
     def is_fused(self, q: Tensor) -> bool:
         """Whether a flash kernel computes it."""
-        if self.keep is not None or self.tiling is not None:
+        # PyTorch's kernel for CPUs scales after masking: one that is not positive would turn -inf into nan or +inf.
+        if self.keep is not None or self.tiling is not None or self.scale <= 0:
             return False
-        return vendor.fits(q, self.scale) or _cpu_flash_fits(q, self.scale)
+        return q.device.type == "cpu" or vendor.fits(q, self.scale)
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, block: Block, take: Take, *, fused: bool = True) -> Partial:
@@ -59,7 +60,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, block: Block, take: Take, *, fused:
     fused = fused and block.is_fused(q)
     if fused and vendor.fits(q, block.scale):
         return Partial(*vendor.forward(q, k, v, block.scale, block.is_causal))
-    q, k, v = (_working(x, take) for x in (q, k, v))
+    q, k, v = _working(q, take), _working(k, take), _working(v, take)
     if fused:
         return Partial(*cpu_flash_forward(q, k, v, block.scale, block.is_causal))
     rows, keys, tiling = q.shape[1], k.shape[1], block.tiling
@@ -171,12 +172,6 @@ def _working(x: Tensor, take: Take) -> Tensor:
     if x.dtype in (torch.float32, torch.float64):
         return x
     return take(x.shape, dtype=torch.float32, device=x.device).copy_(x)
-
-
-def _cpu_flash_fits(q: Tensor, scale: float) -> bool:
-    """Whether PyTorch's flash kernel for CPUs computes this: it takes strided rows and gives the lse."""
-    # It scales after masking, so a scale that is not positive would turn a causal -inf into nan or +inf.
-    return q.device.type == "cpu" and scale > 0
 
 
 def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -45,11 +45,12 @@ class Eager:
             lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
             parts = parts_for(call, spans, q.shape, k.shape[2], resources.cache)
             view_q, view_k, view_v, view_out, view_lse = (parts.viewer(x) for x in (q, k, v, out, lse))
+            plain = _plain_block(call, inputs)
             for i, part, g in parts:
                 so_far = view_out(i, g), view_lse(i, g)
                 q_part = view_q(i, g)
+                block = plain or _block(part, g, call, inputs, q_part)
                 with resources.workspaces() as take_for_part:
-                    block = _block(part, g, call, inputs, q_part)
                     found = blocks.partial(q_part, view_k(i), view_v(i), block, take_for_part, fused=not followed)
                     if part.first:
                         so_far[0].copy_(found.out)
@@ -72,8 +73,8 @@ class Eager:
             do, q, k, v, merged = (_as_segments(x, take, as_is=self.as_is) for x in (grad_out, query, key, value, out))
             sums = Grads(*(_sums_of(x, take, call) for x in (query, key, value)))
             lse = lse.contiguous()  # by row, so that batches of segments are views
-            fused = grad_lse is None and inputs.seed is None and inputs.layout is None
-            if fused and Block(call.softmax_scale(q.shape[3])).is_fused(q):
+            plain = _plain_block(call, inputs)
+            if plain is not None and grad_lse is None and plain.is_fused(q):
                 delta = lse  # not read
             else:
                 delta = torch.mul(do, merged, out=take(q.shape, dtype=q.dtype, device=q.device)).sum(-1)
@@ -83,8 +84,8 @@ class Eager:
             view_k, view_v, view_dq, view_dk, view_dv = (parts.viewer(x) for x in (k, v, *sums))
             for i, part, g in parts:
                 q_part, out_part = view_q(i, g), view_out(i, g) if grad_lse is None else None
+                block = plain or _block(part, g, call, inputs, q_part)
                 with resources.workspaces() as take_for_part:
-                    block = _block(part, g, call, inputs, q_part)
                     rows = view_do(i, g), q_part, view_k(i), view_v(i)
                     sums_of_rows = view_delta(i, g), view_lse(i, g)
                     grads = blocks.gradients(*rows, out_part, *sums_of_rows, block, take_for_part)
@@ -152,15 +153,19 @@ def _as_segments(x: Tensor, take: Take, *, as_is: bool) -> Tensor:
     return take(x.shape, dtype=dtype, device=x.device).copy_(x)
 
 
+def _plain_block(call: Call, inputs: Inputs) -> Block | None:
+    """What the rows of every part see, where it is the same for all."""
+    if inputs.seed is not None or inputs.layout is not None:
+        return None
+    return Block(call.softmax_scale(inputs.query.shape[3]), call.is_causal)
+
+
 def _block(part: Part, group: int, call: Call, inputs: Inputs, q: Tensor) -> Block:
     """What a part's rows see, for the query heads number `group` of their key/value heads."""
-    scale = call.softmax_scale(q.shape[-1])
-    if inputs.seed is None and inputs.layout is None:
-        return Block(scale, call.is_causal)
     heads = part.query_heads(group, inputs.query.shape[2] // inputs.key.shape[2], q.device)
     keep = None if inputs.seed is None else _keep(part, call, inputs.seed, heads, q.dtype)
     tiling = None if inputs.layout is None else _tiling(part, call, inputs.layout, q.shape[1], heads)
-    return Block(scale, call.is_causal, keep, tiling)
+    return Block(call.softmax_scale(q.shape[-1]), call.is_causal, keep, tiling)
 
 
 def _keep(part: Part, call: Call, seed: Tensor, query_heads: Tensor, dtype: torch.dtype) -> Keep:

@@ -47,7 +47,7 @@ def attend(
             both = attend_op(*tensors, *call.encode(), reuse_layouts)
     elif forward_ad._current_level >= 0:
         return _untraced(_Attend)(*tensors, call, resources, return_lse)
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+    elif torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[1].requires_grad or tensors[2].requires_grad):
         return _Attend.apply(*tensors, call, resources, return_lse)
     else:
         both = partial(call, with_layout(call, inputs, resources.cache), resources)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 def fits(q: Tensor, scale: float) -> bool:
     """Whether PyTorch's flash kernel for CUDA computes this."""
-    return scale > 0 and why_not(q.device, q.dtype, q.shape[-1]) is None
+    return q.is_cuda and scale > 0 and why_not(q.device, q.dtype, q.shape[-1]) is None
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
