@@ -132,7 +132,7 @@ def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: 
     from dilated_attention_pytorch.kernels.triton.engine import _table
     from dilated_attention_pytorch.kernels.triton.plan import plan_for
 
-    branch = plan_for(call, spans, None, like, like, like).branches[0]
+    branch = plan_for(call, spans, None, (like, like, like)).branches[0]
     return [
         ("segment table", "segment table", lambda: _table(branch, spans, None), lambda: _table(branch, spans, cache))
     ]

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.checks import (
@@ -264,17 +265,17 @@ def _remembered_call(
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
         value.device, tuple(segment_lengths), tuple(dilation_rates), settings, *map(type, settings),
     )  # fmt: skip
+    is_new = False
+
+    def make() -> Call:
+        nonlocal is_new
+        is_new = True
+        return checked_call(query, key, value, segment_lengths, dilation_rates, *settings)
+
     try:
-        call = _known.get(kind)
+        return plans.remember("call", kind, make), is_new
     except TypeError:  # a setting that cannot be looked up is wrong, and the checks say how
-        return checked_call(query, key, value, segment_lengths, dilation_rates, *settings), True
-    if call is not None:
-        return call, False
-    call = checked_call(query, key, value, segment_lengths, dilation_rates, *settings)
-    if len(_known) >= _MOST_KINDS:
-        _known.clear()
-    _known[kind] = call
-    return call, True
+        return make(), True
 
 
 def _longest_document(spans: Tensor | None, tokens: int) -> int:
@@ -282,10 +283,6 @@ def _longest_document(spans: Tensor | None, tokens: int) -> int:
     if spans is None:
         return tokens
     return int((spans[:, 1] - spans[:, 0]).max()) if spans.device.type == "cpu" and len(spans) else 0
-
-
-_MOST_KINDS = 4096
-_known: dict[tuple[Any, ...], Call] = {}
 
 
 def checked_call(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 
-class Plans(dict):
-    """The plans made during a test, by kind of call."""
+class Plans(list):
+    """The plans made during a test."""
 
     def assert_hopper_ran(self) -> None:
         """On a Hopper GPU: forward and backward of every branch took its kernels."""
@@ -15,15 +15,24 @@ class Plans(dict):
 
         if why_no_hopper(torch.device("cuda", torch.cuda.current_device())) is None:
             assert len(self) >= 2
-            assert all(branch.hopper is not None for plan in self.values() for branch in plan.branches)
+            assert all(branch.hopper is not None for plan in self for branch in plan.branches)
 
 
 @pytest.fixture
 def plans(monkeypatch):
     """With room for any Hopper kernel's scratch."""
+    from dilated_attention_pytorch.core.plans import table
     from dilated_attention_pytorch.kernels.triton import plan
 
     found = Plans()
-    monkeypatch.setattr(plan, "_plans", found)
+
+    class Noted(plan.Plan):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            found.append(self)
+
+    monkeypatch.setattr(plan, "Plan", Noted)
     monkeypatch.setattr(plan, "most_scratch", lambda tensor_bytes: 1 << 40)
-    return found
+    table().forget("plan")
+    yield found
+    table().forget("plan")

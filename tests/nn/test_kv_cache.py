@@ -19,6 +19,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.core.cache_rows import CacheState
 from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache, reset_global_pattern_cache
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import decode
 from dilated_attention_pytorch.kernels.decode import attend_cached_op
@@ -213,15 +214,15 @@ def test_a_chunk_may_have_branches_without_heads(heads, kv_heads, offset) -> Non
 
 
 @needs_interpreter
-def test_chunks_of_a_prompt_share_a_plan(monkeypatch) -> None:
-    """Each call poses a problem of its own, though an equal one."""
-    planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan")
-    monkeypatch.setattr(planning, "_plans", {})
+def test_chunks_of_a_prompt_share_a_plan() -> None:
+    """Each call has a description of its own, though an equal one."""
+    pytest.importorskip("triton")
+    reset_global_pattern_cache()
     cache = DilatedKVCache([35], [7], batch=1, num_heads=1, head_dim=16)
     x = torch.randn(1, 70, 1, 16)
     for _ in range(3):
         cache.attend(x, x, x, backend="triton")
-    assert len(planning._plans) == 1
+    assert get_global_pattern_cache().get_stats()["kinds"]["plan"] == {"hits": 2, "misses": 1, "size": 1}
 
 
 @needs_interpreter

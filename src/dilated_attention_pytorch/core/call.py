@@ -98,6 +98,10 @@ class Call:
             object.__setattr__(self, "_hash", found)
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash: strings hash differently in every process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
     def softmax_scale(self, head_dim: int) -> float:
         return head_dim**-0.5 if self.scale is None else self.scale
 

@@ -14,14 +14,15 @@ and a second kernel merges the splits of a row: lse = log sum_s exp(lse_s), out 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.kernels.decode import own_partial
@@ -30,7 +31,6 @@ from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
 
-_MOST_KINDS = 256
 _PROGRAMS = 528  # four for each multiprocessor of an H200: as many splits as that takes
 _SPLIT_ROWS = (512, 256, 128, 64)
 
@@ -50,10 +50,11 @@ def decode(
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     m = query.shape[1]
     keys, values, lengths, rows, _ = state
-    plan = _plan(
+    kind = (
         rows, query.shape, query.stride()[:3], key.stride()[:3], value.stride()[:3], query.dtype, query.device, scale,
         query.dtype == torch.float32 and allows_tf32(allow_tf32),
     )  # fmt: skip
+    plan = plans.remember("decode plan", kind, lambda: _plan(*kind))
     if m == 1:  # stored first, it is one of the cached rows
         plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
     partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=query.device)
@@ -70,46 +71,57 @@ def decode(
     return out, lse
 
 
-class _Plan:
-    """What calls of one kind share: tables on the device, and launches."""
+class _Plan(NamedTuple):
+    """What equal calls share: launches, and tables on the device, which a captured CUDA graph reads again."""
 
-    def __init__(self, rows, shape, q_strides, k_strides, v_strides, dtype, device, scale, tf32) -> None:
-        B, m, H, D = shape
-        self.dtype = dtype  # a launch serves tensors of one dtype
-        kv_heads = len(rows.offsets[0])
-        group = H // kv_heads
-        branches = rows.branches
-        block_d = triton.next_power_of_2(D)
-        block_m = max(16, min(64, triton.next_power_of_2(m * group)))
-        tiles = triton.cdiv(m * group, block_m)
-        split_rows = _rows_per_split(branches, B * kv_heads * tiles)
-        splits = [(i, first) for i, branch in enumerate(branches) for first in range(0, branch.rows, split_rows)]
-        splits = splits or [(0, 0)]
-        self.branches, self.heads = ring_tables(rows, device)
-        self.splits = _table(splits, device)
-        self.partial_shape = (B, m, H, len(splits), D)
-        stored = (rows.total, max(1, len(branches)), kv_heads, m)
-        shared = {"D": D, "BLOCK_D": block_d}
-        self.append = Launch(append_kernel, B * m * kv_heads * stored[1], (*k_strides, *v_strides, *stored), shared)
-        split_settings = {
-            "GROUP": group,
-            "BLOCK_M": block_m,
-            "BLOCK_N": min(64, split_rows),
-            "PRECISION": "tf32" if tf32 else "ieee",
-            "num_warps": 4,
-            "num_stages": 2,
-        }
-        self.split = Launch(
-            split_kernel,
-            B * kv_heads * tiles * len(splits),
-            (*q_strides, *stored, len(splits), tiles, split_rows, 1 if m == 1 else 0, scale),
-            shared | split_settings,
-        )
-        settings = shared | {
-            "BLOCK_S": triton.next_power_of_2(len(splits)),
-            "STEP": min(16, triton.next_power_of_2(len(splits))),
-        }
-        self.combine = Launch(combine_kernel, B * m * H, (len(splits),), settings)
+    append: Launch
+    split: Launch
+    combine: Launch
+    partial_shape: tuple[int, ...]
+    branches: Tensor
+    heads: Tensor
+    splits: Tensor
+
+
+def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device, scale, tf32) -> _Plan:
+    B, m, H, D = shape
+    kv_heads = len(rows.offsets[0])
+    group = H // kv_heads
+    branches = rows.branches
+    block_d = triton.next_power_of_2(D)
+    block_m = max(16, min(64, triton.next_power_of_2(m * group)))
+    tiles = triton.cdiv(m * group, block_m)
+    split_rows = _rows_per_split(branches, B * kv_heads * tiles)
+    splits = [(i, first) for i, branch in enumerate(branches) for first in range(0, branch.rows, split_rows)]
+    splits = splits or [(0, 0)]
+    stored = (rows.total, max(1, len(branches)), kv_heads, m)
+    shared = {"D": D, "BLOCK_D": block_d}
+    split_settings = {
+        "GROUP": group,
+        "BLOCK_M": block_m,
+        "BLOCK_N": min(64, split_rows),
+        "PRECISION": "tf32" if tf32 else "ieee",
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+    split = Launch(
+        split_kernel,
+        B * kv_heads * tiles * len(splits),
+        (*q_strides, *stored, len(splits), tiles, split_rows, 1 if m == 1 else 0, scale),
+        shared | split_settings,
+    )
+    combine_settings = {
+        "BLOCK_S": triton.next_power_of_2(len(splits)),
+        "STEP": min(16, triton.next_power_of_2(len(splits))),
+    }
+    return _Plan(
+        Launch(append_kernel, B * m * kv_heads * stored[1], (*k_strides, *v_strides, *stored), shared),
+        split,
+        Launch(combine_kernel, B * m * H, (len(splits),), shared | combine_settings),
+        (B, m, H, len(splits), D),
+        *ring_tables(rows, device),
+        _table(splits, device),
+    )
 
 
 def _rows_per_split(branches: Sequence[BranchRows], programs_per_split: int) -> int:
@@ -120,15 +132,15 @@ def _rows_per_split(branches: Sequence[BranchRows], programs_per_split: int) -> 
     return _SPLIT_ROWS[-1]
 
 
-_plan = functools.lru_cache(_MOST_KINDS)(_Plan)
-
-
-@functools.lru_cache(_MOST_KINDS)
 def ring_tables(rows: CacheRows, device: torch.device) -> tuple[Tensor, Tensor]:
     """`(w, r, rows, capacity)` of every branch, and `(offset, first row)` of every key/value head on each of them.
 
     Where no head is on any branch, one that nobody is on stands for all.
     """
+    return plans.remember("decode table", ("kernels", rows, device), lambda: _ring_tables(rows, device))
+
+
+def _ring_tables(rows: CacheRows, device: torch.device) -> tuple[Tensor, Tensor]:
     kv_heads = range(len(rows.offsets[0]))
     branches = [(b.segment_length, b.dilation_rate, b.rows, b.capacity) for b in rows.branches]
     heads = [

@@ -13,10 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
+from dilated_attention_pytorch.core.plans import Remembers
 from dilated_attention_pytorch.core.spec import OffsetTable
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
@@ -24,25 +26,20 @@ from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 # For comparing them: "plain" keeps every branch on the kernels that run on any GPU.
 KERNELS = os.environ.get("DILATED_ATTENTION_KERNELS", "best")
 
-_MOST_PLANS = 4096
-_plans: dict[tuple, Plan] = {}
-_calls: dict[Call, Call] = {}
-
 
 def plan_for(
     call: Call,
     spans: Tensor | None,
     seed: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad_out: Tensor | None = None,
+    tensors: tuple[Tensor, ...],
     grad_lse: Tensor | None = None,
+    cache: Remembers | None = None,
 ) -> Plan:
-    """The remembered plan of calls like this one, forward or, with `grad_out`, backward."""
-    tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
+    """The plan of a call, made once for equal calls of equal tensors: query, key, value and, in backward, grad_out."""
+    query = tensors[0]
     tf32 = query.dtype == torch.float32 and allows_tf32(call.allow_tf32)
-    kind = (
+    key = (
+        call,
         query.device,
         KERNELS,
         tf32,
@@ -51,30 +48,14 @@ def plan_for(
         None if grad_lse is None else (grad_lse.stride(), grad_lse.dtype),
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
-    # By number, as hashing a problem takes long; a plan keeps its problem, so no other one gets its number.
-    plan = _plans.get((id(call), kind))
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            forget()
-        call = _calls.setdefault(call, call)  # equal ones, made for each call, share a plan
-        plan = _plans.get((id(call), kind))
-    if plan is None:
-        plan = _plans[id(call), kind] = Plan(call, spans, seed is not None, tf32, tensors)
-        if debugging():
-            stage = "forward" if grad_out is None else "backward"
-            kernels = ["plain" if branch.hopper is None else "hopper" for branch in plan.branches]
-            log.debug("planned and remembered: %s of %s, kernels by branch %s", stage, tuple(query.shape), kernels)
-    return plan
-
-
-def forget() -> None:
-    """Make all plans anew, as after a change of the tile table."""
-    _plans.clear()
-    _calls.clear()
+    table = plans.table() if cache is None else cache
+    return table.remember("plan", key, lambda: Plan(call, spans, seed is not None, tf32, tensors))
 
 
 class Plan:
     """What all launches of a call share."""
+
+    estimated_bytes = 1 << 14  # of launches and small tables, for the table of plans
 
     def __init__(self, call: Call, spans: Tensor | None, drops: bool, tf32: bool, tensors: tuple[Tensor, ...]) -> None:
         query, key = tensors[:2]
@@ -118,6 +99,10 @@ class Plan:
         # The largest workspace of a pass, in bytes: a pool is asked only if it would serve one.
         sums = 0 if self.sum_dtype == query.dtype or call.partial else query.numel() * self.sum_dtype.itemsize
         self.forward_loan = sums
+        if debugging():
+            stage = "forward" if len(tensors) == 3 else "backward"
+            kernels = ["plain" if branch.hopper is None else "hopper" for branch in self.branches]
+            log.debug("planned: %s of %s, kernels by branch %s", stage, tuple(query.shape), kernels)
         self.backward_loan = max(sums, 4 * self.like_lse.numel(), 4 * self.workspace_size)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.resources import NO_RESOURCES
 from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -87,9 +88,9 @@ def milliseconds(kind: Kind, shape: Shape, run: Callable[[], object]) -> float:
     kernels = plan.KERNELS
     try:
         plan.KERNELS = "best" if kind.kernel == "hopper forward" else "plain"
-        plan.forget()
+        plans.table().forget("plan")
         with tuning.trying(kind, shape):
             return measure(run, "cuda", seconds=0.1).median
     finally:
         plan.KERNELS = kernels
-        plan.forget()
+        plans.table().forget("plan")
