@@ -75,7 +75,7 @@ def test_eager_gives_the_same_bits_with_cache_and_pool(lengths, dropout_p, dtype
 @pytest.mark.parametrize("lengths", ["whole", "packed", "right-padded", "block-sparse"])
 def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengths) -> None:
     pytest.importorskip("triton", reason="the kernels need Triton")
-    spec = {"segment_lengths": [16, 16, 32], "dilation_rates": [1, 1, 1]}  # three a row: summed in float32
+    spec = {"segment_lengths": [16, 16, 32], "dilation_rates": [1, 1, 1]}  # three per row: summed in float32
     q, k, v = (x.detach().requires_grad_() for x in tensors(torch.float16, tokens=32, heads=(2, 1, 1)))
     stated = {
         "whole": {},
@@ -93,10 +93,10 @@ def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengt
     assert resources.pool.get_stats()["reuse_rate"] > 0.4
     kinds = [key[0] for key in resources.cache._cache]
     if "cu_seqlens" in stated[lengths] or "seqlens" in stated[lengths]:
-        assert kinds.count("segment table") == 2  # one a segment length; layers and directions share it
+        assert kinds.count("segment table") == 2  # one per segment length; layers and directions share it
         assert kinds.count("lengths") == 1
-    else:
-        assert kinds == (["block layout"] if lengths == "block-sparse" else [])
+    assert kinds.count("plan") == 2  # forward and backward
+    assert kinds.count("block layout") == (lengths == "block-sparse")
 
 
 @pytest.mark.gpu
