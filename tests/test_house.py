@@ -25,8 +25,6 @@ SEAM = {"blocks", "decode", "engine", "op"}
 # Imports of other modules of `kernels`, and files of more than 500 lines. What stands here goes; nothing is added.
 INTO_KERNELS = {
     ("cli.py", "triton.tune"),
-    ("parallel/attention.py", "eager"),
-    ("parallel/sparse.py", "tiles"),
     ("tools/doctor.py", "triton.plan"),
 }
 LONG_FILES = {"core/plans.py"}

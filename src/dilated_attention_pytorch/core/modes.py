@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_tf32_lock = threading.Lock()
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -60,3 +66,22 @@ def tf32_is_on() -> bool:
     # PyTorch 2.9 and newer raise if `allow_tf32` is read after `fp32_precision` was set.
     stated = getattr(matmul, "fp32_precision", None)
     return matmul.allow_tf32 if stated is None else stated == "tf32"
+
+
+@contextmanager
+def tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
+    """PyTorch's own setting, or `allow` for as long as the block runs; the setting is the process's, hence the lock."""
+    if allow is None or device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    # Since 2.9 PyTorch refuses to read the old switch once the new one is set.
+    new = hasattr(matmul, "fp32_precision")
+    name, value = ("fp32_precision", "tf32" if allow else "ieee") if new else ("allow_tf32", allow)
+    with _tf32_lock:
+        before = getattr(matmul, name)
+        setattr(matmul, name, value)
+        try:
+            yield
+        finally:
+            setattr(matmul, name, before)

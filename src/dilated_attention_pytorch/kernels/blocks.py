@@ -14,7 +14,7 @@ be fewer or more keys than rows, except under causality.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ from torch import Tensor
 from dilated_attention_pytorch.core.call import Grads, Partial
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.kernels import vendor
-
-if TYPE_CHECKING:
-    from dilated_attention_pytorch.kernels.tiles import TileChunk, Tiling
+from dilated_attention_pytorch.kernels.tiles import TileChunk
+from dilated_attention_pytorch.kernels.tiles import Tiling as Tiling
 
 # Scores held at once, whatever the sequence length: 16 MiB in float32, several times that with dropout, whose hash is
 # kept in int64.

@@ -23,13 +23,12 @@ from torch import Tensor
 from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, rings_on
 from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.merge import merge, merge_
-from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents
+from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents, tf32
 from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import OffsetTable
 from dilated_attention_pytorch.kernels import blocks
-from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.engine import choose_engine
 from dilated_attention_pytorch.kernels.op import attend, unwritten
 

@@ -7,10 +7,6 @@ float32: on a CPU that is also faster, because its bf16 flash backward is severa
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -19,14 +15,13 @@ from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.merge import merge_
+from dilated_attention_pytorch.core.modes import tf32
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels import blocks
 from dilated_attention_pytorch.kernels.blocks import Block, Keep
 from dilated_attention_pytorch.kernels.parts import Part, parts_for
 from dilated_attention_pytorch.kernels.tiles import Tiling
-
-_tf32_lock = threading.Lock()
 
 
 class Eager:
@@ -202,22 +197,3 @@ def _tiling(part: Part, call: Call, layout: BlockLayout, rows: int, query_heads:
     if not branch.rows_per_batch_row:
         segments, heads, batch_rows = segments[:1], heads[:, :1], batch_rows[:1]
     return Tiling(branch.kept_keys(batch_rows, segments, heads, tiles_of(rows, layout.block_size)), layout.block_size)
-
-
-@contextmanager
-def tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
-    """PyTorch's own setting, or `allow` for as long as the block runs; the setting is the process's, hence the lock."""
-    if allow is None or device.type != "cuda":
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    # Since 2.9 PyTorch refuses to read the old switch once the new one is set.
-    new = hasattr(matmul, "fp32_precision")
-    name, value = ("fp32_precision", "tf32" if allow else "ieee") if new else ("allow_tf32", allow)
-    with _tf32_lock:
-        before = getattr(matmul, name)
-        setattr(matmul, name, value)
-        try:
-            yield
-        finally:
-            setattr(matmul, name, before)

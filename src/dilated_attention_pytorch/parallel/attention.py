@@ -21,7 +21,7 @@ from dilated_attention_pytorch.core.call import Call, Inputs, Saved
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.merge import merge_
-from dilated_attention_pytorch.core.modes import refuse_tangents
+from dilated_attention_pytorch.core.modes import refuse_tangents, tf32
 from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.reach import warn_of_reach
@@ -37,7 +37,6 @@ from dilated_attention_pytorch.functional import (
     refuse_lengths_of_tiles,
 )
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.engine import lse_dtype
 from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.costs import (

@@ -15,8 +15,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.block_layout import tiles_by_content, tiles_by_position
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.spec import Branch
-from dilated_attention_pytorch.kernels.blocks import Block
-from dilated_attention_pytorch.kernels.tiles import Tiling
+from dilated_attention_pytorch.kernels.blocks import Block, Tiling
 from dilated_attention_pytorch.parallel.exchange import BlockOf, Pass
 from dilated_attention_pytorch.parallel.gather import Buffers, Gather, Seen, Share, joined
 from dilated_attention_pytorch.parallel.wire import GridRows

@@ -25,8 +25,8 @@ from torch import Tensor
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState
 from dilated_attention_pytorch.core.merge import merge
+from dilated_attention_pytorch.core.modes import tf32
 from dilated_attention_pytorch.kernels.decode import own_partial
-from dilated_attention_pytorch.kernels.eager import tf32
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
