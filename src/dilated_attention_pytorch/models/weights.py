@@ -33,12 +33,6 @@ def save_tensors(tensors: dict[str, Tensor], config: str, folder: Path) -> None:
     write_whole(folder / WEIGHTS, lambda path: safetensors.save_file(tensors, path))
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
-    found = load_tensors(folder, model)
-    model.to(_dtype_of(found))  # as it was saved
-    model.load_state_dict(found, strict=False)
-
-
 def load_model(build: Callable[[], Model], layers: int, folder: Path, device: torch.device | str | None) -> Model:
     """The model of `layers` layers that `build` makes, with the weights in `folder`.
 

@@ -317,23 +317,13 @@ def train_hierarchically(
         Stage.of(stage, sequences=1)  # what is wrong with a later one is said now
     if optimizer is None:
         optimizer = _make_adamw(model, options)
+    settings: dict[str, Any] = {"warmup_steps": warmup_steps, "clip_norm": clip_norm, "seed": seed}
+    settings |= {"optimizer": optimizer, "compute_loss": compute_loss, "options": options}
     losses = []
     for number, (dataset, stage) in enumerate(zip(datasets, schedule), start=1):
         print(f"Training Stage {number}: {Stage.of(stage, sequences=1).sequence_length} tokens")
         update_attention_config(model, stage)
-        losses.append(
-            train_stage(
-                model,
-                dataset,
-                stage,
-                optimizer=optimizer,
-                compute_loss=compute_loss,
-                options=options,
-                warmup_steps=warmup_steps,
-                clip_norm=clip_norm,
-                seed=seed,
-            )
-        )
+        losses.append(train_stage(model, dataset, stage, **settings))
     return losses
 
 
