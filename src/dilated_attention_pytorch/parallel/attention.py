@@ -344,7 +344,7 @@ class _Sharded(torch.autograd.Function):
         with _waited_for(ranks, plan), resources.message_buffers() as take:
             inputs = (query, key, value, seed, resources, take, out, lse, grad_out, grad_lse)
             grads = _backward(plan, BackwardPass(*inputs))
-        return (*grads, None, None, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def _waited_for(ranks: RankGroup, plan: ShardPlan) -> AbstractContextManager[None]:

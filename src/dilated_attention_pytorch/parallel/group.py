@@ -65,13 +65,14 @@ Numbers = tuple[tuple[int, ...], ...]
 """What each rank states of its own shard: its tokens, and what else the call needs of every rank."""
 
 
-class Agreed(NamedTuple):
+@dataclass(frozen=True)
+class Agreed:
     """A call that all ranks make, in words, and the numbers of every rank."""
 
     described: Description
     numbers: Numbers
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         return tuple(numbers[0] for numbers in self.numbers)
 
@@ -82,6 +83,11 @@ class Agreed(NamedTuple):
     def of_pass(self, name: str) -> Description:
         """The call with its shard lengths, forward or backward: what a rank's record holds."""
         return {**self.described, "pass": name, "shard lengths": str(self.lengths or "not stated")}
+
+    @cached_property
+    def forward(self) -> int:
+        """The entry of its forward pass in a rank's record."""
+        return digest_of(self.of_pass("forward"))
 
 
 class RankGroup:
@@ -192,7 +198,7 @@ class RankGroup:
         key = tuple(both for both in call.items() if both[0] != "requires_grad")
         known = self._known_numbers(key, numbers, lengths) if error is None else None
         agreed = Agreed(call, known or ())
-        if known is None or not self.agreement.knows(digest_of(agreed.of_pass("forward"))):
+        if known is None or not self.agreement.knows(agreed.forward):
             agreed = Agreed(call, self.agreement.agree(agreed.of_pass("forward"), numbers, error))
             for name in ("forward", "backward"):
                 self.agreement.know(agreed.of_pass(name))
@@ -227,7 +233,7 @@ class RankGroup:
         """Record that a pass of a call begins; its messages meet none of another call's."""
         if name == "backward":
             self._awaited = max(0, self._awaited - 1)
-        entry = digest_of(agreed.of_pass(name))
+        entry = agreed.forward if name == "forward" else digest_of(agreed.of_pass(name))
         self._first_tag = entry % _TAGS
         self.agreement.write(entry)
 

@@ -141,16 +141,17 @@ class HeldRows(dict[int, GridRows]):
 
     def unpack(self, buffer: Tensor, like: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         """Views of packed rows by offset: one tensor `(S, M, heads, groups, ...)` for each that was packed."""
-        found: dict[int, dict[int, Tensor]] = {offset: {} for offset in self}
-        at = 0
+        found = {offset: [buffer] * len(like) for offset in self}
+        end = 0
         # Tensors of a wide dtype first, so that every view is aligned.
         for i, x in sorted(enumerate(like), key=lambda one: -one[1].element_size()):
+            begin, end = end, end + self.rows * (x.shape[2:].numel() // self.kv_heads) * x.element_size()
+            values, at = buffer[begin:end].view(x.dtype), 0
             for offset, rows in self.items():
                 shape = torch.Size((*rows.shape, x.shape[2] // self.kv_heads, *x.shape[3:]))
-                size = shape.numel() * x.element_size()
-                found[offset][i] = buffer[at : at + size].view(x.dtype).view(shape)
-                at += size
-        return {offset: [parts[i] for i in range(len(like))] for offset, parts in found.items()}
+                found[offset][i] = values[at : at + shape.numel()].view(shape)
+                at += shape.numel()
+        return found
 
     def add_to(self, totals: Sequence[Tensor], buffer: Tensor, first: int) -> None:
         """Add packed rows to the rank's own tensors."""
