@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
 
+from dilated_attention_pytorch.functional import dilated_attention  # noqa: E402
 from dilated_attention_pytorch.kernels.triton import launching  # noqa: E402
 from dilated_attention_pytorch.kernels.triton.launching import Launch  # noqa: E402
 
@@ -117,3 +119,22 @@ def test_an_unknown_triton_takes_the_front_end(hooks, unknown, monkeypatch) -> N
     for _ in range(3):
         launch(x, x)
     assert (len(kernel.front_end), len(kernel.direct)) == (3, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU launches are not interpreted")
+def test_a_call_with_gradients_takes_few_frames_to_its_launches(monkeypatch) -> None:
+    """One more frame, within a launch, reaches the compiled kernel."""
+    walks = []
+    launch = Launch.__call__
+
+    def noted(self, *tensors):
+        names = [frame.name for frame in traceback.extract_stack()][:-1]
+        start = max(i for i, name in enumerate(names) if name in ("dilated_attention", "backward"))
+        walks.append([*names[start:], "launch"])
+        return launch(self, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    q, k, v = torch.randn(3, 1, 16, 2, 16, requires_grad=True).unbind(0)
+    dilated_attention(q, k, v, [16], [1], backend="triton").sum().backward()
+    assert {walk[0] for walk in walks} == {"dilated_attention", "backward"}
+    assert max(map(len, walks)) <= 7, walks

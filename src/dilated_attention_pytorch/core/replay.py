@@ -33,6 +33,11 @@ def replayed(compute: Callable[..., Results], *arguments: Any) -> Results:
     return compute(*arguments) if active is None else active(lambda: compute(*arguments))
 
 
+def is_active() -> bool:
+    """Whether a part is recorded or replayed on this thread."""
+    return getattr(_thread, "active", None) is not None
+
+
 class Replay:
     """The stored results of one part; `pack` and `unpack` convert tensors for storage, as autograd's hooks do."""
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dilated_attention_pytorch.core import replay
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents
 from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
-from dilated_attention_pytorch.core.replay import replayed
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.eager import Eager
 from dilated_attention_pytorch.kernels.engine import engine_for, lse_dtype
@@ -63,7 +63,10 @@ class _Attend(torch.autograd.Function):
         return_lse: bool,
     ) -> Any:  # fmt: skip
         inputs = with_layout(call, Inputs(query, key, value, spans, seed), resources.cache)
-        out, lse = replayed(partial, call, inputs, resources)
+        if replay.is_active():
+            out, lse = replay.replayed(partial, call, inputs, resources)
+        else:
+            out, lse = partial(call, inputs, resources)
         ctx.call, ctx.resources, ctx.return_lse = call, resources, return_lse
         ctx.layout = inputs.layout  # backward must see the tiles that forward saw
         ctx.save_for_backward(query, key, value, spans, seed, out, lse)
@@ -217,7 +220,7 @@ def attend_op(
     refuse_tangents("a compiled or traced dilated attention", query, key, value)
     decoded = Call.decode(call, scale, dropout_p, kept_fraction)
     inputs = with_layout(decoded, Inputs(query, key, value, spans, seed), _layouts(reuse_layouts))
-    out, lse = replayed(partial, decoded, inputs, NO_RESOURCES)
+    out, lse = replay.replayed(partial, decoded, inputs, NO_RESOURCES)
     return out, lse
 
 
