@@ -96,7 +96,7 @@ def as_on_a_gpu(count: Count, patch: Any) -> Iterator[None]:
         return buffer
 
     with patch.context() as changes, torch.device("cpu"):
-        changes.setattr(functional, "attend", lambda q, k, v, *rest: _Attend.apply(q, k, v))
+        changes.setattr(functional, "attend", lambda call, inputs, *rest: _Attend.apply(*inputs[:3]))
         changes.setattr(F, "layer_norm", _layer_norm_of_cuda)
         changes.setattr(WorkspacePool, "checkout", on_the_host)
         yield
