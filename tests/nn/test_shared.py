@@ -84,6 +84,7 @@ def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengt
         "block-sparse": {"sparse_config": SparsePatternConfig("random", sparsity_ratio=0.5, block_size=16)},
     }
     resources, results = shared(), []
+    package.reset_global_pattern_cache()
     for used in (Resources(), resources, resources):
         out = dilated_attention(q, k, v, **spec, backend="triton", resources=used, **stated[lengths])
         results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
@@ -91,11 +92,12 @@ def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengt
         for one, other in zip(results[0], found):
             assert torch.equal(one, other)
     assert resources.pool.get_stats()["reuse_rate"] > 0.4
+    plans = package.get_global_pattern_cache().get_stats()["kinds"]["plan"]
+    assert plans == {"hits": 4, "misses": 2, "size": 2}  # forward and backward
     kinds = [key[0] for key in resources.cache._cache]
     if "cu_seqlens" in stated[lengths] or "seqlens" in stated[lengths]:
         assert kinds.count("segment table") == 2  # one per segment length; layers and directions share it
         assert kinds.count("lengths") == 1
-    assert kinds.count("plan") == 2  # forward and backward
     assert kinds.count("block layout") == (lengths == "block-sparse")
 
 

@@ -56,7 +56,6 @@ KINDS: Mapping[str, int | None] = MappingProxyType(
         "segment table": None,
         "block layout": None,
         "ring schedule": None,
-        "decode plan": None,
         "decode table": None,
         "zero keys": 8,  # as long as the input
     }

@@ -6,12 +6,12 @@ picked in the order of a bounded cache, and its kernels do the rest.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.modes import has_tangents, is_plain
@@ -167,18 +167,18 @@ def _picked(
 
 def _rows_within(call: Call, heads: int, key: Tensor) -> tuple[CacheRows, _Places]:
     """The rows of a bounded cache whose segments end with the keys, rounded up so that few sizes occur."""
-    spec, kv_heads, device = call.spec, key.shape[2], key.device
-    longest = 1 << (key.shape[1] - 1).bit_length()
-
-    def make() -> tuple[CacheRows, _Places]:
-        lengths = [min(w, longest) for w in spec.segment_lengths]
-        cut = DilatedSpec.of(lengths, spec.dilation_rates, spec.head_layout)
-        rows = CacheRows(cut, call.offsets(heads, kv_heads))
-        return rows, _places(rows, device)
-
-    return plans.remember("decode table", ("rows", call, heads, kv_heads, longest, device), make)
+    spec = _cut(call.spec, 1 << (key.shape[1] - 1).bit_length())
+    rows = CacheRows(spec, call.offsets(heads, key.shape[2]))
+    return rows, _places(rows, key.device)
 
 
+@lru_cache(256)
+def _cut(spec: DilatedSpec, longest: int) -> DilatedSpec:
+    return DilatedSpec.of([min(w, longest) for w in spec.segment_lengths], spec.dilation_rates, spec.head_layout)
+
+
+# Not in the table of plans: a step that is captured in a CUDA graph must find what an earlier call made.
+@lru_cache(64)
 def _places(rows: CacheRows, device: torch.device) -> _Places:
     head, segment_length, within = [], [], []
     for branch in rows.branches:

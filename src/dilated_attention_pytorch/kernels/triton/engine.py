@@ -42,7 +42,7 @@ class Triton:
         dtype = query.dtype
         query, scale, _ = _positive_scale(query, call)
         query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
-        plan = plan_for(call, spans, seed, (query, key, value), cache=resources.cache)
+        plan = plan_for(call, spans, seed, (query, key, value))
         with _lease(resources.pool, plan.forward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
@@ -86,7 +86,7 @@ class Triton:
         grad_out = _rows_of_unit_stride(grad_out)
         lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
         out = out.contiguous()
-        plan = plan_for(call, spans, seed, (query, key, value, grad_out), grad_lse, resources.cache)
+        plan = plan_for(call, spans, seed, (query, key, value, grad_out), grad_lse)
         with _lease(resources.pool, plan.backward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:

@@ -18,7 +18,6 @@ from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
-from dilated_attention_pytorch.core.plans import Remembers
 from dilated_attention_pytorch.core.spec import OffsetTable
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
@@ -33,7 +32,6 @@ def plan_for(
     seed: Tensor | None,
     tensors: tuple[Tensor, ...],
     grad_lse: Tensor | None = None,
-    cache: Remembers | None = None,
 ) -> Plan:
     """The plan of a call, made once for equal calls of equal tensors: query, key, value and, in backward, grad_out."""
     query = tensors[0]
@@ -48,8 +46,8 @@ def plan_for(
         None if grad_lse is None else (grad_lse.stride(), grad_lse.dtype),
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
-    table = plans.table() if cache is None else cache
-    return table.remember("plan", key, lambda: Plan(call, spans, seed is not None, tf32, tensors))
+    # In the table of the whole process: a call may have a small cache of its own, whose layouts a plan must not evict.
+    return plans.remember("plan", key, lambda: Plan(call, spans, seed is not None, tf32, tensors))
 
 
 class Plan:
