@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch import LongNetLM, functional
-from dilated_attention_pytorch.core.pool import WorkspacePool
+from dilated_attention_pytorch.core.pool import WorkspacePool, reset_global_memory_pool
 from dilated_attention_pytorch.core.replay import replayed
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, prepare
@@ -99,7 +99,9 @@ def as_on_a_gpu(count: Count, patch: Any) -> Iterator[None]:
         changes.setattr(functional, "attend", lambda call, inputs, *rest: _Attend.apply(*inputs[:3]))
         changes.setattr(F, "layer_norm", _layer_norm_of_cuda)
         changes.setattr(WorkspacePool, "checkout", on_the_host)
+        reset_global_memory_pool()  # whose buffers are real ones
         yield
+    reset_global_memory_pool()
 
 
 def simulate(config: ModelConfig, tokens: int, options: MemoryOptions, patch: Any) -> int:
