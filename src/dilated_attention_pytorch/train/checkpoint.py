@@ -204,9 +204,11 @@ class Checkpointer:
         for partial in cut_off:
             self._say(f"passed over {partial}: its save was cut off")
         for folder in reversed(found):
-            _, damage = self._on_all(self._check, folder)
+            has_checksums, damage = self._on_all(self._check, folder)
             if not damage:
-                step, damage = self._on_all(self._load, folder)
+                if not has_checksums:
+                    self._say(f"{folder} has no {CHECKSUMS}: damage in it may go unnoticed")
+                step, damage = self._on_all(self._load if has_checksums else self._load_unchecked, folder)
             if not damage:
                 self._ranks.on_first(lambda: _set_aside(passed))
                 return step
@@ -269,16 +271,31 @@ class Checkpointer:
         for old in list_checkpoints(self._run)[: -self._keep]:
             shutil.rmtree(old)
 
-    def _check(self, folder: Path) -> None:
-        """Compare this rank's share of the files with their checksums."""
+    def _check(self, folder: Path) -> bool:
+        """Compare this rank's share of the files with their checksums; whether there are any."""
+        if (folder / "state.pt").is_file():
+            raise DamagedFile("it has state.pt, which earlier versions wrote and this one does not read")
         if not _is_complete(folder):
             raise DamagedFile(f"it has no {_COMPLETE}, so its save was cut off")
-        if not (folder / CHECKSUMS).is_file():
-            raise DamagedFile(f"{CHECKSUMS} is missing")
-        sums = read_checksums(folder / CHECKSUMS)
         ranks = 1 if self._ranks.mesh is None else self._ranks.mesh.size()
+        if not (folder / CHECKSUMS).is_file():
+            sum_files(folder, _files(folder)[self._ranks.rank :: ranks])  # an error of the disk shows here as one
+            return False
+        sums = read_checksums(folder / CHECKSUMS)
         own = sorted(sums, key=lambda name: sums[name].bytes)[self._ranks.rank :: ranks]
         deque(checking(folder, {name: sums[name] for name in own}), maxlen=0)
+        return True
+
+    def _load_unchecked(self, folder: Path) -> int:
+        try:
+            return self._load(folder)
+        except Exception as error:
+            # An error of the disk or the memory is no damage; PyTorch has no class of its own for main memory.
+            disk = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+            memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+            if disk or memory:
+                raise
+            raise DamagedFile(_line(error)) from error
 
     def _load(self, folder: Path) -> int:
         from dilated_attention_pytorch.train.shards import load_shards
