@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.checks import (
     MOST_ENTRIES,
@@ -140,9 +140,13 @@ class Call:
         return text, self.scale, self.dropout_p, 1.0 if tiles is None else tiles.sparsity_ratio
 
     @staticmethod
-    @functools.lru_cache(maxsize=1024)
     def decode(text: str, scale: float | None, dropout_p: float, kept_fraction: float) -> Call:
-        """The call that `encode` wrote."""
+        """The call that `encode` wrote, made once for equal strings and numbers."""
+        written = (text, scale, dropout_p, kept_fraction)
+        return plans.remember("call", written, lambda: Call._decoded(*written))
+
+    @staticmethod
+    def _decoded(text: str, scale: float | None, dropout_p: float, kept_fraction: float) -> Call:
         branches, tiles, rest = literal_eval(text)
         sparse = None
         if tiles is not None:

@@ -33,6 +33,7 @@ class Eager:
         self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES, *, followed: bool = False
     ) -> Partial:
         """`followed` keeps to operators that PyTorch's forward mode differentiates: the inputs carry tangents."""
+        self._refuse(call, inputs)
         query, spans = inputs.query, inputs.spans
         with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
             q, k, v = (_as_segments(x, take, as_is=self.as_is) for x in inputs[:3])
@@ -63,6 +64,7 @@ class Eager:
         resources: Resources = NO_RESOURCES,
     ) -> Grads:
         inputs, out, lse = saved
+        self._refuse(call, inputs, grad_lse)
         query, key, value = inputs[:3]
         with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
             do, q, k, v, merged = (_as_segments(x, take, as_is=self.as_is) for x in (grad_out, query, key, value, out))
@@ -88,28 +90,14 @@ class Eager:
                         total += grad
             return sums if call.partial else Grads(*(x.to(query.dtype) for x in sums))
 
+    def _refuse(self, call: Call, inputs: Inputs, grad_lse: Tensor | None = None) -> None:
+        """Raise where a call asks for what the engine does not compute."""
+
 
 class Vendor(Eager):
     """The same walk, with every block by the GPU vendor's flash kernel in the precision of the inputs."""
 
     as_is = True
-
-    def partial(
-        self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES, *, followed: bool = False
-    ) -> Partial:
-        self._refuse(call, inputs)
-        return super().partial(call, inputs, resources, followed=followed)
-
-    def gradients(
-        self,
-        call: Call,
-        saved: Saved,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        resources: Resources = NO_RESOURCES,
-    ) -> Grads:
-        self._refuse(call, saved.inputs, grad_lse)
-        return super().gradients(call, saved, grad_out, grad_lse, resources)
 
     def _refuse(self, call: Call, inputs: Inputs, grad_lse: Tensor | None = None) -> None:
         """Raise where a call asks for what the kernel does not compute as we define it."""
