@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,13 @@ def test_files_are_short() -> None:
     lines = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert len(lines) > 50
     assert {file for file, count in lines.items() if count > MOST_LINES} == LONG_FILES
+
+
+def test_one_file_reads_environment_variables() -> None:
+    # Others may set a variable for a process that they start or a package that they load.
+    reads = re.compile(r"os\.environ(\.get|\[|\b(?!\.))|(?<!un)getenv")
+    readers = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if reads.search(path.read_text())}
+    assert readers == {"core/environment.py"}
 
 
 def test_no_line_installs_a_distribution_that_is_another_projects() -> None:

@@ -32,6 +32,26 @@ def torchrun_cannot_restart_gloo() -> bool:
     return lends and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
+def triton_interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def kernels() -> str:
+    """Which Triton kernels may run: `best`, or `plain` for those that run on any GPU, to compare them."""
+    return os.environ.get("DILATED_ATTENTION_KERNELS", "best")
+
+
+def tiles_file() -> str | None:
+    """The file of tile shapes that `bench tune` wrote for this GPU."""
+    return os.environ.get("DILATED_ATTENTION_TILES")
+
+
+def value(variable: str) -> str | None:
+    """The value of a variable of another package, for reports."""
+    return os.environ.get(variable)
+
+
 def pattern_cache_settings(max_size: int) -> dict[str, Any]:
     """`max_size`, `max_bytes` (256 MiB by default) and `enable_profiling` of the pattern caches that modules share."""
     return {

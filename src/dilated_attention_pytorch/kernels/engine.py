@@ -7,13 +7,13 @@ and the merged result. The reference and eager engines accept every call.
 from __future__ import annotations
 
 import functools
-import os
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.call import BACKENDS, ENGINES, Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.checks import check_choice, check_device
 from dilated_attention_pytorch.core.log import debugging, log
@@ -135,7 +135,7 @@ def why_not(
 def _triton_missing(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if environment.triton_interprets():
         return None
     if device.type != "cuda":
         return f"Triton runs on GPUs, the tensors are on {device.type}"

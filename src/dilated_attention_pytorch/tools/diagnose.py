@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import COUNT, checked
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.plans import global_caches
@@ -73,7 +74,7 @@ def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10,
     if gpu is not None:
         facts[f"live tensors on {where}"]["held by autograd's graph and libraries, bytes"] = hidden
     facts["shared by calls"] = {"idle in the memory pools, bytes": _idle_in_pools(), **_cache_facts()}
-    facts["settings"] = {name: os.environ.get(name, "not set") for name in _ALLOCATOR_SETTINGS}
+    facts["settings"] = {name: environment.value(name) or "not set" for name in _ALLOCATOR_SETTINGS}
     facts["largest"] = {"live tensors": [str(x) for x in tensors[:largest]]}
     in_use = (gpu.allocated if gpu is not None else sum(roles.values())) or 1
     findings = [
@@ -299,7 +300,7 @@ def debug_settings() -> Iterator[Finding]:
         ("DILATED_ATTENTION_KERNELS=plain", "leaves out the kernels for Hopper"),
     ):
         name, _, value = setting.partition("=")
-        if os.environ.get(name) == value:
+        if environment.value(name) == value:
             yield pitfall(f"{setting} {effect}", f"unset {name}")
 
 
@@ -425,7 +426,7 @@ def _checkpoints(module: nn.Module) -> bool | None:
 
 
 def _less_fragmentation() -> str:
-    if any("expandable_segments:True" in os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS):
+    if any("expandable_segments:True" in (environment.value(name) or "") for name in _ALLOCATOR_SETTINGS):
         return "expandable_segments is on already: keep shapes the same from step to step"
     return "start the process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 

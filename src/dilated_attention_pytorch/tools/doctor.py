@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import install_extra
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
@@ -64,7 +64,7 @@ def doctor() -> Report:
             "host memory available bytes": memory.available,
         },
         "backends": dict(backends(device)),
-        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        "environment": {name: value for name in _ENVIRONMENT if (value := environment.value(name)) is not None},
     }
     if device == "cuda":
         gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -142,7 +142,7 @@ def _checkout() -> Path | None:
 
 
 def _processor(device: str) -> Iterator[Finding]:
-    flags, limit, failure = processor_flags(), os.environ.get("ONEDNN_MAX_CPU_ISA"), None
+    flags, limit, failure = processor_flags(), environment.value("ONEDNN_MAX_CPU_ISA"), None
     if _AMX in flags and limit and not re.search("AMX|^ALL$", limit, re.IGNORECASE):
         yield option(
             f"the processor has AMX, and ONEDNN_MAX_CPU_ISA={limit} leaves it out",
@@ -181,7 +181,7 @@ def _no_gpu() -> Iterator[Finding]:
     if not _has_nvidia_driver():
         return
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs only"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = environment.value("CUDA_VISIBLE_DEVICES")
     yield (broken if hidden is None else pitfall)(
         f"there is an NVIDIA driver, but PyTorch {torch.__version__}, {build}, finds no GPU"
         + ("" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden!r})"),
@@ -233,7 +233,7 @@ def _one_gpu(index: int) -> Iterator[Finding]:
         'torch.autocast("cuda", dtype=torch.bfloat16), without a gradient scaler'
         + ("; float8 linear layers in compiled layers, through torchao" if major >= 9 else ""),
     )
-    if "H200" not in torch.cuda.get_device_name(index) and "DILATED_ATTENTION_TILES" not in os.environ:
+    if "H200" not in torch.cuda.get_device_name(index) and environment.tiles_file() is None:
         yield option(
             f"the kernels' tiles were measured on an H200, {name} is {torch.cuda.get_device_name(index)}",
             "dilated-attention bench tune --out tiles.jsonl, then export DILATED_ATTENTION_TILES=tiles.jsonl",
@@ -286,7 +286,7 @@ def _wrong(backend: str, device: str) -> Iterator[Finding]:
 
 def _wrong_environment() -> Iterator[Finding]:
     """Values of environment variables that the library cannot use."""
-    tiles = os.environ.get("DILATED_ATTENTION_TILES")
+    tiles = environment.tiles_file()
     if tiles and not Path(tiles).is_file():
         yield broken(f"DILATED_ATTENTION_TILES names {tiles!r}, which is no file", "unset it, or bench tune")
     try:

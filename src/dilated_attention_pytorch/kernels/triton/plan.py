@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -13,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core import environment, plans
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
@@ -23,7 +22,7 @@ from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 
 # For comparing them: "plain" keeps every branch on the kernels that run on any GPU.
-KERNELS = os.environ.get("DILATED_ATTENTION_KERNELS", "best")
+KERNELS = environment.kernels()
 
 
 def plan_for(
@@ -204,7 +203,7 @@ def _hopper_for(
 @functools.lru_cache
 def why_no_hopper(device: torch.device) -> str | None:
     """Why the Hopper kernels cannot be loaded for a device, or None."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if environment.triton_interprets():
         return "Triton's interpreter does not know their instructions"
     if device.type != "cuda" or torch.version.cuda is None:
         return f"they run on NVIDIA GPUs, the tensors are on {device.type}"

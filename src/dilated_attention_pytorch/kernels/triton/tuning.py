@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from dilated_attention_pytorch.core import environment
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def trying(kind: Kind, shape: Tiles | HopperTiles) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _tuned() -> dict[Kind, Tiles | HopperTiles]:
-    named = os.environ.get("DILATED_ATTENTION_TILES")
+    named = environment.tiles_file()
     return read_tiles(Path(named)) if named else {}
 
 
