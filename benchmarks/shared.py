@@ -25,7 +25,7 @@ from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.plans import KINDS, PatternCache, reset_global_pattern_cache
 from dilated_attention_pytorch.core.pool import WorkspacePool, reset_global_memory_pool
-from dilated_attention_pytorch.core.resources import Resources
+from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spans import checked_spans, document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.kernels.parts import parts_for
@@ -76,10 +76,10 @@ def _kinds(options: Options) -> Iterator[Record]:
     assert spans is not None
     call, sparse = (Call(spec=DilatedSpec.of(**SPEC), sparse=pattern) for pattern in (None, SPARSE))
     like = torch.empty(1, tokens, HEADS, HEAD_DIM, device=device)
-    cache = PatternCache()
+    cache, off = Resources(PatternCache()), NO_RESOURCES
 
-    def parts(of: Tensor | None, cache: PatternCache | None) -> None:
-        parts_for(call, of, like.shape, HEADS, cache).viewer(like)
+    def parts(of: Tensor | None, resources: Resources) -> None:
+        parts_for(call, of, like.shape, HEADS, resources).viewer(like)
 
     def found(key: Callable[[], Any]) -> Callable[[], object]:
         """Look up something that the policy does not keep."""
@@ -92,8 +92,8 @@ def _kinds(options: Options) -> Iterator[Record]:
             lambda: document_spans(1, tokens, cu_seqlens=lengths),
             lambda: document_spans(1, tokens, cu_seqlens=lengths, cache=cache),
         ),
-        ("parts", "parts, whole", lambda: parts(None, None), lambda: parts(None, cache)),
-        ("parts", f"parts, {len(lengths) - 1} documents", lambda: parts(spans, None), lambda: parts(spans, cache)),
+        ("parts", "parts, whole", lambda: parts(None, off), lambda: parts(None, cache)),
+        ("parts", f"parts, {len(lengths) - 1} documents", lambda: parts(spans, off), lambda: parts(spans, cache)),
         (
             "block layout",
             f"block layout, {SPARSE.pattern_type}",
@@ -126,7 +126,7 @@ def _kinds(options: Options) -> Iterator[Record]:
         }
 
 
-def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: PatternCache) -> list[Any]:
+def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: Resources) -> list[Any]:
     if device != "cuda":
         return []  # a kernel of the Triton engine's
     from dilated_attention_pytorch.kernels.triton.engine import _table
@@ -134,11 +134,16 @@ def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: 
 
     branch = plan_for(call, spans, None, (like, like, like)).branches[0]
     return [
-        ("segment table", "segment table", lambda: _table(branch, spans, None), lambda: _table(branch, spans, cache))
+        (
+            "segment table",
+            "segment table",
+            lambda: _table(branch, spans, NO_RESOURCES),
+            lambda: _table(branch, spans, cache),
+        )
     ]
 
 
-def _ring_schedule(device: str, call: Call, like: Tensor, cache: PatternCache) -> list[Any]:
+def _ring_schedule(device: str, call: Call, like: Tensor, cache: Resources) -> list[Any]:
     """The schedule of one of eight ranks whose shards every branch cuts."""
     ranks = Ranks(None)
     ranks.rank, ranks.size = 3, 8
@@ -146,7 +151,7 @@ def _ring_schedule(device: str, call: Call, like: Tensor, cache: PatternCache) -
     mine = torch.Size((1, shards.lengths[3], HEADS, HEAD_DIM))
     documents = ((range(1), 0, shards.tokens),)
     kind = Kind(call, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
-    rebuild, hit = (partial(shard_plan_for, ranks, kind, found) for found in (None, cache))
+    rebuild, hit = (partial(shard_plan_for, ranks, kind, found) for found in (NO_RESOURCES, cache))
     return [("ring schedule", "ring schedule, 8 ranks", rebuild, hit)]
 
 

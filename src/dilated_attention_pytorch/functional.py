@@ -183,7 +183,7 @@ def dilated_attention(
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
             spans=spans,
-            cache=resources.cache if plain and resources is not None else None,
+            cache=resources if plain and resources is not None and resources.cache is not None else None,
         )
     if is_new and plain:
         H, kv_heads = query.shape[2], key.shape[2]

@@ -67,7 +67,7 @@ Making one costs more than twice as much as a hit: `bench cache` measures both.
 
 
 class Remembers(Protocol):
-    """What a call needs of a cache."""
+    """What a call needs of a cache: a `PatternCache`, or `Resources` with or without one."""
 
     def remember(self, kind: str, key: Hashable, make: Callable[[], Value]) -> Value: ...
 
@@ -416,16 +416,6 @@ class PatternCache:
         self._profile.add(kind, **amounts)
         if profile is not None:
             profile.add(f"lookups of {kind}", **amounts)
-
-
-class ProfiledCache:
-    """A cache as a module with `enable_profiling` sees it: its lookups are noted in the module's profile too."""
-
-    def __init__(self, cache: PatternCache, profile: Profile) -> None:
-        self._cache, self._profile = cache, profile
-
-    def remember(self, kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
-        return self._cache.remember(kind, key, make, self._profile)
 
 
 class DilatedPatternCache(PatternCache):

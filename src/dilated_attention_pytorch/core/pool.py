@@ -305,20 +305,6 @@ class Loans(Take, Protocol):
     def give_back(self, *buffers: Tensor) -> None: ...
 
 
-class ProfiledPool:
-    """A pool as a module with `enable_profiling` sees it: its loans are noted in the module's profile."""
-
-    def __init__(self, pool: WorkspacePool, profile: Profile) -> None:
-        self._pool, self._profile = pool, profile
-        self.threshold, self.retrying = pool.threshold, pool.retrying
-
-    def lease(self, *, keep_after_error: bool = True) -> AbstractContextManager[Loans]:
-        return self._pool.lease(keep_after_error=keep_after_error, profile=self._profile)
-
-
-Lends = WorkspacePool | ProfiledPool
-
-
 class _Lease:
     """What one block borrows. A class: a generator and its closures would cost short calls what a pool saves."""
 

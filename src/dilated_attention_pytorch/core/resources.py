@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.plans import PatternCache, ProfiledCache, Remembers
-from dilated_attention_pytorch.core.pool import Lends, Loans, ProfiledPool, Take, WorkspacePool
+from dilated_attention_pytorch.core.plans import PatternCache, Value
+from dilated_attention_pytorch.core.pool import Loans, Take, WorkspacePool
 from dilated_attention_pytorch.core.profile import Profile
 
 Result = TypeVar("Result")
@@ -22,28 +22,26 @@ POOL_FROM_TOKENS = 8192
 
 
 class Resources(NamedTuple):
-    """The cache, the pool and the profile of a call; None is off. They change its cost, never its result."""
+    """The cache and the pool of a call, and the profile of its module; None is off.
 
-    cache: Remembers | None = None
-    pool: Lends | None = None
+    They change the cost of a call, never its result. The profile notes lookups, loans and messages.
+    """
+
+    cache: PatternCache | None = None
+    pool: WorkspacePool | None = None
     profile: Profile | None = None
 
-    @classmethod
-    def profiled(cls, cache: PatternCache | None, pool: WorkspacePool | None, profile: Profile) -> Resources:
-        """The resources of a module that notes its lookups, loans and messages in `profile`."""
-        return cls(
-            None if cache is None else ProfiledCache(cache, profile),
-            None if pool is None else ProfiledPool(pool, profile),
-            profile,
-        )
+    def remember(self, kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
+        """`make()`, from the cache if there is one; see `PatternCache.remember`."""
+        return make() if self.cache is None else self.cache.remember(kind, key, make, self.profile)
 
     def workspaces(self) -> AbstractContextManager[Take]:
         """`take(shape, dtype=, device=)`: uninitialised workspaces, which must not be used after the block."""
-        return _from_allocator if self.pool is None else self.pool.lease()
+        return _from_allocator if self.pool is None else self.pool.lease(profile=self.profile)
 
     def message_buffers(self) -> AbstractContextManager[Loans]:
         """As `workspaces`, with `take.give_back`; if the block fails, messages under way keep their buffers."""
-        return _from_allocator if self.pool is None else self.pool.lease(keep_after_error=False)
+        return _from_allocator if self.pool is None else self.pool.lease(keep_after_error=False, profile=self.profile)
 
     def retrying(self, run: Callable[[], Result]) -> Result:
         """`run()`, which has no side effects; if memory runs out, once more after freeing the pool's idle buffers."""

@@ -39,7 +39,7 @@ class Eager:
             q, k, v = (_as_segments(x, take, as_is=self.as_is) for x in inputs[:3])
             out = _sums_of(query, take, call)
             lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
-            parts = parts_for(call, spans, q.shape, k.shape[2], resources.cache)
+            parts = parts_for(call, spans, q.shape, k.shape[2], resources)
             view_q, view_k, view_v, view_out, view_lse = (parts.viewer(x) for x in (q, k, v, out, lse))
             plain = _plain_block(call, inputs)
             for i, part, g in parts:
@@ -76,7 +76,7 @@ class Eager:
             else:
                 delta = torch.mul(do, merged, out=take(q.shape, dtype=q.dtype, device=q.device)).sum(-1)
                 delta = delta if grad_lse is None else delta - grad_lse
-            parts = parts_for(call, inputs.spans, q.shape, k.shape[2], resources.cache)
+            parts = parts_for(call, inputs.spans, q.shape, k.shape[2], resources)
             view_do, view_q, view_out, view_delta, view_lse = (parts.viewer(x) for x in (do, q, merged, delta, lse))
             view_k, view_v, view_dq, view_dk, view_dv = (parts.viewer(x) for x in (k, v, *sums))
             for i, part, g in parts:

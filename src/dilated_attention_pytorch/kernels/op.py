@@ -23,7 +23,7 @@ from dilated_attention_pytorch.core import replay
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents
-from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.eager import Eager
 from dilated_attention_pytorch.kernels.engine import engine_for, lse_dtype
@@ -50,7 +50,7 @@ def attend(
     elif torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[1].requires_grad or tensors[2].requires_grad):
         return _Attend.apply(*tensors, call, resources, return_lse)
     else:
-        both = partial(call, with_layout(call, inputs, resources.cache), resources)
+        both = partial(call, with_layout(call, inputs, resources), resources)
     return both if return_lse else both[0]
 
 
@@ -62,7 +62,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, call: Call, resources: Resources,
         return_lse: bool,
     ) -> Any:  # fmt: skip
-        inputs = with_layout(call, Inputs(query, key, value, spans, seed), resources.cache)
+        inputs = with_layout(call, Inputs(query, key, value, spans, seed), resources)
         if replay.is_active():
             out, lse = replay.replayed(partial, call, inputs, resources)
         else:
@@ -249,15 +249,15 @@ def attend_backward(
     return dq, dk, dv
 
 
-def with_layout(call: Call, inputs: Inputs, cache: Remembers | None) -> Inputs:
+def with_layout(call: Call, inputs: Inputs, resources: Resources) -> Inputs:
     """The inputs with the tiles that the call keeps."""
     if call.sparse is None or not inputs.query.numel():
         return inputs
-    return inputs._replace(layout=layout_of(call, inputs.query, inputs.key, cache))
+    return inputs._replace(layout=layout_of(call, inputs.query, inputs.key, resources))
 
 
-def _layouts(reuse: bool) -> Remembers | None:
-    return get_global_pattern_cache() if reuse else None
+def _layouts(reuse: bool) -> Resources:
+    return Resources(get_global_pattern_cache()) if reuse else NO_RESOURCES
 
 
 @attend_op.register_fake

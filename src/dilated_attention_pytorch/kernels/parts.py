@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
-from dilated_attention_pytorch.core.plans import Remembers, spans_key
+from dilated_attention_pytorch.core.plans import spans_key
+from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import documents
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -123,13 +124,13 @@ _MOST_KINDS_OF_TENSOR = 32
 _BYTES_PER_PART = 800
 
 
-def parts_for(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int, cache: Remembers | None) -> Parts:
+def parts_for(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int, resources: Resources) -> Parts:
     """The parts of a `(B, N, H, D)` call, remembered where there is a cache."""
-    lengths = None if cache is None else spans_key(spans)
-    if cache is None or lengths is None:
+    lengths = None if resources.cache is None else spans_key(spans)
+    if lengths is None:
         return Parts(call, spans, shape, kv_heads)
     kind = (call.spec, call.table, call.head_offset, call.total_heads, shape[:3], kv_heads, lengths)
-    return cache.remember("parts", kind, lambda: Parts(call, spans, shape, kv_heads))
+    return resources.remember("parts", kind, lambda: Parts(call, spans, shape, kv_heads))
 
 
 def _parts(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> Iterator[Part]:

@@ -113,11 +113,9 @@ class DilatedAttention(nn.Module):
     @property
     def resources(self) -> Resources:
         """The cache, the pool and the counters of this module's calls."""
-        if self._profile is not None:
-            return Resources.profiled(self._pattern_cache, self._memory_pool, self._profile)
-        if self._pattern_cache is None and self._memory_pool is None:
+        if self._pattern_cache is None and self._memory_pool is None and self._profile is None:
             return NO_RESOURCES
-        return Resources(self._pattern_cache, self._memory_pool)
+        return Resources(self._pattern_cache, self._memory_pool, self._profile)
 
     def get_profile(self) -> dict[str, dict[str, float]]:
         """What `enable_profiling` has counted since the last `reset_profile`, by event.
@@ -176,7 +174,7 @@ class DilatedAttention(nn.Module):
                 cu_seqlens=cu_seqlens,
                 key_padding_mask=key_padding_mask,
                 spans=spans,
-                cache=self.resources.cache if self._pattern_cache is not None and is_plain(query) else None,
+                cache=self.resources if self._pattern_cache is not None and is_plain(query) else None,
             )
         with self._profiling():
             return self.attend(query, key, value, is_causal=is_causal, spans=spans)

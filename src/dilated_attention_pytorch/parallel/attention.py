@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core.checks import check_instance, check_tensor, 
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.modes import refuse_tangents, tf32
-from dilated_attention_pytorch.core.plans import Remembers, get_global_pattern_cache
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.replay import replayed
@@ -195,7 +195,7 @@ def sharded_dilated_attention(
             memory_budget,
         )  # fmt: skip
         resources = Resources(get_global_pattern_cache()) if resources is None else resources
-        plan = shard_plan_for(ranks, kind, resources.cache)
+        plan = shard_plan_for(ranks, kind, resources)
     out, lse = _Sharded.apply(query, key, value, seed, plan, resources, ranks, agreed)
     return (out, lse) if return_lse else out
 
@@ -260,11 +260,9 @@ class ShardPlan(NamedTuple):
     allow_tf32: bool | None
 
 
-def shard_plan_for(ranks: RankGroup, kind: Kind, cache: Remembers | None) -> ShardPlan:
-    """The plan of calls of a kind on these ranks, remembered in the cache if there is one."""
-    if cache is None:
-        return _plan(ranks, kind)
-    return cache.remember("ring schedule", (ranks, kind), lambda: _plan(ranks, kind))
+def shard_plan_for(ranks: RankGroup, kind: Kind, resources: Resources) -> ShardPlan:
+    """The plan of calls of a kind on these ranks, remembered where there is a cache."""
+    return resources.remember("ring schedule", (ranks, kind), lambda: _plan(ranks, kind))
 
 
 def _plan(ranks: RankGroup, kind: Kind) -> ShardPlan:

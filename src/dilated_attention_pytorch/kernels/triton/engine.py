@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BranchLayout
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
-from dilated_attention_pytorch.core.plans import Remembers, spans_key
-from dilated_attention_pytorch.core.pool import Lends, Take
+from dilated_attention_pytorch.core.plans import spans_key
+from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
@@ -43,7 +43,7 @@ class Triton:
         query, scale, _ = _positive_scale(query, call)
         query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
         plan = plan_for(call, spans, seed, (query, key, value))
-        with _lease(resources.pool, plan.forward_loan, plan) as take:
+        with _lease(resources, plan.forward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
                 new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
@@ -62,7 +62,7 @@ class Triton:
                 else:
                     if launch is None:
                         launch = _branch_launch(forward_kernel, "forward", branch, scale * _LOG2_E, kept)
-                    table = _table(branch, spans, resources.cache)
+                    table = _table(branch, spans, resources)
                     launch(query, key, value, out, lse, table, branch.offsets, _seed(seed, query), *lists)
                 branch.launches["forward"] = launch
             wide = call.partial or out.dtype == dtype
@@ -87,7 +87,7 @@ class Triton:
         lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
         out = out.contiguous()
         plan = plan_for(call, spans, seed, (query, key, value, grad_out), grad_lse)
-        with _lease(resources.pool, plan.backward_loan, plan) as take:
+        with _lease(resources, plan.backward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
                 new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
@@ -113,7 +113,7 @@ class Triton:
                     branch.launches["dkdv"] = _branch_launch(dkdv_kernel, "dkdv", branch, scale, kept)
                     branch.launches["dq"] = _branch_launch(dq_kernel, "dq", branch, scale, kept)
                 rows = (query, key, value, grad_out, lse, delta)
-                tables = (_table(branch, spans, resources.cache), branch.offsets, _seed(seed, query))
+                tables = (_table(branch, spans, resources), branch.offsets, _seed(seed, query))
                 branch.launches["dkdv"](*rows, dk, dv, *tables, *(() if kept is None else kept.query_lists))
                 branch.launches["dq"](*rows, dq, *tables, *(() if kept is None else kept.key_lists))
             if sign != 1:
@@ -131,9 +131,10 @@ def _seed(seed: Tensor | None, query: Tensor) -> Tensor:
     return query if seed is None else seed  # without dropout it is not read
 
 
-def _lease(pool: Lends | None, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
+def _lease(resources: Resources, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
     """Loans of a pass; none where the pool would leave even the largest to PyTorch, asking costs short calls time."""
-    return _NO_LEASE if pool is None or largest < pool.threshold(plan.device) else pool.lease()
+    pool = resources.pool
+    return _NO_LEASE if pool is None or largest < pool.threshold(plan.device) else resources.workspaces()
 
 
 _NO_LEASE: AbstractContextManager[None] = nullcontext()
@@ -176,16 +177,16 @@ def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
     return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
 
 
-def _table(branch: PlannedBranch, spans: Tensor | None, cache: Remembers | None) -> Tensor:
+def _table(branch: PlannedBranch, spans: Tensor | None, resources: Resources) -> Tensor:
     """`(slots, 3)`: batch row, start and length of every segment when documents have lengths."""
     if spans is None:
         return branch.offsets  # not read
-    lengths = None if cache is None else spans_key(spans)
-    if cache is None or lengths is None:
+    lengths = None if resources.cache is None else spans_key(spans)
+    if lengths is None:
         return _new_table(branch, spans)
     plan = branch.plan
     kind = (plan.device, plan.B, plan.N, branch.w, lengths)
-    return cache.remember("segment table", kind, lambda: _new_table(branch, spans))
+    return resources.remember("segment table", kind, lambda: _new_table(branch, spans))
 
 
 def _new_table(branch: PlannedBranch, spans: Tensor) -> Tensor:
