@@ -21,7 +21,7 @@ class Plans(list):
 @pytest.fixture
 def plans(monkeypatch):
     """With room for any Hopper kernel's scratch."""
-    from dilated_attention_pytorch.core.plans import table
+    from dilated_attention_pytorch.core.plans import get_global_pattern_cache
     from dilated_attention_pytorch.kernels.triton import plan
 
     found = Plans()
@@ -33,6 +33,6 @@ def plans(monkeypatch):
 
     monkeypatch.setattr(plan, "Plan", Noted)
     monkeypatch.setattr(plan, "most_scratch", lambda tensor_bytes: 1 << 40)
-    table().forget("plan")
+    get_global_pattern_cache().forget("plan")
     yield found
-    table().forget("plan")
+    get_global_pattern_cache().forget("plan")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from dilated_attention_pytorch.core.plans import table
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.triton import tuning
 from dilated_attention_pytorch.kernels.triton.tune import candidates
@@ -91,7 +91,7 @@ def test_a_few_programs_do_the_work_of_many(is_causal, plans, monkeypatch) -> No
 def test_every_shape_that_tuning_tries_gives_the_same_bits(shape, is_causal, plans) -> None:
     draw = variant(head_dim=64, is_causal=is_causal)
     expected = run(draw, "triton", BF16, through_lse=False, device="cuda")
-    table().forget("plan")
+    get_global_pattern_cache().forget("plan")
     with tuning.trying(tuning.Kind("hopper forward", 2, 64, is_causal), shape):
         found = run(draw, "triton", BF16, through_lse=False, device="cuda")
     plans.assert_hopper_ran()

@@ -11,8 +11,9 @@ from dilated_attention_pytorch.core import block_layout
 from dilated_attention_pytorch.core.block_layout import allowed_pairs, grids_of, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.entries import Entry
 from dilated_attention_pytorch.core.pattern import dense_mask
-from dilated_attention_pytorch.core.plans import Entry, PatternCache
+from dilated_attention_pytorch.core.plans import PatternCache
 from dilated_attention_pytorch.core.spec import DilatedSpec
 
 from ..thorough import examples

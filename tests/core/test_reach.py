@@ -18,7 +18,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.core import reach as reach_module
 from dilated_attention_pytorch.core.pattern import dense_mask
-from dilated_attention_pytorch.core.plans import table
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.reach import COUNTED_TOKENS, reach_lines, reach_shares
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
@@ -31,7 +31,7 @@ TOKENS = [*range(1, 70, 4), 97, 128, 129, 130, 200, 257, 300]
 @pytest.fixture
 def nothing_warned(monkeypatch) -> None:
     monkeypatch.setattr(reach_module, "_warned", set())
-    table().forget("call")  # what is remembered is not checked again
+    get_global_pattern_cache().forget("call")  # what is remembered is not checked again
 
 
 def layers_until_connected(spec: DilatedSpec, tokens: int, heads: int, *, is_causal: bool) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, checked
+from dilated_attention_pytorch.core.entries import Device, Entry, copy_to
 from dilated_attention_pytorch.core.pattern import on_grid
-from dilated_attention_pytorch.core.plans import Device, Entry, PatternCache, copy_to, refuse_device, shared_cache
+from dilated_attention_pytorch.core.plans import PatternCache, refuse_device, shared_cache
 from dilated_attention_pytorch.core.profile import LOCK
 from dilated_attention_pytorch.core.spec import Branch
 
@@ -80,12 +80,6 @@ class OptimizedPatternCache(PatternCache):
         self._asked_last = threading.local()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def _settings(self) -> dict[str, Any]:
-        names = ("max_gpu_patterns", "gpu_memory_limit_mb", "enable_async", "enable_prefetch")
-        settings = super()._settings()
-        settings["max_cpu_patterns"] = settings.pop("max_size")
-        return settings | {name: getattr(self, name) for name in names}
-
     @property
     def max_cpu_patterns(self) -> int:
         return self.max_size
@@ -93,36 +87,27 @@ class OptimizedPatternCache(PatternCache):
     @checked()
     def get(self, key: Hashable, default: Any = None, *, target_device: Device = None) -> Any:
         """A copy of the pattern on `target_device`, by default where hot patterns live; `default` if it is missing."""
-        refuse_device(default)
-        found = self.get_batch([key], target_device)[0]
-        return default if found is None else found
+        return super().get(key, default, target_device=target_device or hot_device())
 
     @checked()
     def get_batch(self, keys: Sequence[Hashable], target_device: Device = None) -> list[Any]:
         """Copies of several patterns in the order of `keys`, None for a missing one; cold ones are copied together."""
-        began = time.perf_counter()
-        place = hot_device() if target_device is None else torch.device(target_device)
-        found: dict[Hashable, Entry | None] = {}
-        copying: dict[Hashable, Entry] = {}  # into the hot tier
+        return self._copies(keys, target_device or hot_device())
+
+    def _find_patterns(self, keys: Sequence[Hashable], device: Device) -> list[Entry | None]:
+        assert device is not None
+        place = torch.device(device)
         with LOCK:
-            for key in keys:
-                found[key] = cold = self._find_pattern(key)
-                if cold is None:
-                    continue
-                hot = self._hot._find((key, place))
-                if hot is not None:
-                    found[key] = hot
-                elif cold.hits > _HITS_OF_A_COLD_PATTERN:
-                    copying[key] = cold
+            cold = dict(zip(keys, super()._find_patterns(keys, place)))
+            found = cold | {key: hot for key in keys if cold[key] and (hot := self._hot._find((key, place)))}
+            copying = {
+                key: entry
+                for key, entry in cold.items()
+                if entry is not None and found[key] is entry and entry.hits > _HITS_OF_A_COLD_PATTERN
+            }
             ahead = self._likely_next(keys, place)
         copied = self._copy_to(place, copying | ahead)
-        found |= {key: copied[key] for key in copying}
-        copies = [None if (entry := found[key]) is None else entry.copy_for(place) for key in keys]
-        if self.enable_profiling:
-            seconds = (time.perf_counter() - began) / max(len(keys), 1)
-            for key in keys:
-                self._note("get", found[key], found[key] is not None, seconds)
-        return copies
+        return [copied.get(key) or found[key] for key in keys]
 
     @checked()
     def put(self, key: Hashable, pattern: Any, *, store_on_gpu: bool = False, pin: bool = False) -> None:
@@ -136,41 +121,41 @@ class OptimizedPatternCache(PatternCache):
     @checked()
     def pin_pattern(self, key: Hashable, device: Device = None) -> bool:
         """Make a pattern hot, on `device` or where hot patterns live, and keep it; False if there is no such one."""
-        with LOCK:
-            entry = self._cache.get(key)
+        entry = self._cache.get(key)
         if entry is None:
             return False
-        self._copy_to(_hot_place(entry) if device is None else torch.device(device), {key: entry})
+        self._copy_to(torch.device(device or _hot_place(entry)), {key: entry})
         return super().pin_pattern(key)
 
     def pin(self, key: Hashable) -> None:
         with LOCK:
             super().pin(key)
-            self._hot._pinned.update(hot for hot in self._hot._cache if hot[0] == key)  # type: ignore[index]
+            for hot in self._hot_keys(key):
+                self._hot._cache[hot].pinned = True
 
     def _find_shared(self, key: Hashable) -> Entry | None:
         with LOCK:
             cold = self._find(key)
-            hot = None if cold is None else self._hot._find((key, _place_of(cold)))
-        if cold is None or hot is not None:
-            return hot
-        return self._copy_to(_place_of(cold), {key: cold})[key]
+            hot = None if cold is None else self._hot._find((key, cold.home))
+        return hot if cold is None or hot is not None else self._copy_to(cold.home, {key: cold})[key]
 
     def _share(self, key: Hashable, entry: Entry) -> Entry:
         cold = Entry.copied(entry.value)
-        place = _place_of(cold)
         with LOCK:
             earlier = self._cache.get(key)
             if earlier is None:
                 self._store(key, cold)
-                self._warm(key, place, entry, cold)
+                self._warm(key, cold.home, entry, cold)
                 return entry
-        return self._hot._cache.get((key, place)) or self._copy_to(place, {key: earlier})[key]
+        return self._hot._cache.get((key, cold.home)) or self._copy_to(cold.home, {key: earlier})[key]
 
     def _drop(self, key: Hashable) -> Entry:
-        for hot in [hot for hot in self._hot._cache if hot[0] == key]:  # type: ignore[index]
+        for hot in self._hot_keys(key):
             self._hot._drop(hot)
         return super()._drop(key)
+
+    def _hot_keys(self, key: Hashable) -> list[Hashable]:
+        return [hot for hot in self._hot._cache if hot[0] == key]  # type: ignore[index]
 
     def clear(self) -> None:
         with LOCK:
@@ -204,44 +189,35 @@ class OptimizedPatternCache(PatternCache):
         before, self._asked_last.key = getattr(self._asked_last, "key", None), keys[-1]
         if before in self._cache and before != keys[0]:
             self._cache[before].next = keys[0]
-        last = self._cache.get(keys[-1])
-        if not self.enable_prefetch or last is None or last.next is None or (last.next, place) in self._hot:
+        last, hot = self._cache.get(keys[-1]), self._hot
+        entry = None if last is None else self._cache.get(last.next)
+        if not self.enable_prefetch or last is None or entry is None or (last.next, place) in hot:
             return {}
-        entry, hot = self._cache.get(last.next), self._hot
-        assert hot.max_bytes is not None
-        if entry is None or len(hot) >= hot.max_size or hot._bytes + entry.bytes > hot.max_bytes:
+        if len(hot) >= hot.max_size or hot._bytes + entry.bytes > (hot.max_bytes or 0):
             return {}  # what is hot now is worth more than a guess
         self._prefetches += self.enable_stats
         return {last.next: entry}
 
     def _copy_to(self, place: torch.device, entries: Mapping[Hashable, Entry]) -> dict[Hashable, Entry]:
         """Hot copies of cold entries, made one after another on the copies' stream, and ready for any other stream."""
-        made: dict[Hashable, Entry] = {}
         if not entries:
-            return made
-        stream = self._stream_for(place)
-        with torch.cuda.stream(stream) if stream else nullcontext():
-            for key, entry in entries.items():
-                made[key] = Entry(copy_to(entry.value, place), place)
+            return {}
+        aside = place.type == "cuda" and self.enable_async and not torch.cuda.is_current_stream_capturing()
+        if aside and place not in self._streams:
+            self._streams[place] = torch.cuda.Stream(place)
+        with torch.cuda.stream(self._streams[place]) if aside else nullcontext():
+            made = {key: Entry(copy_to(entry.value, place), place) for key, entry in entries.items()}
         with LOCK:
             for key, entry in made.items():
                 self._warm(key, place, entry, entries[key])
         return made
 
-    def _stream_for(self, place: torch.device) -> torch.cuda.Stream | None:
-        if place.type != "cuda" or not self.enable_async or torch.cuda.is_current_stream_capturing():
-            return None
-        stream = self._streams.get(place)
-        if stream is None:
-            stream = self._streams.setdefault(place, torch.cuda.Stream(place))
-        return stream
-
     def _warm(self, key: Hashable, place: torch.device, entry: Entry, cold: Entry) -> None:
         """Take an entry into the hot tier, if its limits leave room beside what is pinned."""
         if (key, place) in self._hot or self._cache.get(key) is not cold:
             return  # another thread was faster, or the pattern was put anew meanwhile
-        if self._hot._store((key, place), entry, entry.bytes) and key in self._pinned:
-            self._hot._pinned.add((key, place))
+        entry.pinned = cold.pinned
+        self._hot._store((key, place), entry, entry.bytes)
 
 
 @checked()
@@ -296,13 +272,7 @@ def hot_device() -> torch.device:
 
 def _hot_place(entry: Entry) -> torch.device:
     """Where a pattern is hot: on the GPU that it was put from, else on the current one."""
-    place = _place_of(entry)
-    return place if place.type != "cpu" else hot_device()
-
-
-def _place_of(entry: Entry) -> torch.device:
-    """The device where an entry was put from or made; the CPU for an entry without tensors."""
-    return torch.device("cpu") if entry.home is None else entry.home
+    return entry.home if entry.home.type != "cpu" else hot_device()
 
 
 def get_optimized_pattern_cache() -> OptimizedPatternCache:

@@ -2,8 +2,8 @@
 
 `remember(kind, key, make)` returns what `make()` returned for this key the first time. The table is bounded in entries
 and bytes, evicts the least recently used entry, and is safe under threads and `fork`. `PatternCache` is its class and
-its public face; `get_global_pattern_cache()` is the table of the whole process. A call that was given a cache of its
-own asks that one: `(plans.table() if cache is None else cache).remember(...)`.
+its public face; `get_global_pattern_cache()` is the table of the whole process. A call with a cache of its own asks
+that one, through `Resources.remember`.
 
 - A kind is one of `KINDS`, which may bound it further. Statistics, profiles and `forget` go by kind.
 - A key is hashable and compares by value. It holds no tensors: `spans_key` and `SameTensor` stand for them.
@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
+import inspect
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -35,15 +34,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import COUNT, SIZE, checked, shown
+from dilated_attention_pytorch.core.entries import CLOCK, Device, Entry, size_of
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.profile import LOCK, Profile
 
-Device = torch.device | str | None
 Value = TypeVar("Value")
 Cache = TypeVar("Cache", bound="PatternCache")
 
@@ -75,64 +73,6 @@ class Remembers(Protocol):
 def check_cache(cache: Any) -> None:
     if cache is not None and not hasattr(cache, "remember"):
         raise TypeError(f"cache must be a PatternCache, got {shown(cache)}")
-
-
-class Entry:
-    """A value, the device that `get` returns it on by default, and what orders its readers on a GPU."""
-
-    __slots__ = ("bytes", "event", "hits", "home", "next", "on_gpu", "size", "stream", "used", "value")
-
-    def __init__(self, value: Any, home: torch.device | None = None) -> None:
-        self.value = value
-        self.home = home
-        self.hits = 0
-        self.used = next(_clock)
-        self.next: Hashable = None  # the key that was asked for after this one
-        tensors = _tensors(value)
-        self.bytes = sum(x.numel() * x.element_size() for x in tensors)
-        self.size = 0  # of the key and all of the value, set where a table stores it
-        self.on_gpu = [x for x in tensors if x.is_cuda]
-        if self.on_gpu:
-            self.stream = torch.cuda.current_stream(self.on_gpu[0].device)
-            self.event: Any = None if torch.cuda.is_current_stream_capturing() else self.stream.record_event()
-
-    @classmethod
-    def copied(cls, pattern: Any) -> Entry:
-        """An entry with a copy of the pattern on the CPU."""
-        tensors = _tensors(pattern)
-        pinned = torch.cuda.is_available()  # a copy to a GPU runs beside the host only from pinned memory
-
-        def keep(x: Tensor) -> Tensor:
-            if x.is_meta:
-                raise ValueError("a pattern must have values to keep, got a tensor on the device meta")
-            kept = x.detach().to("cpu", copy=True)
-            return kept.pin_memory() if pinned else kept
-
-        return cls(tree_map_only(Tensor, keep, pattern), tensors[0].device if tensors else None)
-
-    def copy_for(self, device: Device) -> Any:
-        return copy_to(self.shared(), self.home if device is None else device)
-
-    def shared(self) -> Any:
-        """The value itself, ready for the current stream to read."""
-        if self.on_gpu:
-            self._before_reading()
-        return self.value
-
-    def _before_reading(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            # A capture begins on an idle device, and must not wait for what happened before it.
-            _captured[id(self)] = self
-            return
-        stream = torch.cuda.current_stream(self.on_gpu[0].device)
-        if stream != self.stream:
-            stream.wait_event(self.event)
-            for x in self.on_gpu:
-                x.record_stream(stream)
-
-
-_captured: dict[int, Entry] = {}  # what captured CUDA graphs read
-_clock = itertools.count()  # orders uses of entries
 
 
 class PatternCache:
@@ -172,7 +112,6 @@ class PatternCache:
         self.enable_stats, self.enable_profiling = enable_stats, enable_profiling
         self._cache: dict[Hashable, Entry] = {}
         self._bytes = 0
-        self._pinned: set[Hashable] = set()
         self._old_hits: Counter[str] = Counter()  # of entries that are no longer here
         self._misses: Counter[str] = Counter()
         self._evictions = 0
@@ -182,28 +121,30 @@ class PatternCache:
         # A copy of a module shares the global cache. A cache of its own is made again with its settings, empty.
         if _global.get(type(self)) is self:
             return shared_cache, (type(self),)
-        return functools.partial(type(self), **self._settings()), ()
-
-    def _settings(self) -> dict[str, Any]:
-        names = ("max_size", "enable_stats", "enable_profiling", "max_bytes")
-        return {name: getattr(self, name) for name in names}
+        settings = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return functools.partial(type(self), **settings), ()
 
     @checked()
     def get(self, key: Hashable, default: Any = None, *, target_device: Device = None) -> Any:
         """A copy of the pattern, on `target_device` or where it was put from; `default` if it is missing."""
         refuse_device(default)
-        began = time.perf_counter()
-        entry = self._find_pattern(key)
-        found = default if entry is None else entry.copy_for(target_device)
-        if self.enable_profiling:
-            self._note("get", entry, entry is not None, time.perf_counter() - began)
-        return found
+        return self._copies([key], target_device, default)[0]
 
-    def _find_pattern(self, key: Hashable) -> Entry | None:
+    def _copies(self, keys: Sequence[Hashable], device: Device, default: Any = None) -> list[Any]:
+        began = time.perf_counter()
+        found = self._find_patterns(keys, device)
+        copies = [default if entry is None else entry.copy_for(device) for entry in found]
+        if self.enable_profiling:
+            seconds = (time.perf_counter() - began) / max(len(keys), 1)
+            for entry in found:
+                self._note("get", entry, entry is not None, seconds)
+        return copies
+
+    def _find_patterns(self, keys: Sequence[Hashable], device: Device) -> list[Entry | None]:
         with LOCK:
-            entry = self._find(key)
-            self._misses["pattern"] += entry is None
-        return entry
+            found = [self._find(key) for key in keys]
+            self._misses["pattern"] += found.count(None)
+        return found
 
     @checked()
     def put(self, key: Hashable, pattern: Any) -> None:
@@ -215,8 +156,8 @@ class PatternCache:
         entry = Entry.copied(pattern)
         if not self._store(key, entry):
             raise ValueError(
-                f"a pattern of {entry.size} bytes does not fit beside {len(self._pinned)} pinned patterns into a cache "
-                f"of max_bytes={self.max_bytes}: make the cache larger, or pin fewer"
+                f"a pattern of {entry.size} bytes does not fit beside {len(self._pinned())} pinned patterns into a "
+                f"cache of max_bytes={self.max_bytes}: make the cache larger, or pin fewer"
             )
         if self.enable_profiling:
             self._profile.add("put", count=1, bytes=entry.bytes, seconds=time.perf_counter() - began)
@@ -269,12 +210,13 @@ class PatternCache:
         with LOCK:
             if key not in self._cache:
                 raise KeyError(f"no pattern {key!r} to pin: put it first")
-            if len(self._pinned | {key}) >= self.max_size:
+            pinned = self._pinned()
+            if len(pinned) + (not self._cache[key].pinned) >= self.max_size:
                 raise ValueError(
-                    f"{len(self._pinned)} of {self.max_size} patterns are pinned, and one place must stay free: "
+                    f"{len(pinned)} of {self.max_size} patterns are pinned, and one place must stay free: "
                     "make the cache larger"
                 )
-            self._pinned.add(key)
+            self._cache[key].pinned = True
 
     @checked()
     def pin_pattern(self, key: Hashable) -> bool:
@@ -289,7 +231,6 @@ class PatternCache:
         """Forget every entry, including pinned ones, and the statistics."""
         with LOCK:
             self._cache.clear()
-            self._pinned.clear()
             self._bytes = 0
             self.reset_stats()
 
@@ -334,7 +275,7 @@ class PatternCache:
                 "max_size": self.max_size,
                 "bytes": self._bytes,
                 "max_bytes": self.max_bytes,
-                "pinned": len(self._pinned),
+                "pinned": len(self._pinned()),
                 "kinds": {
                     kind: {"hits": hits[kind], "misses": misses[kind], "size": sizes[kind]}
                     for kind in sorted({*hits, *misses, *sizes})
@@ -348,12 +289,11 @@ class PatternCache:
     def _find(self, key: Hashable) -> Entry | None:
         entry = self._cache.get(key)
         if entry is not None:
-            entry.used = next(_clock)
+            entry.used = next(CLOCK)
             entry.hits += 1
         return entry
 
-    def _find_shared(self, key: Hashable) -> Entry | None:
-        return self._find(key)  # without the lock, which would take longer than the rest
+    _find_shared = _find  # without the lock, which would take longer than the rest
 
     def _share(self, key: Hashable, entry: Entry) -> Entry:
         """Store an entry, or return the one that another thread has stored meanwhile."""
@@ -367,13 +307,13 @@ class PatternCache:
         """Whether the entry is in the table now: what is pinned may leave no room for it."""
         entry.size = size_of(key, entry.value) if size is None else size
         with LOCK:
-            pinned = key in self._pinned
             if key in self._cache:
-                self._drop(key)
-            if len(self._pinned) >= self.max_size:
+                entry.pinned = self._drop(key).pinned
+            pinned = self._pinned()
+            if len(pinned) >= self.max_size:
                 return False
             if self.max_bytes is not None:
-                if sum(self._cache[one].size for one in self._pinned) + entry.size > self.max_bytes:
+                if sum(one.size for one in pinned) + entry.size > self.max_bytes:
                     return False
                 while self._bytes + entry.size > self.max_bytes:
                     self._evict(1)
@@ -385,13 +325,15 @@ class PatternCache:
                 self._evict(max(1, self.max_size // 64))  # finding the oldest takes a look at all
             self._cache[key] = entry
             self._bytes += entry.size
-            if pinned:
-                self._pinned.add(key)
         return True
+
+    def _pinned(self) -> list[Entry]:
+        with LOCK:
+            return [entry for entry in self._cache.values() if entry.pinned]
 
     def _evict(self, count: int, kind: str | None = None) -> None:
         """Drop the least recently used entries, of a kind or of all."""
-        free = (key for key in self._cache if key not in self._pinned and kind in (None, kind_of(key)))
+        free = (key for key, one in self._cache.items() if not one.pinned and kind in (None, kind_of(key)))
         for key in heapq.nsmallest(count, free, key=lambda key: self._cache[key].used):
             self._evictions += 1
             log.debug("evicted from the pattern cache: %s, %d bytes", kind_of(key), self._drop(key).size)
@@ -400,7 +342,6 @@ class PatternCache:
         entry = self._cache.pop(key)
         self._old_hits[kind_of(key)] += entry.hits
         self._bytes -= entry.size
-        self._pinned.discard(key)
         return entry
 
     def _note(self, kind: str, entry: Entry | None, hit: bool, seconds: float, profile: Profile | None = None) -> None:
@@ -455,15 +396,9 @@ def get_global_pattern_cache() -> DilatedPatternCache:
     return shared_cache(DilatedPatternCache)
 
 
-def table() -> DilatedPatternCache:
-    """As `get_global_pattern_cache`, for the library's own lookups."""
-    found = _global.get(DilatedPatternCache)
-    return found if found is not None else get_global_pattern_cache()  # type: ignore[return-value]
-
-
 def remember(kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
     """`PatternCache.remember` of the table of the whole process."""
-    return table().remember(kind, key, make)
+    return shared_cache(DilatedPatternCache).remember(kind, key, make)
 
 
 def remember_of(kind: str, x: Tensor, key: Hashable, make: Callable[[], Value]) -> Value:
@@ -479,14 +414,15 @@ def remember_of(kind: str, x: Tensor, key: Hashable, make: Callable[[], Value]) 
 
 def shared_cache(cls: type[Cache]) -> Cache:
     """The one cache of a class that modules share."""
-    with LOCK:
-        found = _global.get(cls)
-        if found is None:
-            found = cls()
-            _reset(found)
-            _global[cls] = found
-    assert isinstance(found, cls)
-    return found
+    found = _global.get(cls)
+    if found is None:
+        with LOCK:
+            if cls not in _global:
+                made = cls()
+                _reset(made)
+                _global[cls] = made
+            found = _global[cls]
+    return found  # type: ignore[return-value]
 
 
 def global_caches() -> list[PatternCache]:
@@ -505,8 +441,7 @@ def _reset(cache: PatternCache) -> None:
     settings = environment.pattern_cache_settings(cache._size_of_global)
     with LOCK:
         cache.clear()
-        for name, value in settings.items():
-            setattr(cache, name, value)
+        vars(cache).update(settings)
 
 
 def refuse_device(default: Any) -> None:
@@ -522,48 +457,6 @@ def refuse_device(default: Any) -> None:
 def kind_of(key: Hashable) -> str:
     """The kind of the entry that has this key in a table."""
     return key[0] if isinstance(key, tuple) and key and key[0] in KINDS else "pattern"
-
-
-def copy_to(value: Any, device: Device) -> Any:
-    """The value with copies of its tensors on `device`; the host waits only for what it gets itself."""
-    return tree_map_only(Tensor, lambda x: x.to(device, copy=True, non_blocking=not x.is_cuda), value)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-
-
-def size_of(*values: Any) -> int:
-    """Bytes of values and of what they refer to, each object once: the tensors' memory and Python's own objects.
-
-    An object that grows while it is used, or has many parts, states its `estimated_bytes`. Objects of other packages
-    count without what they refer to.
-
-    >>> size_of(torch.zeros(1000)) - size_of(torch.zeros(0))
-    4000
-    """
-    total, seen, left = 0, set(), list(values)
-    while left:
-        value = left.pop()
-        if value is None or isinstance(value, type) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        total += sys.getsizeof(value)
-        if isinstance(value, Tensor):
-            total += value.numel() * value.element_size()
-        elif hasattr(value, "estimated_bytes"):
-            total += value.estimated_bytes
-        elif isinstance(value, dict):
-            left += value.keys()
-            left += value.values()
-        elif isinstance(value, (tuple, list, set, frozenset)):
-            left += value
-        elif type(value).__module__.startswith("dilated_attention_pytorch."):
-            left += getattr(value, "__dict__", {}).values()
-            left += [
-                getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())
-            ]
-    return total
 
 
 class SameTensor:

@@ -88,9 +88,9 @@ def milliseconds(kind: Kind, shape: Shape, run: Callable[[], object]) -> float:
     kernels = plan.KERNELS
     try:
         plan.KERNELS = "best" if kind.kernel == "hopper forward" else "plain"
-        plans.table().forget("plan")
+        plans.get_global_pattern_cache().forget("plan")
         with tuning.trying(kind, shape):
             return measure(run, "cuda", seconds=0.1).median
     finally:
         plan.KERNELS = kernels
-        plans.table().forget("plan")
+        plans.get_global_pattern_cache().forget("plan")

@@ -1,0 +1,109 @@
+"""An entry of the table of plans: a value that calls share, on the device where it was made."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Device = torch.device | str | None
+
+
+class Entry:
+    """A value, the device that `get` returns it on by default, and what orders its readers on a GPU."""
+
+    __slots__ = ("bytes", "event", "hits", "home", "next", "on_gpu", "pinned", "size", "stream", "used", "value")
+
+    def __init__(self, value: Any, home: torch.device | None = None) -> None:
+        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+        self.value = value
+        self.home = home or (tensors[0].device if tensors else torch.device("cpu"))
+        self.hits, self.used, self.pinned = 0, next(CLOCK), False
+        self.next: Hashable = None  # the key that was asked for after this one
+        self.bytes = sum(x.nbytes for x in tensors)
+        self.size = 0  # bytes of the key and all of the value, set where a table stores it
+        self.on_gpu = [x for x in tensors if x.is_cuda]
+        if self.on_gpu:
+            self.stream = torch.cuda.current_stream(self.on_gpu[0].device)
+            self.event: Any = None if torch.cuda.is_current_stream_capturing() else self.stream.record_event()
+
+    @classmethod
+    def copied(cls, pattern: Any) -> Entry:
+        """An entry with a copy of the pattern on the CPU."""
+        pinned = torch.cuda.is_available()  # a copy to a GPU runs beside the host only from pinned memory
+
+        def keep(x: Tensor) -> Tensor:
+            if x.is_meta:
+                raise ValueError("a pattern must have values to keep, got a tensor on the device meta")
+            kept = x.detach().to("cpu", copy=True)
+            return kept.pin_memory() if pinned else kept
+
+        home = next((x.device for x in tree_leaves(pattern) if isinstance(x, Tensor)), None)
+        return cls(tree_map_only(Tensor, keep, pattern), home)
+
+    def copy_for(self, device: Device) -> Any:
+        return copy_to(self.shared(), self.home if device is None else device)
+
+    def shared(self) -> Any:
+        """The value itself, ready for the current stream to read."""
+        if self.on_gpu:
+            self._before_reading()
+        return self.value
+
+    def _before_reading(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            # A capture begins on an idle device, and must not wait for what happened before it.
+            _captured[id(self)] = self
+            return
+        stream = torch.cuda.current_stream(self.on_gpu[0].device)
+        if stream != self.stream:
+            stream.wait_event(self.event)
+            for x in self.on_gpu:
+                x.record_stream(stream)
+
+
+CLOCK = itertools.count()  # orders uses of entries
+_captured: dict[int, Entry] = {}  # what captured CUDA graphs read
+
+
+def copy_to(value: Any, device: Device) -> Any:
+    """The value with copies of its tensors on `device`; the host waits only for what it gets itself."""
+    return tree_map_only(Tensor, lambda x: x.to(device, copy=True, non_blocking=not x.is_cuda), value)
+
+
+def size_of(*values: Any) -> int:
+    """Bytes of values and of what they refer to, each object once: the tensors' memory and Python's own objects.
+
+    An object that grows while it is used, or has many parts, states its `estimated_bytes`. Objects of other packages
+    count without what they refer to.
+
+    >>> size_of(torch.zeros(1000)) - size_of(torch.zeros(0))
+    4000
+    """
+    total, seen, left = 0, set(), list(values)
+    while left:
+        value = left.pop()
+        if value is None or isinstance(value, type) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        if isinstance(value, Tensor):
+            total += value.nbytes
+        elif hasattr(value, "estimated_bytes"):
+            total += value.estimated_bytes
+        elif isinstance(value, dict):
+            left += value.keys()
+            left += value.values()
+        elif isinstance(value, (tuple, list, set, frozenset)):
+            left += value
+        elif type(value).__module__.startswith("dilated_attention_pytorch."):
+            left += getattr(value, "__dict__", {}).values()
+            left += [
+                getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())
+            ]
+    return total
