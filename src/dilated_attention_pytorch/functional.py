@@ -222,8 +222,8 @@ def attention_rows(
     """
     query, key = autocast_inputs(query, key)
     call = checked_call(
-        query, key, key, segment_lengths, dilation_rates, head_layout, is_causal, scale, 0.0, head_offset, total_heads,
-        None, None, "auto",
+        query, key, key, segment_lengths, dilation_rates, head_layout, is_causal, scale,
+        head_offset=head_offset, total_heads=total_heads,
     )  # fmt: skip
     B, N = query.shape[:2]
     wanted = check_sequence("rows", rows, lambda name, row: check_whole(name, row, least=0, most=N - 1))
@@ -294,12 +294,12 @@ def checked_call(
     head_layout: HeadLayout,
     is_causal: bool,
     scale: float | None,
-    dropout_p: float,
-    head_offset: int,
-    total_heads: int | None,
-    allow_tf32: bool | None,
-    sparse_config: SparsePatternConfig | None,
-    backend: str,
+    dropout_p: float = 0.0,
+    head_offset: int = 0,
+    total_heads: int | None = None,
+    allow_tf32: bool | None = None,
+    sparse_config: SparsePatternConfig | None = None,
+    backend: str = "auto",
 ) -> Call:
     """The description of a call, or the error that says what is wrong with it."""
     check_backend(backend)

@@ -33,6 +33,16 @@ NOT_NEGATIVE: Mapping[str, float] = types.MappingProxyType({"least": 0})
 PROBABILITY: Mapping[str, float] = types.MappingProxyType({"least": 0, "below": 1})
 """Ranges, for `checked` and `check_fields`."""
 
+# Arguments and fields of these names have the same range everywhere, unless another is stated.
+_RANGES: Mapping[str, Mapping[str, float]] = {
+    **dict.fromkeys(("batch", "d_model", "embed_dim", "dim_feedforward", "head_dim", "vocab_size"), COUNT),
+    **dict.fromkeys(("nhead", "num_heads", "num_kv_heads", "total_heads", "num_layers"), COUNT),
+    **dict.fromkeys(("rewindable", "head_offset"), SIZE),
+    **dict.fromkeys(("dropout", "attention_dropout"), PROBABILITY),
+    **dict.fromkeys(("layer_norm_eps", "gamma_init"), NOT_NEGATIVE),
+    **dict.fromkeys(("base", "scale_base"), POSITIVE),
+}
+
 _MOST_FLOAT = sys.float_info.max
 
 Parameters = ParamSpec("Parameters")
@@ -216,8 +226,8 @@ def checked(
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """Check every argument of a function by its annotation; `ranges` are those of numbers, by the argument's name.
 
-    A range of None leaves an argument unchecked, and so does an annotation that does not tell (`Any`, a class that is
-    imported for type checkers only).
+    Names such as `num_heads` and `dropout` have a range of their own (`_RANGES`). A range of None leaves an argument
+    unchecked, and so does an annotation that does not tell (`Any`, a class that is imported for type checkers only).
 
     >>> @checked(heads={"least": 1})
     ... def attend(heads: int, is_causal: bool = False) -> int: ...
@@ -269,7 +279,7 @@ def check_fields(instance: Any, **ranges: Mapping[str, float]) -> None:
     if kind not in _checks_of_fields:
         fields = dataclasses.fields(instance)
         annotations = {field.name: field.type for field in fields}
-        beside = {field.name: field.metadata["range"] for field in fields if "range" in field.metadata}
+        beside = {field.name: field.metadata["range"] for field in fields if field.metadata.get("range")}
         _checks_of_fields[kind] = _checks(annotations, vars(sys.modules[kind.__module__]), beside | ranges)
     for name, check in _checks_of_fields[kind].items():
         object.__setattr__(instance, name, check(name, getattr(instance, name)))
@@ -285,7 +295,7 @@ def _checks(annotations: Mapping[str, Any], names: dict[str, Any], ranges: Mappi
             kind = eval(annotation, names) if isinstance(annotation, str) else annotation
         except NameError:  # imported for type checkers only
             continue
-        limits = ranges.get(name, {})
+        limits = ranges.get(name, _RANGES.get(name, {}))
         check = None if limits is None else _check_for(kind, limits)
         if check is not None:
             found[name] = check

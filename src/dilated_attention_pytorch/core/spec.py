@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dilated_attention_pytorch.core.checks import (
     MOST_ENTRIES,
@@ -106,6 +106,15 @@ class DilatedSpec:
     @property
     def dilation_rates(self) -> tuple[int, ...]:
         return tuple(branch.dilation_rate for branch in self.branches)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """This pattern as the keywords of `dilated_attention`, of modules and of caches."""
+        return {
+            "segment_lengths": self.segment_lengths,
+            "dilation_rates": self.dilation_rates,
+            "head_layout": self.head_layout,
+        }
 
     def offsets(self, heads: int, *, first: int = 0, total: int | None = None) -> OffsetTable:
         """The offset of each of `heads` key/value heads on each branch, None where a head is absent.

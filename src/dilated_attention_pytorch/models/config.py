@@ -9,15 +9,7 @@ from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from dilated_attention_pytorch.core.checks import (
-    COUNT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    PROBABILITY,
-    SIZE,
-    check_divides,
-    check_fields,
-)
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_divides, check_fields
 from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
@@ -86,22 +78,7 @@ class ModelConfig:
     def __post_init__(self, max_length: int | None) -> None:
         lengths: Sequence[int] | None = None if self.segment_lengths is _LENGTHS else self.segment_lengths
         rates: Sequence[int] | None = None if self.dilation_rates is _RATES else self.dilation_rates
-        check_fields(
-            self,
-            vocab_size=COUNT,
-            d_model=COUNT,
-            num_heads=COUNT,
-            num_kv_heads=COUNT,
-            num_layers=COUNT,
-            num_decoder_layers=SIZE,
-            dim_feedforward=SIZE,
-            segment_lengths=COUNT,
-            dilation_rates=COUNT,
-            scale_base=POSITIVE,
-            dropout=PROBABILITY,
-            attention_dropout=PROBABILITY,
-            layer_norm_eps=NOT_NEGATIVE,
-        )
+        check_fields(self, num_decoder_layers=SIZE, dim_feedforward=SIZE, segment_lengths=COUNT, dilation_rates=COUNT)
         if max_length is not None:
             heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
             lengths, rates = stated_branches(lengths, rates, max_length, heads=heads, head_layout=self.head_layout)

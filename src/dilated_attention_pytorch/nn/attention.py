@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.checks import PROBABILITY, check_flag, check_instance, check_tensor, checked
+from dilated_attention_pytorch.core.checks import check_flag, check_instance, check_tensor, checked
 from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.plans import PatternCache, get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import WorkspacePool, get_global_memory_pool
@@ -24,7 +24,6 @@ from dilated_attention_pytorch.functional import autocast_inputs, check_backend,
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 _NOT_PROFILING = nullcontext()
-_SWITCHES = ("use_pattern_cache", "enable_memory_pool", "lightweight_pool")
 
 
 class AttentionSettings(TypedDict, total=False):
@@ -69,7 +68,7 @@ class DilatedAttention(nn.Module):
     _place: Tensor | None
     sparse_config: SparsePatternConfig | None = None  # a subclass keeps only some tiles
 
-    @checked(attention_dropout=PROBABILITY)
+    @checked()
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -205,12 +204,10 @@ class DilatedAttention(nn.Module):
     def _settings(self, is_causal: bool) -> dict[str, Any]:
         """The keywords of `dilated_attention` that every call of this module states."""
         return {
-            "segment_lengths": self.spec.segment_lengths,
-            "dilation_rates": self.spec.dilation_rates,
+            **self.spec.keywords,
             "is_causal": is_causal,
             "scale": self.softmax_scale,
             "dropout_p": self.attention_dropout if self.training else 0.0,
-            "head_layout": self.spec.head_layout,
             "allow_tf32": self.allow_tf32,
             "sparse_config": self.sparse_config,
             "backend": self.backend,
@@ -241,24 +238,19 @@ class DilatedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         shown = [f"segment_lengths={list(self.segment_lengths)}", f"dilation_rates={list(self.dilation_rates)}"]
-        if self.softmax_scale is not None:
-            shown.append(f"softmax_scale={self.softmax_scale}")
-        if self.attention_dropout:
-            shown.append(f"attention_dropout={self.attention_dropout}")
-        if self.spec.head_layout != "interleaved":
-            shown.append(f"head_layout={self.spec.head_layout!r}")
-        if self.backend != "auto":
-            shown.append(f"backend={self.backend!r}")
-        if self._place is not None:
-            shown += [f"{name}={getattr(self._place, name)}" for name in self._stated]
-        shown += [f"{name}=True" for name in _SWITCHES if getattr(self, name)]
-        return ", ".join(shown)
+        defaults = {
+            "softmax_scale": None, "attention_dropout": 0.0, "head_layout": "interleaved", "backend": "auto",
+            "use_pattern_cache": False, "enable_memory_pool": False, "lightweight_pool": False,
+        }  # fmt: skip
+        values = {"head_layout": self.spec.head_layout, **self.__dict__}
+        shown += [f"{name}={values[name]!r}" for name, default in defaults.items() if values[name] != default]
+        return ", ".join([*shown, *(f"{name}={getattr(self._place, name)}" for name in self._stated)])
 
 
 class ImprovedDilatedAttention(DilatedAttention):
     """`DilatedAttention` that uses TF32 for float32 on GPUs that have it, unless `use_tf32=False`."""
 
-    @checked(dropout=PROBABILITY)
+    @checked()
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -281,18 +273,19 @@ def _counted_call(name: str, profile: Profile) -> Iterator[None]:
 
 
 class SharesResources:
-    """Shows the cache and the pool of the attention within, which `_attention` returns, as the module's own."""
+    """Shows the cache, the pool and the profile of the attention within a module as the module's own."""
 
-    def _attention(self) -> DilatedAttention:
-        raise NotImplementedError
+    def _all_attention(self) -> Iterator[DilatedAttention]:
+        assert isinstance(self, nn.Module)
+        return (module for module in self.modules() if isinstance(module, DilatedAttention))
 
     @property
     def use_pattern_cache(self) -> bool:
-        return self._attention().use_pattern_cache
+        return next(self._all_attention()).use_pattern_cache
 
     @property
     def enable_memory_pool(self) -> bool:
-        return self._attention().enable_memory_pool
+        return next(self._all_attention()).enable_memory_pool
 
     def get_profile(self) -> dict[str, dict[str, float]]:
         """The sum of `DilatedAttention.get_profile` over all attention within."""
@@ -306,14 +299,10 @@ class SharesResources:
         for attention in self._all_attention():
             attention.reset_profile()
 
-    def _all_attention(self) -> list[DilatedAttention]:
-        assert isinstance(self, nn.Module)
-        return [module for module in self.modules() if isinstance(module, DilatedAttention)]
-
     @property
     def _pattern_cache(self) -> PatternCache | None:
-        return self._attention()._pattern_cache
+        return next(self._all_attention())._pattern_cache
 
     @property
     def _memory_pool(self) -> WorkspacePool | None:
-        return self._attention()._memory_pool
+        return next(self._all_attention())._memory_pool

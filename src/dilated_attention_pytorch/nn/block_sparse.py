@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.checks import PROBABILITY, checked
+from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.functional import check_sparse_config
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
@@ -30,7 +30,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
     torch.Size([1, 300, 4, 8])
     """
 
-    @checked(dropout=PROBABILITY)
+    @checked()
     def __init__(
         self,
         segment_lengths: Sequence[int] | None = None,
@@ -41,13 +41,8 @@ class BlockSparseDilatedAttention(DilatedAttention):
         use_pattern_cache: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(
-            segment_lengths,
-            dilation_rates,
-            attention_dropout=dropout,
-            use_pattern_cache=use_pattern_cache,
-            **settings,
-        )
+        settings |= {"attention_dropout": dropout, "use_pattern_cache": use_pattern_cache}
+        super().__init__(segment_lengths, dilation_rates, **settings)
         sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
         self.sparse_config = check_sparse_config(sparse_config, self.spec)
 

@@ -50,25 +50,30 @@ def attend_full_cache(
     >>> attend_full_cache(q[:, 99:], k, v, last, first, DilatedSpec.of([16, 128], [1, 4])).shape
     torch.Size([1, 1, 4, 8])
     """
-    query, key, value = autocast_inputs(query, key, value)
-    m, n = query.shape[1], key.shape[1]
+    query, key, value = inputs = autocast_inputs(query, key, value)
+    B, m, n = query.shape[0], query.shape[1], key.shape[1]
     if n < m:
         raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
-    inputs = query, key, value
     differentiated = has_tangents(*inputs) or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
-    # A single new token is the last of its row in any order; of several, some may be padding.
-    if differentiated or dropout_p or not query.numel() or (order is not None and m > 1):
-        return _attend_as_whole(query, key, value, begin, start, spec, order, scale, dropout_p, backend)
     if order is not None:
         key, value = reordered(key, order), reordered(value, order)
-    call = checked_call(
-        query, key[:, :m], value[:, :m], spec.segment_lengths, spec.dilation_rates, spec.head_layout, True, scale, 0.0,
-        0, None, None, None, backend,
-    )  # fmt: skip
-    if is_plain(query, key):
-        return _attend_full_cache(query, key, value, begin, start, call)
-    text, scale, *_ = call.encode()
-    return attend_full_cache_op(query, key, value, begin, start, text, scale)
+    # A single new token is the last of its row in any order; of several, some may be padding.
+    if not (differentiated or dropout_p or not query.numel() or (order is not None and m > 1)):
+        new = key[:, :m], value[:, :m]
+        call = checked_call(query, *new, **spec.keywords, is_causal=True, scale=scale, backend=backend)
+        if is_plain(query, key):
+            return _attend_full_cache(query, key, value, begin, start, call)
+        text, scale, *_ = call.encode()
+        return attend_full_cache_op(query, key, value, begin, start, text, scale)
+    # A forward over all tokens: earlier tokens get queries of 0, and their rows are dropped.
+    place = (begin + torch.arange(m, device=query.device)).expand(B, m)
+    if order is not None:
+        place = reordered(order.argsort(1), place)
+    every = query.new_zeros(B, key.shape[1], *query.shape[2:])
+    every = every.scatter(1, place[:, :, None, None].expand_as(query), query)
+    spans = torch.stack([start, (begin + m).expand_as(start)], dim=1)
+    settings = {**spec.keywords, "scale": scale, "dropout_p": dropout_p, "backend": backend}
+    return reordered(dilated_attention(every, key, value, **settings, is_causal=True, spans=spans), place)
 
 
 def reordered(x: Tensor, order: Tensor) -> Tensor:
@@ -76,53 +81,10 @@ def reordered(x: Tensor, order: Tensor) -> Tensor:
     return x.take_along_dim(order.reshape(*order.shape, *[1] * (x.dim() - 2)), dim=1)
 
 
-def _attend_as_whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    begin: Tensor,
-    start: Tensor,
-    spec: DilatedSpec,
-    order: Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    backend: str,
-) -> Tensor:
-    """A forward over all tokens: earlier tokens get queries of 0, and their rows are dropped."""
-    B, m = query.shape[:2]
-    end = begin + m
-    place = (begin + torch.arange(m, device=query.device)).expand(B, m)
-    if order is not None:
-        key, value = reordered(key, order), reordered(value, order)
-        place = reordered(order.argsort(1), place)
-    every = query.new_zeros(B, key.shape[1], *query.shape[2:])
-    every = every.scatter(1, place[:, :, None, None].expand_as(query), query)
-    out = dilated_attention(
-        every,
-        key,
-        value,
-        spec.segment_lengths,
-        spec.dilation_rates,
-        is_causal=True,
-        scale=scale,
-        dropout_p=dropout_p,
-        head_layout=spec.head_layout,
-        spans=torch.stack([start, end.expand_as(start)], dim=1),
-        backend=backend,
-    )
-    return reordered(out, place)
-
-
 # An operator in a trace, because the rows to pick depend on values.
 @torch.library.custom_op("dilated_attention_pytorch::attend_full_cache", mutates_args=())
 def attend_full_cache_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    begin: Tensor,
-    start: Tensor,
-    call: str,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, begin: Tensor, start: Tensor, call: str, scale: float | None
 ) -> Tensor:
     return _attend_full_cache(query, key, value, begin, start, Call.decode(call, scale, 0.0, 1.0)).contiguous()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import (
-    COUNT,
     MOST_TOKENS,
-    SIZE,
     check_divides,
     check_instance,
     check_tensor,
@@ -26,14 +24,6 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.functional import autocast_inputs, checked_call
 from dilated_attention_pytorch.kernels.decode import attend_cached
-
-
-class _Known(NamedTuple):
-    """Lengths that the host has counted; they hold while `tensor` still has this version."""
-
-    lengths: tuple[int, ...]
-    tensor: Tensor
-    version: int
 
 
 class DilatedKVCache:
@@ -59,15 +49,7 @@ class DilatedKVCache:
     (tensor([100]), 12352)
     """
 
-    @checked(
-        batch=COUNT,
-        num_heads=COUNT,
-        head_dim=COUNT,
-        num_kv_heads=COUNT,
-        rewindable=SIZE,
-        head_offset=SIZE,
-        total_heads=COUNT,
-    )
+    @checked()
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -97,7 +79,8 @@ class DilatedKVCache:
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._longest = torch.zeros_like(self.lengths)
-        self._known: _Known | None = None
+        # Lengths that the host has counted. They hold while the tensor of lengths still has this version.
+        self._known: tuple[tuple[int, ...], Tensor, int] | None = None
         self._replayed = False
         self.reset(padding)
 
@@ -156,8 +139,8 @@ class DilatedKVCache:
         check_instance("resources", resources, Resources)
         query, key, value = autocast_inputs(query, key, value)
         call = checked_call(
-            query, key, value, self.spec.segment_lengths, self.spec.dilation_rates, self.spec.head_layout, True, scale,
-            0.0, self.head_offset, self.total_heads, allow_tf32, None, backend,
+            query, key, value, **self.spec.keywords, is_causal=True, scale=scale, head_offset=self.head_offset,
+            total_heads=self.total_heads, allow_tf32=allow_tf32, backend=backend,
         )  # fmt: skip
         self._check(query, key, value)
         self._note_recording(query)
@@ -180,7 +163,7 @@ class DilatedKVCache:
 
     def _count(self, lengths: tuple[int, ...]) -> None:
         tensor = self.lengths
-        self._known = None if tensor.is_inference() else _Known(lengths, tensor, tensor._version)
+        self._known = None if tensor.is_inference() else (lengths, tensor, tensor._version)
 
     @property
     def known_lengths(self) -> tuple[int, ...] | None:

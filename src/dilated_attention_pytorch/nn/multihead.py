@@ -9,15 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import (
-    COUNT,
-    NOT_NEGATIVE,
-    PROBABILITY,
-    check_divides,
-    check_flag,
-    check_tensor,
-    checked,
-)
+from dilated_attention_pytorch.core.checks import check_divides, check_flag, check_tensor, checked
 from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.nn.attention import (
     AttentionSettings,
@@ -31,7 +23,7 @@ from dilated_attention_pytorch.nn.positions import Rotation, rotate
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_APART = ("q_proj", "k_proj", "v_proj")
+_FUSED, _APART = "qkv_proj", ("q_proj", "k_proj", "v_proj")
 
 
 class MultiheadDilatedAttention(SharesResources, nn.Module):
@@ -64,24 +56,19 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     """
 
     _attention_class: Callable[..., DilatedAttention] = DilatedAttention  # takes the pattern and `settings`
+    _fuses = False  # whether one projection makes queries, keys and values
 
     # What nn.TransformerEncoder(Layer) reads to see that its own fused path does not apply.
     _qkv_same_embed_dim = False
     in_proj_weight = None
     in_proj_bias = None
 
+    qkv_proj: nn.Linear
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
 
-    @checked(
-        embed_dim=COUNT,
-        num_heads=COUNT,
-        num_kv_heads=COUNT,
-        dropout=PROBABILITY,
-        layer_norm_eps=NOT_NEGATIVE,
-        gamma_init=NOT_NEGATIVE,
-    )
+    @checked()
     def __init__(
         self,
         embed_dim: int,
@@ -112,7 +99,9 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self.batch_first = check_flag("batch_first", batch_first)
         self.gamma_init = gamma_init
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._make_projections(bias, factory)
+        projections = {_FUSED: sum(self._qkv_dims)} if self._fuses else dict(zip(_APART, self._qkv_dims))
+        for name, features in projections.items():
+            setattr(self, name, nn.Linear(embed_dim, features, bias=bias, **factory))
         head_layout = settings.get("head_layout", "interleaved")
         branches = stated_branches(
             segment_lengths, dilation_rates, max_length, heads=num_kv_heads, head_layout=head_layout
@@ -123,33 +112,29 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
 
-    def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
-        for name, features in zip(_APART, self._qkv_dims):
-            setattr(self, name, nn.Linear(self.embed_dim, features, bias=bias, **factory))
-
-    def _attention(self) -> DilatedAttention:
-        return self.attention
-
     @property
     def _qkv_dims(self) -> tuple[int, int, int]:
         kv_dim = self.num_kv_heads * self.head_dim
         return self.embed_dim, kv_dim, kv_dim
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._to_own_layout(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def _projections(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of the projections of queries, keys and values; views of a fused projection."""
+        if not self._fuses:
+            return [(one.weight, one.bias) for one in (self.q_proj, self.k_proj, self.v_proj)]
+        weights, bias = self.qkv_proj.weight.split(self._qkv_dims), self.qkv_proj.bias
+        return list(zip(weights, (None,) * 3 if bias is None else bias.split(self._qkv_dims)))
 
-    def _to_own_layout(self, state: dict[str, Any], prefix: str) -> None:
-        """Split or join the projections of a state dict, in place; PyTorch reports what does not fit."""
-        fuses = "qkv_proj" in self._modules
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Split or join the projections of a state dict first; PyTorch reports what does not fit."""
         for kind in ("weight", "bias"):
-            fused, apart = f"{prefix}qkv_proj.{kind}", [f"{prefix}{name}.{kind}" for name in _APART]
-            for name in (f"{prefix}in_proj_{kind}", *([] if fuses else [fused])):
+            fused, apart = f"{prefix}{_FUSED}.{kind}", [f"{prefix}{name}.{kind}" for name in _APART]
+            for name in (f"{prefix}in_proj_{kind}", *([] if self._fuses else [fused])):
                 if name in state and state[name].shape[0] == sum(self._qkv_dims):
                     # Copies: parameters that `assign=True` makes from them must not share memory.
                     state |= zip(apart, (part.clone() for part in state.pop(name).split(self._qkv_dims)))
-            if fuses and all(name in state for name in apart):
+            if self._fuses and all(name in state for name in apart):
                 state[fused] = torch.cat([state.pop(name) for name in apart])
+        super()._load_from_state_dict(state, prefix, *args)
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -161,17 +146,20 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
 
     def reset_parameters(self) -> None:
         """MAGNETO's initialisation."""
-        for weight, gain in (*self._projection_gains(), (self.out_proj.weight, self.gamma_init)):
+        # Each part of a fused weight is initialised with its own fan-in and fan-out.
+        weights = [*(weight for weight, _ in self._projections()), self.out_proj.weight]
+        for weight, gain in zip(weights, (1.0, 1.0, self.gamma_init, self.gamma_init)):
             nn.init.xavier_normal_(weight, gain=gain)
         for name, parameter in self.named_parameters():
             if name.endswith("proj.bias"):
                 nn.init.zeros_(parameter)
 
-    def _projection_gains(self) -> list[tuple[Tensor, float]]:
-        return [(self.q_proj.weight, 1.0), (self.k_proj.weight, 1.0), (self.v_proj.weight, self.gamma_init)]
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(query), self.k_proj(key), self.v_proj(value)
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        if not self._fuses:
+            return self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        if query is key and key is value:
+            return self.qkv_proj(query).split(self._qkv_dims, dim=-1)
+        return [F.linear(x, *projection) for x, projection in zip((query, key, value), self._projections())]
 
     def forward(
         self,
@@ -214,25 +202,17 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(rows_q, rows_k, rows_v))  # (B, N, H, D)
         if rotation is not None:
             q, k = rotate(q, k, rotation)
+        lengths = {
+            "key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans,
+        }  # fmt: skip
         if cache is None:
-            out = self.attention(
-                q,
-                k,
-                v,
-                is_causal=is_causal,
-                attn_mask=attn_mask,
-                key_padding_mask=key_padding_mask,
-                seqlens=seqlens,
-                cu_seqlens=cu_seqlens,
-                spans=spans,
+            out = self.attention(q, k, v, is_causal=is_causal, attn_mask=attn_mask, **lengths)
+        elif not is_causal or any(x is not None for x in (attn_mask, *lengths.values())):
+            raise ValueError(
+                "a cache holds the past of causal rows and knows their padding: pass is_causal=True with it, and "
+                "no mask or lengths"
             )
         else:
-            stated = (attn_mask, key_padding_mask, seqlens, cu_seqlens, spans)
-            if not is_causal or any(x is not None for x in stated):
-                raise ValueError(
-                    "a cache holds the past of causal rows and knows their padding: pass is_causal=True with it, and "
-                    "no mask or lengths"
-                )
             out = self.attention.attend_next(q, k, v, cache)
         out = out.flatten(-2)  # (B, N, E)
         if self.norm is not None:
@@ -275,6 +255,7 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
     """
 
     _attention_class = ImprovedDilatedAttention
+    _fuses = True
 
     @checked()
     def __init__(
@@ -291,42 +272,17 @@ class ImprovedMultiheadDilatedAttention(MultiheadDilatedAttention):
         super().__init__(embed_dim, num_heads, segment_lengths, dilation_rates, **settings)
         self.use_tf32 = use_tf32
 
-    def _make_projections(self, bias: bool, factory: dict[str, Any]) -> None:
-        self.qkv_proj = nn.Linear(self.embed_dim, sum(self._qkv_dims), bias=bias, **factory)
-
     def unfuse(self) -> None:
         """Split the fused projection into three, in place, so that each can be cut by heads.
 
         State dicts fit both forms.
         """
-        fused = self._modules.pop("qkv_proj")
-        assert isinstance(fused, nn.Linear)
-        weights, biases = _parts(fused, self._qkv_dims)
-        for name, weight, bias in zip(_APART, weights, biases):
+        fused, projections = self.qkv_proj, self._projections()
+        del self.qkv_proj
+        self._fuses = False
+        for name, (weight, bias) in zip(_APART, projections):
             apart = nn.Linear(self.embed_dim, weight.shape[0], bias=bias is not None, device="meta")
             apart.weight = nn.Parameter(weight.detach().clone(), requires_grad=fused.weight.requires_grad)
             if bias is not None:
                 apart.bias = nn.Parameter(bias.detach().clone(), requires_grad=fused.bias.requires_grad)
             setattr(self, name, apart.train(fused.training))
-
-    def _projection_gains(self) -> list[tuple[Tensor, float]]:
-        if "qkv_proj" not in self._modules:
-            return super()._projection_gains()
-        # Each part of the fused weight is initialised with its own fan-in and fan-out.
-        return list(zip(self.qkv_proj.weight.split(self._qkv_dims), (1.0, 1.0, self.gamma_init)))
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if "qkv_proj" not in self._modules:
-            return super()._project(query, key, value)
-        if query is key and key is value:
-            q, k, v = self.qkv_proj(query).split(self._qkv_dims, dim=-1)
-            return q, k, v
-        weights, biases = _parts(self.qkv_proj, self._qkv_dims)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
-        return q, k, v
-
-
-def _parts(fused: nn.Linear, dims: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
-    """Weights and biases of the three projections in a fused one."""
-    bias = fused.bias
-    return fused.weight.split(dims), (None,) * len(dims) if bias is None else bias.split(dims)

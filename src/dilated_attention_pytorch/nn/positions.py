@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import (
-    COUNT,
     MOST_TOKENS,
     POSITIVE,
     check_device,
@@ -46,7 +45,7 @@ class RotaryPositions(nn.Module):
     torch.Size([1, 5, 4])
     """
 
-    @checked(head_dim=COUNT, base=POSITIVE)
+    @checked()
     def __init__(self, head_dim: int, *, base: float = 10_000.0) -> None:
         super().__init__()
         if head_dim % 2:
@@ -97,7 +96,7 @@ class XPosPositions(RotaryPositions):
     Only rows of one segment see each other, so `p` is taken modulo `period`, a common multiple of the segment lengths.
     """
 
-    @checked(head_dim=COUNT, period={"least": 1, "most": 2**62}, base=POSITIVE, scale_base=POSITIVE, gamma=POSITIVE)
+    @checked(period={"least": 1, "most": 2**62}, gamma=POSITIVE)
     def __init__(
         self, head_dim: int, period: int, *, base: float = 10_000.0, scale_base: float = 512.0, gamma: float = 0.4
     ) -> None:

@@ -10,16 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import (
-    COUNT,
-    NOT_NEGATIVE,
-    PROBABILITY,
-    check_choice,
-    check_flag,
-    check_tensor,
-    checked,
-)
-from dilated_attention_pytorch.nn.attention import AttentionSettings, DilatedAttention, SharesResources
+from dilated_attention_pytorch.core.checks import check_choice, check_flag, check_tensor, checked
+from dilated_attention_pytorch.nn.attention import AttentionSettings, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import Rotation
@@ -50,9 +42,7 @@ def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> Non
 class FeedForward(nn.Module):
     """Two linear layers with MAGNETO's LayerNorm before the second one."""
 
-    @checked(
-        d_model=COUNT, dim_feedforward=COUNT, dropout=PROBABILITY, layer_norm_eps=NOT_NEGATIVE, gamma_init=NOT_NEGATIVE
-    )
+    @checked()
     def __init__(
         self,
         d_model: int,
@@ -102,15 +92,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     torch.Size([2, 100, 32])
     """
 
-    @checked(
-        d_model=COUNT,
-        nhead=COUNT,
-        dim_feedforward=COUNT,
-        dropout=PROBABILITY,
-        attention_dropout=PROBABILITY,
-        layer_norm_eps=NOT_NEGATIVE,
-        gamma_init=NOT_NEGATIVE,
-    )
+    @checked()
     def __init__(
         self,
         d_model: int,
@@ -142,9 +124,6 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
 
     def _make_cross_attention(self, factory: dict[str, Any]) -> None:
         """Nothing to make: a decoder layer overrides this."""
-
-    def _attention(self) -> DilatedAttention:
-        return self.self_attn.attention
 
     def forward(
         self,

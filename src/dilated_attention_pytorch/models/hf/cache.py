@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dilated_attention_pytorch.core.checks import COUNT, SIZE, checked, shown
+from dilated_attention_pytorch.core.checks import checked, shown
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.hf.masks import Told
@@ -88,13 +88,11 @@ class DilatedLayer(CacheLayerMixin):
         if self.held is None:
             (kept,) = autocast_inputs(key)
             self.held = DilatedKVCache(
-                spec.segment_lengths,
-                spec.dilation_rates,
+                **spec.keywords,
                 batch=self.batch_size,
                 num_heads=query.shape[2],
                 num_kv_heads=key.shape[2],
                 head_dim=query.shape[3],
-                head_layout=spec.head_layout,
                 rewindable=self.rewindable,
                 dtype=kept.dtype,
                 device=kept.device,
@@ -186,7 +184,7 @@ class DilatedCache(Cache):
 
     layers: list[DilatedLayer]
 
-    @checked(num_layers=COUNT, batch=COUNT, rewindable=SIZE)
+    @checked()
     def __init__(self, spec: DilatedSpec, num_layers: int, batch: int, rewindable: int = 0) -> None:
         super().__init__(layers=[DilatedLayer(spec, batch, rewindable, index == 0) for index in range(num_layers)])
 
@@ -204,7 +202,7 @@ class DilatedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-@checked(batch=COUNT, rewindable=SIZE)
+@checked()
 def dilated_cache(model: Any, batch: int, *, rewindable: int = 0) -> DilatedCache:
     """A bounded cache for `model.generate(..., past_key_values=...)` or `model(..., past_key_values=...)`.
 
