@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,20 @@ Steps = Generator[Tensor, Tensor, None]
 """Yields logits `(B, vocab)` and is sent the tokens `(B,)` that were chosen from them."""
 
 _LOOK_EVERY = 64  # new tokens
+
+
+class StreamSettings(TypedDict, total=False):
+    """Keywords of `LongNetLM.stream` that `generate` takes too, and passes on."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    generator: torch.Generator | None
+    eos: int | None
+    key_padding_mask: Tensor | None
+    use_cache: bool
+    chunk: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.config import ModelConfig, ModelFields
 from dilated_attention_pytorch.models.generation import Sampling, cached_logits, generated_tokens, recomputed_logits
 from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model, save_weights
-from dilated_attention_pytorch.nn.attention import DilatedAttention, SharesResources
+from dilated_attention_pytorch.nn.attention import SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, XPosPositions
 from dilated_attention_pytorch.nn.transformer import (
@@ -39,6 +39,8 @@ from dilated_attention_pytorch.nn.transformer import (
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from dilated_attention_pytorch.models.generation import StreamSettings
 
 Model = TypeVar("Model", bound="_Pretrained")
 _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
@@ -51,6 +53,8 @@ class _Pretrained(SharesResources, nn.Module):
     `enable_memory_pool`, `lightweight_pool` and `enable_profiling` are passed on to the attention of every layer,
     `device` and `dtype` are those of the parameters.
     """
+
+    positions: RotaryPositions | None
 
     @checked()
     def __init__(
@@ -120,8 +124,7 @@ class _Pretrained(SharesResources, nn.Module):
         return {
             "d_model": c.d_model,
             "nhead": c.num_heads,
-            "segment_lengths": c.segment_lengths,
-            "dilation_rates": c.dilation_rates,
+            **c.spec.keywords,
             "dim_feedforward": c.dim_feedforward,
             "dropout": c.dropout,
             "attention_dropout": c.attention_dropout,
@@ -129,27 +132,18 @@ class _Pretrained(SharesResources, nn.Module):
             "layer_norm_eps": c.layer_norm_eps,
             "gamma_init": gamma,
             "num_kv_heads": c.num_kv_heads,
-            "head_layout": c.head_layout,
             **self._shared,
             **self._factory,
         }
 
-    def _attention(self) -> DilatedAttention:
-        return next(module for module in self.modules() if isinstance(module, DilatedAttention))
-
-    def _spans(self, x: Tensor, **lengths: Tensor | None) -> Tensor | None:
-        """The spans for all layers, from `seqlens`, `cu_seqlens` or a padding mask."""
-        cache = self._pattern_cache if is_plain(x) else None
-        return self.spans(x.shape[0], x.shape[1], **lengths, cache=cache)
-
-    def _positions(self) -> RotaryPositions | None:
-        if self.config.positions == "none":
-            return None
-        if self.config.positions == "xpos":
-            return XPosPositions(
-                self.config.head_dim, period=common_period(self.config.spec), scale_base=self.config.scale_base
-            )
-        return RotaryPositions(self.config.head_dim)
+    def _placed(self, x: Tensor, **lengths: Tensor | None) -> dict[str, Any]:
+        """The spans and the rotation for all layers, from `seqlens`, `cu_seqlens` or a padding mask."""
+        B, N = x.shape[:2]
+        spans = self.spans(B, N, **lengths, cache=self._pattern_cache if is_plain(x) else None)
+        return {
+            "spans": spans,
+            "rotation": None if self.positions is None else self.positions(B, N, spans, x.device),
+        }
 
     def _check(self, name: str, x: Tensor) -> None:
         """Refuse a tensor that does not hold embeddings of this model."""
@@ -159,6 +153,14 @@ class _Pretrained(SharesResources, nn.Module):
         if self.gradient_checkpointing and self.training:
             return self._run_checkpointed(layer, *args, **kwargs)
         return layer(*args, **kwargs)
+
+
+def _positions(config: ModelConfig) -> RotaryPositions | None:
+    if config.positions == "none":
+        return None
+    if config.positions == "xpos":
+        return XPosPositions(config.head_dim, period=common_period(config.spec), scale_base=config.scale_base)
+    return RotaryPositions(config.head_dim)
 
 
 class LongNetLM(_Pretrained):
@@ -175,7 +177,7 @@ class LongNetLM(_Pretrained):
         c = self.config
         settings = self._layer_settings(gamma=math.sqrt(math.log(2 * c.num_layers)) if c.num_layers > 1 else 1.0)
         self.embedding = nn.Embedding(c.vocab_size, c.d_model, **self._factory)
-        self.positions = self._positions()
+        self.positions = _positions(c)
         self.dropout = nn.Dropout(c.dropout)
         self.layers = nn.ModuleList(self._layer_class(**settings) for _ in range(c.num_layers))
         self.norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps, **self._factory)
@@ -224,21 +226,21 @@ class LongNetLM(_Pretrained):
         """
         self._check_tokens(tokens, may_be_embedded=True)
         is_embedded = tokens.dim() == 3
-        B, N = tokens.shape[:2]
-        spans = self._spans(tokens, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
         if cache is None:
-            rotation = None if self.positions is None else self.positions(B, N, spans, tokens.device)
+            placed = self._placed(tokens, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask)
         else:
             self._check_cache(cache, tokens)
-            position = cache[0].lengths[:, None] + torch.arange(N, device=tokens.device)
-            rotation = None if self.positions is None else self.positions.of(position.clamp_min(0))
+            if any(x is not None for x in (seqlens, cu_seqlens, key_padding_mask)):
+                raise ValueError("a cache knows the padding of its rows: pass no mask or lengths with it")
+            position = cache[0].lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+            placed = {"rotation": None if self.positions is None else self.positions.of(position.clamp_min(0))}
         embedded = tokens if is_embedded else self.embedding(tokens)
         x = self.dropout(embedded * self.config.d_model**0.5)  # (B, N, E)
         for i, layer in enumerate(self.layers):
             if states is not None:
                 states.append(x)
             held = {} if cache is None else {"cache": cache[i]}
-            x = self._run(layer, x, is_causal=True, spans=spans, rotation=rotation, **held)
+            x = self._run(layer, x, is_causal=True, **placed, **held)
         return self.norm(x)
 
     def _check_tokens(self, tokens: Tensor, *, may_be_embedded: bool = False) -> None:
@@ -259,7 +261,7 @@ class LongNetLM(_Pretrained):
                     f"{least if least < 0 else most}: raise vocab_size, or check the tokenizer"
                 )
 
-    @checked(batch={"least": 1, "most": MOST_TOKENS}, rewindable={"least": 0, "most": MOST_TOKENS})
+    @checked()
     def new_cache(
         self, batch: int, *, padding: Tensor | None = None, rewindable: int = 0, dtype: torch.dtype | None = None
     ) -> list[DilatedKVCache]:
@@ -273,13 +275,11 @@ class LongNetLM(_Pretrained):
             dtype = like.dtype
         return [
             DilatedKVCache(
-                c.segment_lengths,
-                c.dilation_rates,
+                **c.spec.keywords,
                 batch=batch,
                 num_heads=c.num_heads,
                 num_kv_heads=c.num_kv_heads,
                 head_dim=c.head_dim,
-                head_layout=c.head_layout,
                 padding=padding,
                 rewindable=rewindable,
                 dtype=dtype,
@@ -312,21 +312,14 @@ class LongNetLM(_Pretrained):
         tokens: Tensor,
         max_new_tokens: int,
         *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        eos: int | None = None,
-        key_padding_mask: Tensor | None = None,
-        use_cache: bool = True,
-        chunk: int | None = None,
         on_tokens: Callable[[Tensor], object] | None = None,
+        **settings: Unpack[StreamSettings],
     ) -> Tensor:
         """`(B, N + new)`: the prompt and at most `max_new_tokens` tokens, fewer if all rows end before.
 
         Args:
             tokens: `(B, N)`, the prompt.
+            on_tokens: called with the new tokens, `(B,)`, as soon as they are chosen; `stream` iterates over them.
             temperature: divides the logits; 0 takes the likeliest token.
             top_k, top_p: draw from the `top_k` likeliest tokens, and of these from the fewest that reach `top_p`.
             seed: seeds the draws; or pass `generator`, whose state advances.
@@ -334,24 +327,11 @@ class LongNetLM(_Pretrained):
             key_padding_mask: `(B, N)`, True = ignore, for prompts of several lengths, padded on the left.
             use_cache: False computes every token from the whole sequence, for comparison; the tokens are the same.
             chunk: how many tokens of the prompt to read at once; all by default.
-            on_tokens: called with the new tokens, `(B,)`, as soon as they are chosen; `stream` iterates over them.
         """
         if on_tokens is not None:
             check_instance("on_tokens", on_tokens, Callable)
         new = []
-        for chosen in self.stream(
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            generator=generator,
-            eos=eos,
-            key_padding_mask=key_padding_mask,
-            use_cache=use_cache,
-            chunk=chunk,
-        ):
+        for chosen in self.stream(tokens, max_new_tokens, **settings):
             new.append(chosen)
             if on_tokens is not None:
                 on_tokens(chosen)
@@ -411,7 +391,7 @@ class LongNet(_Pretrained):
             encoder_gamma = decoder_gamma = math.sqrt(math.log(2 * N)) if N > 1 else 1.0
         if c.positions == "xpos":
             raise ValueError("xPos grows towards later keys, which an encoder sees: use positions='rotary'")
-        self.positions = self._positions()
+        self.positions = _positions(c)
         self.encoder = nn.ModuleList(
             DilatedTransformerEncoderLayer(**self._layer_settings(encoder_gamma)) for _ in range(N)
         )
@@ -450,27 +430,16 @@ class LongNet(_Pretrained):
         if tgt.shape[0] != src.shape[0]:
             raise ValueError(f"src and tgt must have one batch size, got {src.shape[0]} and {tgt.shape[0]}")
         memory = self.encode(src, src_key_padding_mask)
-        B, N = tgt.shape[:2]
-        spans = self._spans(tgt, key_padding_mask=tgt_key_padding_mask)
-        rotation = None if self.positions is None else self.positions(B, N, spans, tgt.device)
+        placed = self._placed(tgt, key_padding_mask=tgt_key_padding_mask)
+        placed |= {"memory_key_padding_mask": src_key_padding_mask, "tgt_is_causal": is_causal is not False}
         for layer in self.decoder:
-            tgt = self._run(
-                layer,
-                tgt,
-                memory,
-                memory_key_padding_mask=src_key_padding_mask,
-                tgt_is_causal=is_causal is not False,
-                spans=spans,
-                rotation=rotation,
-            )
+            tgt = self._run(layer, tgt, memory, **placed)
         return self.decoder_norm(tgt)
 
     def encode(self, src: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The encoder's output, `(B, N, E)`."""
         self._check("src", src)
-        B, N = src.shape[:2]
-        spans = self._spans(src, key_padding_mask=key_padding_mask)
-        rotation = None if self.positions is None else self.positions(B, N, spans, src.device)
+        placed = self._placed(src, key_padding_mask=key_padding_mask)
         for layer in self.encoder:
-            src = self._run(layer, src, spans=spans, rotation=rotation)
+            src = self._run(layer, src, **placed)
         return self.encoder_norm(src)

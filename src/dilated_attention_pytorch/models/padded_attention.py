@@ -140,20 +140,8 @@ class PaddedAttention(DilatedAttention):
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, branches: Branches, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
-        return dilated_attention(
-            query,
-            key,
-            value,
-            [b.segment_length for b in branches],
-            [b.dilation_rate for b in branches],
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            head_layout="blocked",
-            allow_tf32=self.allow_tf32,
-            return_lse=True,
-            backend=self.backend,
-            resources=self.resources,
-        )
+        settings = self._settings(is_causal) | DilatedSpec(branches, "blocked").keywords
+        return dilated_attention(query, key, value, **settings, return_lse=True)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, detached_merge={self.detached_merge}"

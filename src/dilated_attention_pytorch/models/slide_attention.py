@@ -43,14 +43,11 @@ def _recorder(found: list[Tensor]) -> Callable[[TorchscaleAttention, tuple[Any, 
         if query.shape[0] != 1:
             raise ValueError(f"a map is of one slide, got a batch of {query.shape[0]}: call it for each of them")
         q, k, _ = layer.project(query, key, key)
-        spec = layer.attention.spec
         rows = attention_rows(
             q,
             k,
             [0],
-            spec.segment_lengths,
-            spec.dilation_rates,
-            head_layout=spec.head_layout,
+            **layer.attention.spec.keywords,
             is_causal=bool(named.get("is_causal", False)),
             scale=layer.attention.softmax_scale,
             spans=layer.spans(named.get("key_padding_mask"), *query.shape[:2]),

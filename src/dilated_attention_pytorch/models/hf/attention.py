@@ -10,7 +10,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf.cache import layer_of
 from dilated_attention_pytorch.models.hf.masks import (
@@ -85,7 +84,8 @@ def dilated_attention_forward(
             told = told._replace(documents=_stated_documents(q.shape[0], q.shape[1], told, asked))
         out = layer.attend(q, k, v, told, spec, scaling)
     elif told.begin is None:
-        out = _whole(q, k, v, told, spec, is_causal, scaling, dropout, asked)
+        settings = {**spec.keywords, "is_causal": is_causal, "scale": scaling, "dropout_p": dropout}
+        out = _whole(q, k, v, told, asked, settings)
     else:
         assert told.spans is not None
         start = told.spans[:, 0]
@@ -93,17 +93,7 @@ def dilated_attention_forward(
     return (out if order is None else reordered(out, order.argsort(1))), None
 
 
-def _whole(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    told: Told,
-    spec: DilatedSpec,
-    is_causal: bool,
-    scale: float | None,
-    dropout: float,
-    asked: dict[str, Any],
-) -> Tensor:
+def _whole(q: Tensor, k: Tensor, v: Tensor, told: Told, asked: dict[str, Any], settings: dict[str, Any]) -> Tensor:
     """Attention of all tokens so far to themselves."""
     B, N = q.shape[:2]
     spans, documents = told.spans, told.documents
@@ -122,18 +112,7 @@ def _whole(
     if documents is not None:
         spans = documents
         q, k, v = (x.reshape(1, B * N, *x.shape[2:]) for x in (q, k, v))
-    out = dilated_attention(
-        q,
-        k,
-        v,
-        spec.segment_lengths,
-        spec.dilation_rates,
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout,
-        head_layout=spec.head_layout,
-        spans=spans,
-    )
+    out: Tensor = dilated_attention(q, k, v, **settings, spans=spans)
     return out.reshape(B, N, *out.shape[2:])
 
 
@@ -161,16 +140,9 @@ def _of_one_document(q: Tensor, told: Told, asked: dict[str, Any]) -> Tensor:
     """The queries of a traced forward that fills a cache; packed documents are refused as it runs."""
     if asked.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q states packed documents, which a compiled model beside a cache does not honour")
-    positions = asked.get("position_ids")
-    if (
-        told.is_by_mask
-        or positions is None
-        or positions.dim() != 2
-        or positions.shape[1] != q.shape[1]
-        or q.shape[1] == 1
-    ):
-        return q
-    return of_one_document(q, positions)
+    positions, tokens = asked.get("position_ids"), q.shape[1]
+    states_documents = positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1
+    return of_one_document(q, positions) if states_documents and not told.is_by_mask else q
 
 
 def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, asked: dict[str, Any]) -> None:

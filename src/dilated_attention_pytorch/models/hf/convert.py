@@ -17,7 +17,6 @@ from dilated_attention_pytorch.models.hf.pattern import (
     NO_WINDOW,
     is_no_window,
     pattern_values,
-    read_pattern,
     require_interface,
     require_interface_by_config,
 )
@@ -160,9 +159,7 @@ def fine_tune_at_growing_lengths(model: Any, tokens: Tensor, stages: Sequence[St
     for stage in stages:
         if tokens.shape[0] < stage.length:
             raise ValueError(f"a stage of {stage.length} tokens needs a text as long, got {tokens.shape[0]} tokens")
-        spec = stage.spec
-        use_dilated_attention(model, spec.segment_lengths, spec.dilation_rates, spec.head_layout)
-        assert read_pattern(model.config.get_text_config()) == spec
+        use_dilated_attention(model, **stage.spec.keywords)
         _make_room(model.config.get_text_config(), stage.length)
         blocks = tokens[: tokens.shape[0] // stage.length * stage.length].view(-1, stage.length)
         data = [{"input_ids": block, "labels": block} for block in blocks]

@@ -79,14 +79,8 @@ class LongNetConfig(PreTrainedConfig):
 
     def model_config(self) -> ModelConfig:
         """The same sizes as a `ModelConfig`, checked."""
-        spec = read_pattern(self)
-        return ModelConfig(
-            segment_lengths=spec.segment_lengths,
-            dilation_rates=spec.dilation_rates,
-            head_layout=spec.head_layout,
-            tie_weights=self.tie_word_embeddings,
-            **{name: getattr(self, name) for name in _OWN_FIELDS},
-        )
+        own = {name: getattr(self, name) for name in _OWN_FIELDS}
+        return ModelConfig(**read_pattern(self).keywords, tie_weights=self.tie_word_embeddings, **own)
 
     @classmethod
     def of(cls, config: ModelConfig, **values: Any) -> LongNetConfig:
