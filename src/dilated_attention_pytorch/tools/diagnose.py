@@ -37,6 +37,7 @@ from dilated_attention_pytorch.tools.report import Finding, Report, broken, opti
 SLOW, FRAGMENTED, UNSTABLE = "Slow Training", "Memory Fragmentation", "Numerical Instability"
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_IDLE = "idle in the memory pools, bytes"
 _WORTH_SAYING = 0.01  # of the memory in use
 _EIGHT_BIT_SHARE = 2.03 / 8  # bytes of AdamW's state per parameter, in 8 bits and in float32
 
@@ -73,7 +74,7 @@ def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10,
     facts[f"live tensors on {where}"] = {f"{role} bytes": count for role, count in roles.items() if count}
     if gpu is not None:
         facts[f"live tensors on {where}"]["held by autograd's graph and libraries, bytes"] = hidden
-    facts["shared by calls"] = {"idle in the memory pools, bytes": _idle_in_pools(), **_cache_facts()}
+    facts["shared by calls"] = _shared_facts()
     facts["settings"] = {name: environment.value(name) or "not set" for name in _ALLOCATOR_SETTINGS}
     facts["largest"] = {"live tensors": [str(x) for x in tensors[:largest]]}
     in_use = (gpu.allocated if gpu is not None else sum(roles.values())) or 1
@@ -120,7 +121,7 @@ def _oom_causes(reading: MemoryReading, gpu: GpuMemory | None, wanted: int | Non
             "the error is still being handled: its traceback keeps the tensors of the failed call alive",
             "leave the except block before memory_cleanup() or another try",
         )
-    if idle := _idle_in_pools():
+    if idle := _shared_facts()[_IDLE]:
         yield option(f"the memory pools hold {size(idle)} that nobody has borrowed", "memory_cleanup()", idle)
     if gpu is None:
         if wanted is not None and wanted > reading.host_available:
@@ -223,17 +224,20 @@ def diagnose_performance_issues(step: Callable[[], object] | None = None, *, qui
             "load of the last minute": load,
         },
         "backends": dict(backends()),
-        "shared by calls": _cache_facts() | _pool_facts(),
+        "shared by calls": _shared_facts(),
     }
     facts |= memory_facts(reading)
-    findings = under(SLOW, _slow_processor(), _slow_precision(facts), debug_settings(), _slow_objects(reading))
-    if step is not None:
-        findings += under(SLOW, _slow_step(step, facts))
-    findings += under(FRAGMENTED, _fragmentation(reading)) + under(UNSTABLE, _instability(facts))
+    findings = [
+        *under(SLOW, slow_processor(), _slow_precision(facts), debug_settings(), _slow_objects(reading)),
+        *under(SLOW, [] if step is None else _slow_step(step, facts)),
+        *under(FRAGMENTED, _fragmentation(reading)),
+        *under(UNSTABLE, _instability(facts)),
+    ]
     return Report("what slows this process", facts, findings).printed(quiet)
 
 
-def _slow_processor() -> Iterator[Finding]:
+def slow_processor() -> Iterator[Finding]:
+    """Whether PyTorch has the wrong number of threads, timed, and whether other processes take the cores."""
     cores, threads = max(1, int(usable_cores())), torch.get_num_threads()
     if threads != cores:
         x = torch.randn(512, 512)
@@ -304,10 +308,21 @@ def debug_settings() -> Iterator[Finding]:
             yield pitfall(f"{setting} {effect}", f"unset {name}")
 
 
+def unused_kernels() -> Iterator[Finding]:
+    """Which kernels a GPU cannot use here, and why."""
+    if (reason := backends("cuda")["triton"]) != "available":
+        yield pitfall(f"the fused kernels are not used: {reason}", "see backends()")
+    elif torch.cuda.get_device_capability()[0] == 9:
+        from dilated_attention_pytorch.kernels.triton.plan import why_no_hopper
+
+        if (missing := why_no_hopper(torch.device("cuda", torch.cuda.current_device()))) is not None:
+            yield pitfall(f"the kernels for Hopper are not used: {missing}", "see the reason")
+
+
 def _slow_objects(reading: MemoryReading) -> Iterator[Finding]:
     """What live modules, loaders and caches show."""
-    if torch.cuda.is_available() and (reason := backends("cuda")["triton"]) != "available":
-        yield pitfall(f"the fused kernels are not used: {reason}", "see backends()")
+    if torch.cuda.is_available():
+        yield from unused_kernels()
     loaders = list(live_objects(torch.utils.data.DataLoader))
     if alone := [one for one in loaders if one.num_workers == 0]:
         yield option(
@@ -431,24 +446,14 @@ def _less_fragmentation() -> str:
     return "start the process with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-def _idle_in_pools() -> int:
-    """Bytes that the global pools hold and nobody has borrowed."""
-    return sum(
-        stats["total_allocated"] - stats["live_bytes"] for stats in (pool.get_stats() for pool in global_pools())
-    )
-
-
-def _pool_facts() -> dict[str, Any]:
-    stats = [pool.get_stats() for pool in global_pools()]
-    reused = sum(one["reuse_count"] for one in stats)
-    asked = reused + sum(one["allocation_count"] for one in stats)
-    return {"reuse rate of the memory pools": f"{reused / asked:.0%}" if asked else "not in use"}
-
-
-def _cache_facts() -> dict[str, Any]:
-    stats = [cache.get_stats() for cache in global_caches()]
-    hits, misses = (sum(one[name] for one in stats) for name in ("hits", "misses"))
+def _shared_facts() -> dict[str, Any]:
+    """What the global pools and caches hold, and how often it was used again."""
+    pools, caches = ([one.get_stats() for one in shared] for shared in (global_pools(), global_caches()))
+    reused, made = (sum(one[name] for one in pools) for name in ("reuse_count", "allocation_count"))
+    hits, misses = (sum(one[name] for one in caches) for name in ("hits", "misses"))
     return {
-        "patterns in the cache": sum(one["size"] for one in stats),
+        _IDLE: sum(one["total_allocated"] - one["live_bytes"] for one in pools),
+        "reuse rate of the memory pools": f"{reused / (reused + made):.0%}" if reused + made else "not in use",
+        "patterns in the cache": sum(one["size"] for one in caches),
         "hit rate of the cache": f"{hits / max(hits + misses, 1):.0%}",
     }

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.core.pool import get_global_memory_pool
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.functional import backends, dilated_attention
 from dilated_attention_pytorch.measuring import host_memory, machine, processor_flags, size, usable_cores
-from dilated_attention_pytorch.tools.diagnose import SLOW, debug_settings
+from dilated_attention_pytorch.tools.diagnose import SLOW, debug_settings, slow_processor, unused_kernels
 from dilated_attention_pytorch.tools.report import LEVELS, Finding, Report, broken, option, pitfall, under
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def doctor() -> Report:
         *under("Processor", _processor(device)),
         *under("GPU", _gpus() if device == "cuda" else _no_gpu()),
         *under("Kernels", _kernels(device), _wrong_environment()),
-        *under(SLOW, debug_settings()),
+        *under(SLOW, slow_processor(), debug_settings()),
     ]
     return Report("dilated-attention doctor", facts, sorted(findings, key=lambda one: LEVELS.index(one.level)))
 
@@ -155,12 +155,6 @@ def _processor(device: str) -> Iterator[Finding]:
         )
     if device == "cpu" and failure is None and flags & {_AMX, "avx512_bf16"}:
         yield option("the processor multiplies bfloat16 matrices itself", 'torch.autocast("cpu", dtype=torch.bfloat16)')
-    cores, threads = usable_cores(), torch.get_num_threads()
-    if threads > cores + 0.5:
-        yield pitfall(
-            f"PyTorch uses {threads} threads on {cores:g} usable cores, and they wait for each other",
-            f"export OMP_NUM_THREADS={max(1, int(cores))}",
-        )
 
 
 def bfloat16_product_fails() -> str | None:
@@ -243,13 +237,8 @@ def _one_gpu(index: int) -> Iterator[Finding]:
 def _kernels(device: str) -> Iterator[Finding]:
     """Compare every available backend with the definition."""
     found = backends(device)
-    if device == "cuda" and found["triton"] != "available":
-        yield pitfall(f"the fused kernels are out of reach: {found['triton']}", "see the reason")
-    if device == "cuda" and found["triton"] == "available" and torch.cuda.get_device_capability()[0] == 9:
-        from dilated_attention_pytorch.kernels.triton.plan import why_no_hopper
-
-        if (reason := why_no_hopper(torch.device("cuda", torch.cuda.current_device()))) is not None:
-            yield pitfall(f"the kernels for Hopper are out of reach: {reason}", "see the reason")
+    if device == "cuda":
+        yield from unused_kernels()
     for name, state in found.items():
         # On a CPU, Triton is an interpreter for tests, which no call chooses by itself.
         if state == "available" and name != "reference" and (name != "triton" or device == "cuda"):
