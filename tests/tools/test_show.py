@@ -98,7 +98,7 @@ def test_what_is_seen_at_all_is_drawn() -> None:
         (["--pattern", "random", "--block", "100"], "a power of two, got 100"),
         (["--pattern", "random", "--block", "512"], "larger than the shortest segment, 256 tokens"),
         (["--head", "4"], "head must be one of the 4 heads"),
-        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--tokens", "0"], "tokens must be a whole number of at least 1, got 0"),
         (["--layout", "diagonal"], "head_layout must be one of"),
         (["--width", "0"], "--width must be at least 1, got 0"),
         (["--out", "picture.gif"], "written as .svg or .png, got 'picture.gif'"),

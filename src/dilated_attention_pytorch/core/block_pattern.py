@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields
+from dilated_attention_pytorch.core.settings import setting
 
 PatternType = Literal[
     "local_window", "dilated_sparse", "global_local", "strided", "random", "hierarchical", "content_adaptive"
@@ -57,18 +58,21 @@ class SparsePatternConfig:
     """
 
     pattern_type: PatternType = "dilated_sparse"
-    sparsity_ratio: float = 0.1
-    block_size: int = None  # type: ignore[assignment]  # becomes 128, until `fitted` to segments
-    local_window_size: int | None = None
-    global_tokens: int | None = None
-    seed: int = 0
+    sparsity_ratio: float = setting(0.1, "the fraction of tiles to keep", flag="ratio")
+    # Becomes 128, until `fitted` to segments.
+    block_size: int = setting(None, "rows of a tile (default: 64)", range=COUNT, flag="block")
+    local_window_size: int | None = setting(
+        None, "grid rows around a row that are kept first", range=COUNT, flag="window"
+    )
+    global_tokens: int | None = setting(None, "first grid rows of a segment that all rows keep first", range=SIZE)
+    seed: int = setting(0, "seed of the pattern random", range={"least": 0})
     adapts: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         if self.block_size is None:
             object.__setattr__(self, "block_size", _DEFAULT_BLOCK)
             object.__setattr__(self, "adapts", True)
-        check_fields(self, block_size=COUNT, local_window_size=COUNT, global_tokens=SIZE, seed={"least": 0})
+        check_fields(self)
         if not 0.0 < self.sparsity_ratio <= 1.0:
             raise ValueError(
                 f"sparsity_ratio is the fraction of tiles that is kept, above 0 and at most 1, got "

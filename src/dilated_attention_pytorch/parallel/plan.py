@@ -24,6 +24,7 @@ from dilated_attention_pytorch.core.checks import (
     checked,
 )
 from dilated_attention_pytorch.core.pattern import grid_rows, training_bytes, visible_pairs
+from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
@@ -44,6 +45,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # What kernels reach on an H200 in bfloat16 with heads of 64, and one 400-gigabit port per GPU.
 TFLOPS, LINK_GBPS = 400.0, 400.0
 BACKWARD_WORK = 2.5  # of the forward's
+_TABLE = {"least": 1, "most": MOST_ENTRIES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,34 +59,23 @@ class Job:
     spec: DilatedSpec
     tokens: int
     gpus: int
-    heads: int = 12
-    kv_heads: int | None = None
-    head_dim: int = 64
-    dtype: str = "bfloat16"
-    batch: int = 1
-    layers: int = 1
-    is_causal: bool = False
-    scheme: str = "auto"
-    memory_budget: int = MEMORY_BUDGET
-    token_layout: str = "contiguous"
-    tflops: float = TFLOPS
-    link_gbps: float = LINK_GBPS
+    heads: int = setting(12, "query heads", range=_TABLE)
+    kv_heads: int | None = setting(None, "key/value heads (default: the query heads)", range=_TABLE)
+    head_dim: int = setting(64, "features per head")
+    dtype: str = setting("bfloat16", "bfloat16, float16, float32 or float64")
+    batch: int = setting(1, "sequences")
+    layers: int = setting(1, "attention layers", range=COUNT)
+    is_causal: bool = setting(False, "a row sees only itself and earlier rows", flag="causal")
+    scheme: str = setting("auto", "auto, gather, ring or all_to_all")
+    memory_budget: int = setting(MEMORY_BUDGET, "bytes that auto may use for gathered rows", range=SIZE)
+    token_layout: str = setting("contiguous", "contiguous or zigzag shards")
+    tflops: float = setting(TFLOPS, "TFLOP/s of attention per GPU; in bfloat16 an H200 reaches 400", range=POSITIVE)
+    link_gbps: float = setting(
+        LINK_GBPS, "gigabits per second that a GPU sends while it receives as many", range=POSITIVE
+    )
 
     def __post_init__(self) -> None:
-        table = {"least": 1, "most": MOST_ENTRIES}
-        check_fields(
-            self,
-            tokens=COUNT,
-            gpus=table,
-            heads=table,
-            kv_heads=table,
-            head_dim=COUNT,
-            batch=COUNT,
-            layers=COUNT,
-            tflops=POSITIVE,
-            link_gbps=POSITIVE,
-            memory_budget=SIZE,
-        )
+        check_fields(self, tokens=COUNT, gpus=_TABLE)
         check_divides("kv_heads", self.key_heads, "heads", self.heads)
         check_choice("dtype", self.dtype, DTYPES)
         check_scheme(self.scheme, self.token_layout)

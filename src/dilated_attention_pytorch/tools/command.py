@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
+from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.pages.plots import write_density
+from dilated_attention_pytorch.parallel.plan import Job, make_plan
+from dilated_attention_pytorch.tools import show
+from dilated_attention_pytorch.tools.doctor import doctor
+from dilated_attention_pytorch.tools.show import View
+
 
 def add_show(commands: Any) -> None:
-    show = commands.add_parser(
+    parser = commands.add_parser(
         "show",
         help="draw who sees whom, with coverage and FLOPs",
         description="Draw the pattern of one head, and count over all heads what is seen and what it costs.",
+        argument_default=argparse.SUPPRESS,
     )
-    show.set_defaults(command=_show)
-    for flag, words in (("--segments", "segment lengths"), ("--rates", "dilation rates")):
-        show.add_argument(flag, nargs="+", type=int, required=True, help=f"{words}, one per branch")
-    for flag, default, words in (
-        ("--tokens", None, "sequence length (default: the longest segment)"),
-        ("--heads", 4, "heads in all (default: 4)"),
-        ("--head", 0, "the head to draw (default: 0)"),
-        ("--head-dim", 64, "features per head, for the FLOPs (default: 64)"),
-        ("--layers", 12, "layers, for the reach (default: 12)"),
-        ("--width", 64, "characters per line of the drawing (default: 64)"),
-    ):
-        show.add_argument(flag, type=int, default=default, metavar="N", help=words)
-    show.add_argument("--layout", default="interleaved", help="interleaved, blocked or grouped")
-    show.add_argument("--causal", action="store_true", help="a row sees only itself and earlier rows")
-    show.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
-    for flag, field, kind, words in (
-        ("--ratio", "sparsity_ratio", float, "the fraction of tiles to keep (default: 0.1)"),
-        ("--block", "block_size", int, "rows of a tile (default: 64)"),
-        ("--window", "local_window_size", int, "grid rows around a row that are kept first"),
-        ("--global-tokens", "global_tokens", int, "first grid rows of a segment that all rows keep first"),
-        ("--seed", "seed", int, "seed of the pattern random (default: 0)"),
-    ):
-        show.add_argument(flag, dest=field, type=kind, metavar="N", help=words)
-    show.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
+    parser.set_defaults(command=_show)
+    _add_branches(parser, required=True)
+    parser.add_argument("--tokens", type=whole_number, metavar="N", help="length (default: the longest segment)")
+    _add_fields(parser, View)
+    parser.add_argument("--width", type=whole_number, default=64, metavar="N", help="characters per line (default: 64)")
+    parser.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
+    _add_fields(parser, SparsePatternConfig)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
 
 
 def add_plan(commands: Any) -> None:
@@ -59,70 +53,66 @@ def add_plan(commands: Any) -> None:
         ("--host", size_in_gib, "GIB", "with --model: host memory to offload to (default: any)"),
         ("--vocabulary", whole_number, "V", "with --model: size of the vocabulary (default: 50304)"),
         ("--gpus", whole_number, "P", "GPUs that share the sequence"),
-        ("--heads", whole_number, "H", "query heads (default: 12)"),
-        ("--kv-heads", whole_number, "H", "key/value heads (default: the query heads)"),
-        ("--head-dim", whole_number, "D", "features per head (default: 64)"),
-        ("--batch", whole_number, "B", "sequences (default: 1)"),
-        ("--layers", whole_number, "L", "attention layers (default: 1)"),
-        ("--layout", str, None, "layout of heads: interleaved, blocked or grouped"),
-        ("--dtype", str, None, "bfloat16 (default), float16, float32 or float64"),
-        ("--scheme", str, None, "auto, gather, ring or all_to_all"),
-        ("--token-layout", str, None, "contiguous or zigzag shards"),
-        ("--memory-budget", whole_number, "BYTES", "memory that auto may use for gathered rows (default: 2 GiB)"),
-        ("--tflops", float, None, "TFLOP/s of attention per GPU (default: 400, bf16 on an H200)"),
-        ("--link-gbps", float, None, "gigabits per second that a GPU sends while it receives (default: 400)"),
     ):
         plan.add_argument(flag, type=kind, metavar=metavar, help=text)
-    for flag, text in (("--segments", "segment lengths"), ("--rates", "dilation rates")):
-        plan.add_argument(flag, nargs="+", type=whole_number, help=f"{text}, one per branch (default: for all tokens)")
-    plan.add_argument("--causal", action="store_true", help="a row sees only itself and earlier rows")
+    _add_branches(plan)
+    _add_fields(plan, Job)
     plan.add_argument("--json", action="store_true", default=False, help="print JSON, with every rank")
 
 
+def _add_branches(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    for flag, words in (("--segments", "segment lengths"), ("--rates", "dilation rates")):
+        default = "" if required else " (default: for all tokens)"
+        parser.add_argument(
+            flag, nargs="+", type=whole_number, required=required, metavar="N", help=f"{words}, one per branch{default}"
+        )
+    parser.add_argument("--layout", help="layout of heads: interleaved (default), blocked or grouped")
+
+
+def _add_fields(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Add a flag for each field of a dataclass that has a help text; the value is kept under the field's name."""
+    for field in dataclasses.fields(kind):
+        if not (words := field.metadata.get("help")):
+            continue
+        flag = "--" + (field.metadata["flag"] or field.name).replace("_", "-")
+        if field.default is False:
+            parser.add_argument(flag, dest=field.name, action="store_true", help=words)
+        else:
+            default = "" if field.default is None else f" (default: {field.default})"
+            parse, metavar = {"float": (float, "X"), "str": (str, "NAME")}.get(str(field.type), (whole_number, "N"))
+            parser.add_argument(flag, dest=field.name, type=parse, metavar=metavar, help=words + default)
+
+
 def add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser(
+    parser = commands.add_parser(
         "doctor",
         help="say what this machine has, what is broken on it and what to switch on",
         description="Hardware, versions, backends, known pitfalls and missing extras; status 1 if something is broken.",
     )
-    doctor.set_defaults(command=_doctor)
-    doctor.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(command=_doctor)
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-    from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.pages.plots import write_density
-    from dilated_attention_pytorch.tools.show import View, density, summary, text
-
-    fields = ("sparsity_ratio", "block_size", "local_window_size", "global_tokens", "seed")
-    given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
-    if given and arguments.pattern is None:
-        raise ValueError(f"{', '.join(given)} belong to a block pattern: name it with --pattern")
+    given = vars(arguments)
+    spec = DilatedSpec.of(given["segments"], given["rates"], given.get("layout", "interleaved"))
+    tiles, seen = (
+        {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+        for kind in (SparsePatternConfig, View)
+    )
+    if tiles and "pattern" not in given:
+        raise ValueError(f"{', '.join(tiles)} belong to a block pattern: name it with --pattern")
     if arguments.width < 1:
         raise ValueError(f"--width must be at least 1, got {arguments.width}")
-    sparse = None
-    if arguments.pattern is not None:
-        sparse = SparsePatternConfig(arguments.pattern, **{"block_size": 64, **given})
-    view = View(
-        DilatedSpec.of(arguments.segments, arguments.rates, arguments.layout),
-        max(arguments.segments) if arguments.tokens is None else arguments.tokens,
-        arguments.heads,
-        arguments.head,
-        arguments.head_dim,
-        arguments.causal,
-        sparse,
-        arguments.layers,
-    )
-    print(*text(view, arguments.width), sep="\n")
-    if arguments.out is not None:
-        write_density(arguments.out, density(view, 128, 128).tolist(), view.title, summary(view))
+    sparse = SparsePatternConfig(arguments.pattern, **{"block_size": 64, **tiles}) if "pattern" in given else None
+    view = View(**{"tokens": max(spec.segment_lengths), **seen, "spec": spec, "sparse": sparse})
+    print(*show.text(view, arguments.width), sep="\n")
+    if "out" in given:
+        write_density(arguments.out, show.density(view, 128, 128).tolist(), view.title, show.summary(view))
         print(arguments.out)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from dilated_attention_pytorch.tools.doctor import doctor
-
     report = doctor()
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
     return 1 if report.is_broken else 0
@@ -138,8 +128,6 @@ def _plan(arguments: argparse.Namespace) -> None:
         raise ValueError("plan needs --model SIZE for a training step, or --tokens N and --gpus P for attention")
     if mine := sorted(given.keys() & {"gpu", "host", "vocabulary"}):
         raise ValueError(f"--{', --'.join(mine)} go with --model: name one, or leave them out")
-    from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.parallel.plan import Job, make_plan
     from dilated_attention_pytorch.tools.plan import as_json, text
 
     layout = given.pop("layout", "interleaved")
@@ -148,7 +136,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     else:
         heads = given.get("kv_heads", given.get("heads", Job.heads))
         spec = DilatedSpec.for_length(given["tokens"], heads, head_layout=layout)
-    plan = make_plan(Job(spec=spec, is_causal=given.pop("causal", False), **given))
+    plan = make_plan(Job(spec=spec, **given))
     print(json.dumps(as_json(plan), indent=1) if as_data else "\n".join(text(plan)))
 
 
@@ -159,7 +147,7 @@ def _plan_step(given: dict[str, Any], as_data: bool) -> None:
 
     known = {"model", "tokens", "gpu", "host", "vocabulary", "segments", "rates", "batch"}
     if others := sorted(given.keys() - known):
-        names = ", ".join("--" + name.replace("_", "-") for name in others)
+        names = ", ".join("--" + name.removeprefix("is_").replace("_", "-") for name in others)
         raise ValueError(f"{names} cannot change a model's size, nor how one GPU trains it: leave it out with --model")
     fields = {"vocabulary": "vocab_size", "segments": "segment_lengths", "rates": "dilation_rates"}
     changes = {name: given[flag] for flag, name in fields.items() if flag in given}

@@ -11,8 +11,10 @@ from torch import Tensor
 from dilated_attention_pytorch.core.block_layout import BlockLayout, grids_of, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.checks import COUNT, check_fields
 from dilated_attention_pytorch.core.pattern import visible_pairs
 from dilated_attention_pytorch.core.reach import reach_lines
+from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.core.spec import DilatedSpec
 
 # A cell gets the first character whose share it exceeds.
@@ -25,17 +27,15 @@ class View:
 
     spec: DilatedSpec
     tokens: int
-    heads: int
-    head: int = 0
-    head_dim: int = 64
-    is_causal: bool = False
+    heads: int = setting(4, "heads in all", range=COUNT)
+    head: int = setting(0, "the head to draw")
+    head_dim: int = setting(64, "features per head, for the FLOPs")
+    is_causal: bool = setting(False, "a row sees only itself and earlier rows", flag="causal")
     sparse: SparsePatternConfig | None = None
-    layers: int = 12
+    layers: int = setting(12, "layers, for the reach", range=COUNT)
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "heads", "head_dim", "layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_fields(self, tokens=COUNT)
         if not 0 <= self.head < self.heads:
             raise ValueError(f"head must be one of the {self.heads} heads, 0 to {self.heads - 1}, got {self.head}")
         if self.sparse is not None:
