@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol, TypeVar
 
@@ -81,8 +83,7 @@ class WorkspacePool:
         self.lightweight = lightweight
         self._profile = Profile()
         self._shelves: dict[tuple[torch.device, bool], _Shelf] = {}
-        self._thresholds: dict[tuple[torch.device, bool], int] = {}
-        self._stats = dict.fromkeys(_COUNTS, 0)
+        self._counts: Counter[str] = Counter()
 
     def __reduce__(self) -> Any:
         # A copy of a module shares the global pools; a pool of its own is made again, empty.
@@ -95,13 +96,8 @@ class WorkspacePool:
         """Bytes from which a workspace on this device, or in pinned memory of the host, is pooled."""
         if self.threshold_bytes is not None:
             return self.threshold_bytes
-        check_flag("pinned", pinned)
-        place = (device if isinstance(device, torch.device) else check_device("device", device), pinned)
-        found = self._thresholds.get(place)
-        if found is None:
-            share = _THRESHOLD_SHARES.get("pinned" if pinned else place[0].type, _THRESHOLD_SHARES["cpu"])
-            found = self._thresholds[place] = max(LEAST_THRESHOLD, _memory_of(place[0]) // share)
-        return found
+        place = device if isinstance(device, torch.device) else check_device("device", device)
+        return self._shelf(place, check_flag("pinned", pinned)).threshold
 
     def lease(self, *, keep_after_error: bool = True, profile: Profile | None = None) -> AbstractContextManager[Loans]:
         """`take(shape, dtype=, device=)` for the length of the block: uninitialised, from the pool where it serves.
@@ -122,7 +118,7 @@ class WorkspacePool:
         size = _bucket(check_whole("the size of a buffer in bytes", _size(shape, dtype), most=_MOST_BYTES))
         if self.limit_bytes is not None and size > self.limit_bytes:
             raise ValueError(f"a buffer of {size} bytes is beyond the pool's limit of {self.limit_bytes}: raise it")
-        buffer = self._checkout(shape, dtype, torch.device(device), pinned)
+        buffer = self._checkout(shape, dtype, torch.device(device), pinned, None)
         if buffer is None:
             raise RuntimeError(
                 f"the pool's limit of {self.limit_bytes} bytes leaves no room for {size} beside the buffers that are "
@@ -132,38 +128,35 @@ class WorkspacePool:
 
     def give_back(self, buffer: Tensor) -> None:
         """End a loan. A tensor that is not borrowed from this pool, or no longer, is refused."""
-        block = self._end_loan(buffer)
-        if not self.lightweight:
-            buffer.set_()  # type: ignore[call-overload]
-        block.shelf.note_use(block)
         with LOCK:
-            block.shelf.idle.append(block)
-            stale = [] if self.lightweight else block.shelf.take_stale()
-            self._stats["total_allocated"] -= sum(one.nbytes for one in stale)
+            block = self._end_loan(buffer)
+            shelf = block.shelf
+            if not self.lightweight:
+                buffer.set_()  # type: ignore[call-overload]
+            shelf.note_use(block)
+            shelf.idle.append(block)
+            stale = [] if self.lightweight else shelf.take_stale()
         if stale:
-            log.debug("freed %d buffers on %s that lay idle", len(stale), block.shelf.device)
-        block.shelf.free(stale)
+            log.debug("freed %d buffers on %s that lay idle", len(stale), shelf.device)
+            shelf.free(stale)
 
     def abandon(self, buffer: Tensor) -> None:
         """End a loan and leave the memory to whoever still uses it; it is freed with the last tensor that has it."""
-        block = self._end_loan(buffer)
         with LOCK:
-            self._stats["total_allocated"] -= block.nbytes
+            block = self._end_loan(buffer)
         block.shelf.free([block])
 
     def _end_loan(self, buffer: Tensor) -> _Block:
-        with LOCK:
-            shelf, block = getattr(check_tensor("buffer", buffer), "_loan", (None, None))
-            if shelf is None or shelf not in self._shelves.values():
-                raise ValueError(
-                    f"a tensor of shape {tuple(buffer.shape)} was not borrowed from this pool: give back the tensor "
-                    "that checkout returned, not a view or a copy"
-                )
-            if block is None:
-                raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
-            buffer._loan = (shelf, None)  # type: ignore[attr-defined]
-            self._stats["live_bytes"] -= block.nbytes
-            self._stats["live_buffers"] -= 1
+        shelf, block = getattr(check_tensor("buffer", buffer), "_loan", (None, None))
+        if shelf is None or shelf not in self._shelves.values():
+            raise ValueError(
+                f"a tensor of shape {tuple(buffer.shape)} was not borrowed from this pool: give back the tensor that "
+                "checkout returned, not a view or a copy"
+            )
+        if block is None:
+            raise ValueError("this buffer was given back already: a buffer has one owner, who returns it once")
+        buffer._loan = (shelf, None)  # type: ignore[attr-defined]
+        self._counts.subtract({"live_bytes": block.nbytes, "live_buffers": 1})
         return block
 
     @checked()
@@ -171,16 +164,14 @@ class WorkspacePool:
         """Free the buffers that nobody has borrowed, on all devices or on one; returns their bytes."""
         wanted = None if device is None else torch.device(device)
         released = 0
-        for (place, _), shelf in list(self._shelves.items()):
-            if wanted is not None and (place.type, place.index or 0) != (wanted.type, wanted.index or 0):
-                continue
-            with LOCK:
-                blocks, shelf.idle = shelf.idle, []
-                size = sum(block.nbytes for block in blocks)
-                self._stats["total_allocated"] -= size
-                self._stats["cleanups"] += bool(blocks)
-            released += size
-            shelf.free(blocks)
+        for shelf in list(self._shelves.values()):
+            place = shelf.device
+            if wanted is None or (place.type, place.index or 0) == (wanted.type, wanted.index or 0):
+                with LOCK:
+                    blocks, shelf.idle = shelf.idle, []
+                    self._counts["cleanups"] += bool(blocks)
+                released += sum(block.nbytes for block in blocks)
+                shelf.free(blocks)
         return released
 
     def retrying(self, run: Callable[[], Result]) -> Result:
@@ -188,7 +179,7 @@ class WorkspacePool:
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or self._stats["total_allocated"] == self._stats["live_bytes"]:
+            if not is_out_of_memory(error) or not any(shelf.idle for shelf in list(self._shelves.values())):
                 raise
         # Outside the handler: the error is gone, and with it the tensors that its traceback kept alive.
         log.debug("memory ran out: released %d idle bytes of the pool, trying once more", self.release_idle())
@@ -202,7 +193,7 @@ class WorkspacePool:
         With loans of a module that has `enable_profiling`, also `profile`: their number, bytes and seconds.
         """
         with LOCK:
-            stats: dict[str, Any] = dict(self._stats)
+            stats: dict[str, Any] = {"total_allocated": self._held(), **{name: self._counts[name] for name in _COUNTS}}
         asked = stats["allocation_count"] + stats["reuse_count"]
         stats |= {"reuse_rate": stats["reuse_count"] / asked if asked else 0.0, "limit_bytes": self.limit_bytes}
         profile = self._profile.totals()
@@ -212,30 +203,33 @@ class WorkspacePool:
         """Free what is idle and restart the statistics; borrowed buffers stay with their owners."""
         self.release_idle()
         with LOCK:
-            held = self._stats["total_allocated"]
-            self._stats |= dict.fromkeys(("allocation_count", "reuse_count", "cleanups"), 0)
-            self._stats["peak_allocated"] = held
+            for name in ("allocation_count", "reuse_count", "cleanups"):
+                self._counts[name] = 0
+            self._counts["peak_allocated"] = self._held()
         self._profile.clear()
 
+    def _held(self) -> int:
+        """Bytes of all buffers, borrowed and idle."""
+        return self._counts["live_bytes"] + sum(x.nbytes for shelf in self._shelves.values() for x in shelf.idle)
+
+    def _shelf(self, device: torch.device, pinned: bool) -> _Shelf:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        found = self._shelves.get((device, pinned))
+        if found is None:
+            with LOCK:
+                found = self._shelves.setdefault((device, pinned), _Shelf(device, pinned))
+        return found
+
     def _checkout(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        pinned: bool,
-        profile: Profile | None = None,
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pinned: bool, profile: Profile | None
     ) -> Tensor | None:
         """A buffer, or None where the limit leaves no room."""
         began = time.perf_counter()
         if pinned and (device.type != "cpu" or not torch.cuda.is_available()):
             raise ValueError(f"pinned is for host memory that a CUDA GPU copies from or to, got device {device}")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        size = _bucket(_size(shape, dtype))
+        shelf, size = self._shelf(device, pinned), _bucket(_size(shape, dtype))
         with LOCK:
-            shelf = self._shelves.get((device, pinned))
-            if shelf is None:
-                shelf = self._shelves[device, pinned] = _Shelf(device, pinned)
             block = shelf.take(size)
             new = block is None
             if new and not self._make_room(shelf, size):
@@ -244,7 +238,7 @@ class WorkspacePool:
         waits_from = time.perf_counter()
         if block is not None:
             shelf.wait_until_free(block)
-        waits_to = time.perf_counter()
+        waited = time.perf_counter() - waits_from
         if block is None:
             try:
                 block = self.retrying(lambda: shelf.allocate(size))
@@ -253,15 +247,15 @@ class WorkspacePool:
                 raise
         with torch.inference_mode(False):
             # No view, which would keep the block after it is given back, for as long as somebody has the handle.
-            buffer = torch.empty(0, dtype=dtype, device=device)
+            buffer = torch.empty(0, dtype=dtype, device=shelf.device)
             buffer.set_(block.memory.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
         buffer._loan = (shelf, block)  # type: ignore[attr-defined]
         if profile is not None:
-            times = {"seconds": time.perf_counter() - began, "seconds_waiting": waits_to - waits_from}
+            times = {"seconds": time.perf_counter() - began, "seconds_waiting": waited}
             for one in (self._profile, profile):
                 one.add("loans", new=int(new), reused=int(not new), bytes=block.nbytes, **times)
         if debugging():
-            log.debug("lent %d bytes on %s, %s", block.nbytes, device, "new" if new else "reused")
+            log.debug("lent %d bytes on %s, %s", block.nbytes, shelf.device, "new" if new else "reused")
         return buffer
 
     def _make_room(self, shelf: _Shelf, size: int) -> bool:
@@ -269,26 +263,20 @@ class WorkspacePool:
         if self.limit_bytes is None:
             return True
         for other in (shelf, *self._shelves.values()):
-            while other.idle and self._stats["total_allocated"] + size > self.limit_bytes:
+            while other.idle and self._held() + size > self.limit_bytes:
                 oldest = min(other.idle, key=lambda block: block.used_at)
                 other.idle.remove(oldest)
-                self._stats["total_allocated"] -= oldest.nbytes
                 other.free([oldest])
-        return self._stats["total_allocated"] + size <= self.limit_bytes
+        return self._held() + size <= self.limit_bytes
 
     def _count_loan(self, size: int, new: bool, times: int = 1) -> None:
         with LOCK:
-            stats = self._stats
-            stats["live_bytes"] += size * times
-            stats["live_buffers"] += times
-            stats["allocation_count" if new else "reuse_count"] += times
-            stats["total_allocated"] += size * times if new else 0
-            stats["peak_allocated"] = max(stats["peak_allocated"], stats["total_allocated"])
+            count = "allocation_count" if new else "reuse_count"
+            self._counts.update({"live_bytes": size * times, "live_buffers": times, count: times})
+            self._counts["peak_allocated"] = max(self._counts["peak_allocated"], self._held())
 
 
-_COUNTS = (
-    "total_allocated", "peak_allocated", "allocation_count", "reuse_count", "live_buffers", "live_bytes", "cleanups",
-)  # fmt: skip
+_COUNTS = ("peak_allocated", "allocation_count", "reuse_count", "live_buffers", "live_bytes", "cleanups")
 
 
 class Take(Protocol):
@@ -343,17 +331,16 @@ class _Lease:
                 self._pool.give_back(buffer)
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """Bytes, when they were taken last, and on a GPU by which stream and until when."""
 
-    __slots__ = ("memory", "nbytes", "shelf", "stream", "until", "used_at")
-
-    def __init__(self, memory: Tensor, shelf: _Shelf) -> None:
-        self.memory, self.shelf = memory, shelf
-        self.nbytes = memory.numel()
-        self.used_at = shelf.clock
-        self.stream: Any = None
-        self.until: Any = None
+    memory: Tensor
+    shelf: _Shelf
+    used_at: int
+    nbytes: int
+    stream: Any = None
+    until: Any = None
 
 
 class _Shelf:
@@ -364,6 +351,8 @@ class _Shelf:
         self.pinned = pinned
         self.clock = 0  # checkouts
         self.idle: list[_Block] = []
+        share = _THRESHOLD_SHARES.get("pinned" if pinned else device.type, _THRESHOLD_SHARES["cpu"])
+        self.threshold = max(LEAST_THRESHOLD, _memory_of(device) // share)
         self._blocks = 0  # allocated and not freed
         self._cuda_pool: Any = None
 
@@ -391,7 +380,7 @@ class _Shelf:
             memory = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
         with LOCK:
             self._blocks += 1
-        return _Block(memory, self)
+        return _Block(memory, self, self.clock, size)
 
     def _own_memory(self) -> AbstractContextManager[Any]:
         """On CUDA a pool of our own within the allocator, so that buffers that stay do not split blocks of others."""
