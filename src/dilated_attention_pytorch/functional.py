@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.kernels.engine import backends, check_backend
 from dilated_attention_pytorch.kernels.op import attend
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
     "RowWeights",
     "attention_rows",
@@ -48,6 +51,30 @@ _AUTOCAST_DEVICES = tuple(
 )
 
 
+class _CallSettings(TypedDict, total=False):
+    """Fields of `Call` that users state."""
+
+    is_causal: bool
+    scale: float | None
+    dropout_p: float
+    head_offset: int
+    total_heads: int | None
+    allow_tf32: bool | None
+    backend: str
+
+
+class _Options(_CallSettings, total=False):
+    """The keywords of `dilated_attention` but `return_lse`, which decides what it returns."""
+
+    head_layout: HeadLayout
+    seqlens: Tensor | None
+    cu_seqlens: Tensor | None
+    key_padding_mask: Tensor | None
+    spans: Tensor | None
+    sparse_config: SparsePatternConfig | None
+    resources: Resources | None
+
+
 @overload
 def dilated_attention(
     query: Tensor,
@@ -56,21 +83,8 @@ def dilated_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    head_layout: HeadLayout = ...,
-    seqlens: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    key_padding_mask: Tensor | None = ...,
-    spans: Tensor | None = ...,
-    head_offset: int = ...,
-    total_heads: int | None = ...,
-    allow_tf32: bool | None = ...,
-    sparse_config: SparsePatternConfig | None = ...,
     return_lse: Literal[False] = ...,
-    backend: str = ...,
-    resources: Resources | None = ...,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -82,21 +96,8 @@ def dilated_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     *,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    head_layout: HeadLayout = ...,
-    seqlens: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    key_padding_mask: Tensor | None = ...,
-    spans: Tensor | None = ...,
-    head_offset: int = ...,
-    total_heads: int | None = ...,
-    allow_tf32: bool | None = ...,
-    sparse_config: SparsePatternConfig | None = ...,
     return_lse: Literal[True],
-    backend: str = ...,
-    resources: Resources | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -129,7 +130,7 @@ def dilated_attention(
     Args:
         query: `(B, N, H, D)`.
         key, value: `(B, N, Hkv, D)`, where `Hkv` divides `H` (grouped-query attention).
-        segment_lengths, dilation_rates: one entry a branch; any positive numbers, for any N.
+        segment_lengths, dilation_rates: one entry per branch; any positive numbers, for any N.
         is_causal: a row sees only keys at or before its own position.
         scale: of the scores; `D ** -0.5` by default.
         dropout_p: probability of dropping an attention weight, drawn from PyTorch's generator.
@@ -145,8 +146,8 @@ def dilated_attention(
             with it.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
         backend: `auto`, or the engine to run: `triton`, `eager` or `reference`.
-        resources: a cache of tables and a pool of workspaces that calls share. None is the global cache with
-            `sparse_config`, whose layouts always cost more than to find them again, and otherwise neither.
+        resources: a cache of tables and a pool of workspaces that calls share. None means neither, but with
+            `sparse_config` the global cache: a layout always costs more to make than to find.
         attn_mask: refused; a dense mask takes O(N^2) memory.
 
     Returns:
@@ -166,19 +167,14 @@ def dilated_attention(
         check_instance("resources", resources, Resources)
     query, key, value = autocast_inputs(query, key, value)
     plain = is_plain(query, key, value)
-    valid_config = sparse_config is None or type(sparse_config) is SparsePatternConfig
-    settings = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
-    call, is_new = _remembered_call(
-        query, key, value, segment_lengths, dilation_rates, settings, remember=plain and valid_config
-    )
+    stated = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
+    call, is_new = _remembered_call((query, key, value), segment_lengths, dilation_rates, stated, remember=plain)
     if resources is None and plain:
         resources = NO_RESOURCES if sparse_config is None else Resources(get_global_pattern_cache())
-    if not (seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None):
+    if seqlens is not None or cu_seqlens is not None or key_padding_mask is not None or spans is not None:
         refuse_lengths_of_tiles(sparse_config)
-        B, N = query.shape[:2]
         spans = document_spans(
-            B,
-            N,
+            *query.shape[:2],
             seqlens=seqlens,
             cu_seqlens=cu_seqlens,
             key_padding_mask=key_padding_mask,
@@ -222,7 +218,7 @@ def attention_rows(
     """
     query, key = autocast_inputs(query, key)
     call = checked_call(
-        query, key, key, segment_lengths, dilation_rates, head_layout, is_causal, scale,
+        query, key, key, segment_lengths, dilation_rates, head_layout, is_causal=is_causal, scale=scale,
         head_offset=head_offset, total_heads=total_heads,
     )  # fmt: skip
     B, N = query.shape[:2]
@@ -239,43 +235,40 @@ def refuse_dense_mask(attn_mask: Tensor | None) -> None:
         )
 
 
+_STATED = (
+    "head_layout", "is_causal", "scale", "dropout_p", "head_offset", "total_heads", "allow_tf32", "sparse_config",
+    "backend",
+)  # fmt: skip
+
+
 def _remembered_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
-    settings: tuple[Any, ...],
+    stated: tuple[Any, ...],
     remember: bool,
 ) -> tuple[Call, bool]:
-    """The description of a valid call, and whether it was checked now.
-
-    Calls of one kind, as in a model's layers and steps, are checked once.
-    """
-    lists = (list, tuple)
-    # Types are part of what is remembered: True and 1.0 equal 1, so they would be found, but they are to be refused.
-    if (
-        not remember
-        or type(segment_lengths) not in lists
-        or type(dilation_rates) not in lists
-        or {*map(type, segment_lengths), *map(type, dilation_rates)} != {int}
-    ):
-        return checked_call(query, key, value, segment_lengths, dilation_rates, *settings), True
-    kind = (
-        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, query.device, key.device,
-        value.device, tuple(segment_lengths), tuple(dilation_rates), settings, *map(type, settings),
-    )  # fmt: skip
+    """The call, and whether it was checked now: equal calls, as in a model's layers and steps, are checked once."""
     is_new = False
 
     def make() -> Call:
         nonlocal is_new
         is_new = True
-        return checked_call(query, key, value, segment_lengths, dilation_rates, *settings)
+        return checked_call(*tensors, segment_lengths, dilation_rates, **dict(zip(_STATED, stated)))
 
-    try:
-        return plans.remember("call", kind, make), is_new
-    except TypeError:  # a setting that cannot be looked up is wrong, and the checks say how
-        return make(), True
+    lists = type(segment_lengths) in (list, tuple) and type(dilation_rates) in (list, tuple)
+    if remember and lists and {*map(type, segment_lengths), *map(type, dilation_rates)} == {int}:
+        q, k, v = tensors
+        # With the types: True and 1.0 equal 1, but are to be refused.
+        kind = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            tuple(segment_lengths), tuple(dilation_rates), stated, *map(type, stated),
+        )  # fmt: skip
+        try:
+            return plans.remember("call", kind, make), is_new
+        except TypeError:  # what cannot be looked up is wrong, and the checks say how
+            return make(), True
+    return make(), True
 
 
 def _longest_document(spans: Tensor | None, tokens: int) -> int:
@@ -291,31 +284,16 @@ def checked_call(
     value: Tensor,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
-    head_layout: HeadLayout,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float = 0.0,
-    head_offset: int = 0,
-    total_heads: int | None = None,
-    allow_tf32: bool | None = None,
+    head_layout: HeadLayout = "interleaved",
+    *,
     sparse_config: SparsePatternConfig | None = None,
-    backend: str = "auto",
+    **settings: Unpack[_CallSettings],
 ) -> Call:
     """The description of a call, or the error that says what is wrong with it."""
-    check_backend(backend)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
     _check_tensors(query, key, value)
-    return Call(
-        spec=spec,
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        head_offset=head_offset,
-        total_heads=total_heads,
-        allow_tf32=allow_tf32,
-        sparse=None if sparse_config is None else check_sparse_config(sparse_config, spec),
-        backend=backend,
-    )
+    sparse = None if sparse_config is None else check_sparse_config(sparse_config, spec)
+    return Call(spec=spec, sparse=sparse, **settings)
 
 
 def refuse_lengths_of_tiles(sparse_config: SparsePatternConfig | None) -> None:
