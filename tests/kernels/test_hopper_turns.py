@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import types
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def on_integers(module: types.ModuleType, *functions: str) -> SimpleNamespace:
         load=lambda pointer, mask=True, other=None: pointer.read() if mask else other,
         constexpr=int,
     )
-    names = {"gl": language, "BLOCK_N": KEY_ROWS}
+    tuples = {name: kind for name, kind in vars(module).items() if hasattr(kind, "_fields")}
+    names = {"gl": language, "BLOCK_N": KEY_ROWS, **tuples}
     for name in functions:
         names[name] = types.FunctionType(getattr(module, name).fn.__code__, names)
     return SimpleNamespace(**names)
@@ -50,9 +52,17 @@ def of_backward() -> SimpleNamespace:
     )
 
 
+def team_sizes(rows: int, team: int, lag: int, group: int) -> Any:
+    """The sizes of one segment of one key/value head, and one team."""
+    return turns.Sizes(
+        N=rows, H=group, W=rows, rate=1, heads=1, first_head=0, rows=rows, slots_per_row=1, units=1, teams=1,
+        team_size=team, lag=lag, group=group,
+    )  # fmt: skip
+
+
 def additions_of(member: int, rows: int, team: int, lag: int, group: int, causal: bool) -> list[tuple[int, int, int]]:
     """`(head, query tile, turn)` of every addition by a member, in the order in which it makes them."""
-    kernel = of_backward()
+    kernel, sizes = of_backward(), team_sizes(rows, team, lag, group)
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
     found = []
     for turn_round in range(-(-key_tiles // team)):
@@ -60,11 +70,9 @@ def additions_of(member: int, rows: int, team: int, lag: int, group: int, causal
         if key_tile >= key_tiles:
             continue
         first = kernel.first_query_tile(key_tile, causal, QUERY_ROWS)
-        g, tile = kernel.first_step(first, query_tiles, member, team, lag, group)
+        g, tile = kernel.first_step(first, query_tiles, member, sizes)
         for _ in range(group * (query_tiles - first)):
-            turn = kernel.turn_of(
-                g, tile, turn_round, member, key_tiles, query_tiles, team, lag, group, causal, QUERY_ROWS
-            )
+            turn = kernel.turn_of(g, tile, turn_round, member, key_tiles, query_tiles, sizes, causal, QUERY_ROWS)
             found.append((g, tile, turn))
             g, tile = kernel.next_query_tile(g, tile, first, query_tiles, group)
     return found
@@ -114,8 +122,8 @@ def listed_additions_of(
     """The same of a member that walks the lists of a layout."""
     kernel = on_integers(turns, "key_tile_of", "grid_of", "listed", "total_steps", "next_listed")
     tables = (kept.grids.flatten(), kept.query_first, kept.queries, kept.query_turns, kept.key_first)
-    lists = (*(Pointer(x.tolist()) for x in tables), 0)
-    sizes = (rows, group, rows, 1, 1, 0, rows, 1, 1, 1, team, 2, group)
+    lists = turns.Lists(*(Pointer(x.tolist()) for x in tables), rows_per_batch_row=0)
+    sizes = team_sizes(rows, team, 2, group)
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
     grid = kernel.grid_of(lists, 0, 0, sizes)
     found = []
@@ -173,21 +181,22 @@ def of_forward() -> SimpleNamespace:
 def sizes_of(
     programs: int, tiles: int, heads: int, slots: int = 1, batch: int = 1, *, tokens: int = 1, w: int = 1,
     rate: int = 1, first_head: int = 0,
-) -> tuple[int, ...]:  # fmt: skip
-    """What forward's functions call sizes."""
-    return tokens, first_head + heads, w, rate, heads, first_head, tiles, slots, batch, programs, 1
+) -> Any:  # fmt: skip
+    return works.Sizes(
+        N=tokens, H=first_head + heads, W=w, rate=rate, heads=heads, first_head=first_head, tiles=tiles,
+        slots_per_row=slots, batch=batch, programs=programs, group=1,
+    )  # fmt: skip
 
 
-def works_of(program: int, sizes: tuple[int, ...], causal: bool) -> list[tuple[int, int, int, int]]:
+def works_of(program: int, sizes: Any, causal: bool) -> list[tuple[int, int, int, int]]:
     """`(batch row, segment, head, query tile)` of a program of forward, where the tile has rows."""
     kernel = of_forward()
-    tiles, batch, programs = sizes[6], sizes[8], sizes[9]
-    step = kernel.work_at(programs, sizes, causal)
+    step = kernel.work_at(sizes.programs, sizes, causal)
     work, second = kernel.work_at(program, sizes, causal), 0
     found = []
-    while work[0] < batch:
+    while work.b < sizes.batch:
         tile = kernel.tile_of(work, second, sizes, causal)
-        if tile < tiles:
+        if tile < sizes.tiles:
             found.append((*work[:3], tile))
         work, second = kernel.next_work(work, second, step, sizes, causal)
     return found
@@ -212,12 +221,12 @@ def test_a_work_knows_its_rows(tokens: int, w: int, rate: int, data: st.DataObje
     offset = data.draw(st.integers(-1, rate - 1))
     kernel = of_forward()
     sizes = sizes_of(1, 1, 4, len(found), 1, tokens=tokens, w=w, rate=rate, first_head=3)
-    assert kernel.offset_of((0, segment, 2, 0), Pointer([9] * 5 + [offset]), sizes) == offset
+    assert kernel.offset_of(works.Work(0, segment, 2, 0), Pointer([9] * 5 + [offset]), sizes) == offset
     start, length = found[segment]
     count = 0 if offset < 0 else grid_rows(length, rate, offset)
-    place = kernel.place_of((0, segment, 2, 0), offset, kernel.segment_rows(sizes), sizes)
+    place = kernel.place_of(works.Work(0, segment, 2, 0), offset, kernel.segment_rows(sizes), sizes)
     assert place == (0, 5, start + offset, count)
-    assert kernel.place_of((1, 0, 0, 0), 0, kernel.segment_rows(sizes), sizes)[3] == 0  # past the last work
+    assert kernel.place_of(works.Work(1, 0, 0, 0), 0, kernel.segment_rows(sizes), sizes).count == 0
 
 
 @pytest.mark.parametrize(("units", "tiles"), [(768, 16), (192, 16), (1024, 16), (96, 22), (48, 22), (6144, 16)])

@@ -21,33 +21,16 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
     dropout_row_word,
     keeps,
     load_rows,
-    locate_slot,
+    locate_tile,
     store_rows,
 )
 
 
 @triton.jit(do_not_specialize=("N", "H", "zeros_at", "zeros"))
 def delta_kernel(
-    Out,
-    Do,
-    Dlse,
-    Delta,
-    Workspace,
-    do_b,
-    do_n,
-    do_h,
-    dl_b,
-    dl_n,
-    dl_h,
-    N,
-    H,
-    zeros_at,
-    zeros,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HAS_DLSE: tl.constexpr,
-):
+    Out, Do, Dlse, Delta, Workspace, do_b, do_n, do_h, dl_b, dl_n, dl_h, N, H, zeros_at, zeros,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
     """`delta`, `(B, H, N)`, of BLOCK_M rows of one head; and the zeros that other kernels want in the workspace."""
     tiles = tl.cdiv(N, BLOCK_M)
     pid = tl.program_id(0)
@@ -68,40 +51,11 @@ def delta_kernel(
 
 @triton.jit
 def _visit_queries(
-    dk,
-    dv,
-    k,
-    v,
-    q_base,
-    do_base,
-    q_stride,
-    do_stride,
-    lse_base,
-    delta_base,
-    keys,
-    first,
-    last,
-    tiles,
-    count,
-    seed,
-    b,
-    dropout_head,
-    branch,
-    key_word,
-    position,
-    rate,
-    qk_scale,
-    keep_scale,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    dk, dv, k, v, q_base, do_base, q_stride, do_stride, lse_base, delta_base, keys, first, last, tiles, count, seed,
+    b, dropout_head, branch, key_word, position, rate, qk_scale, keep_scale, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """Rows [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
     STEP: tl.constexpr = 1 if PIECES else BLOCK_M
     for step in tl.range(first, last, STEP):
@@ -137,35 +91,11 @@ def _visit_queries(
 
 @triton.jit
 def _visit_keys(
-    dq,
-    q,
-    do,
-    lse,
-    delta,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
-    rows,
-    first,
-    last,
-    tiles,
-    count,
-    row_word,
-    position,
-    rate,
-    qk_scale,
-    keep_scale,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    dq, q, do, lse, delta, k_base, v_base, k_stride, v_stride, rows, first, last, tiles, count, row_word, position,
+    rate, qk_scale, keep_scale, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """Keys [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
     STEP: tl.constexpr = 1 if PIECES else BLOCK_N
     for step in tl.range(first, last, STEP):
@@ -191,72 +121,22 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dkdv_kernel(
-    Q,
-    K,
-    V,
-    Do,
-    Lse,
-    Delta,
-    Dk,
-    Dv,
-    table,
-    offsets,
-    seed,
-    grids,
-    first,
-    kept,
-    q_b,
-    q_n,
-    q_h,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    do_b,
-    do_n,
-    do_h,
-    N,
-    H,
-    W,
-    rate,
-    heads,
-    first_head,
-    tiles,
-    slots_per_row,
-    head_offset,
-    first_position,
-    branch,
-    scale,
-    keep_scale,
-    threshold,
-    rows_per_batch_row,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CONTINUES: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    Q, K, V, Do, Lse, Delta, Dk, Dv, table, offsets, seed, grids, first, kept,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
+    threshold, rows_per_batch_row,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, HAS_TABLE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """A tile of key rows of one KV head; `heads` and `first_head` count KV heads here."""
-    pid = tl.program_id(0)
-    tile = pid % tiles  # under causality the first keys are seen by most rows: longest first
-    kv_head = first_head + (pid // tiles) % heads
-    slot = pid // tiles // heads
-    offset = tl.load(offsets + kv_head)
-    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
-    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    first_key = tile * BLOCK_N
+    tile, kv_head, slot, b, token, count = locate_tile(
+        offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, 1, HAS_TABLE
+    )
+    first_key = tile * BLOCK_N  # under causality the first keys are seen by most rows: longest first
     if first_key >= count:
         return
     keys = first_key + tl.arange(0, BLOCK_N)
-    token = (start + offset).to(tl.int64)
     position = first_position + token  # what dropout draws from
     kv64 = kv_head.to(tl.int64)
     kv_heads = H // GROUP
@@ -290,7 +170,8 @@ def dkdv_kernel(
         if PIECES:
             own_tile = first_key // (BLOCK_M * PIECES)
             segment = slot % slots_per_row
-            query_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_per_batch_row)
+            start, listed = kept_tiles(grids, first, own_tile, b, segment, head, H, rows_per_batch_row)
+            query_tiles = kept + start
             first_row, unmasked, whole, last = query_steps(listed, first_key, BLOCK_M, PIECES, CAUSAL)
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
@@ -318,71 +199,22 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(
-    Q,
-    K,
-    V,
-    Do,
-    Lse,
-    Delta,
-    Dq,
-    table,
-    offsets,
-    seed,
-    grids,
-    first,
-    kept,
-    q_b,
-    q_n,
-    q_h,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    do_b,
-    do_n,
-    do_h,
-    N,
-    H,
-    W,
-    rate,
-    heads,
-    first_head,
-    tiles,
-    slots_per_row,
-    head_offset,
-    first_position,
-    branch,
-    scale,
-    keep_scale,
-    threshold,
-    rows_per_batch_row,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CONTINUES: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    Q, K, V, Do, Lse, Delta, Dq, table, offsets, seed, grids, first, kept,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
+    threshold, rows_per_batch_row,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, HAS_TABLE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """A tile of query rows of one query head."""
-    pid = tl.program_id(0)
-    tile = tiles - 1 - pid % tiles
-    head = first_head + (pid // tiles) % heads
-    slot = pid // tiles // heads
-    offset = tl.load(offsets + head // GROUP)
-    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
-    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    first_row = tile * BLOCK_M
+    tile, head, slot, b, token, count = locate_tile(
+        offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP, HAS_TABLE
+    )
+    first_row = (tiles - 1 - tile) * BLOCK_M
     if first_row >= count:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
-    token = (start + offset).to(tl.int64)
     position = first_position + token  # what dropout draws from
     head64 = head.to(tl.int64)
     q = load_rows(Q + b * q_b + token * q_n + head64 * q_h, rows, rate * q_n, D, BLOCK_D, count, True)
@@ -396,18 +228,11 @@ def dq_kernel(
     if DROPOUT:
         row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    key_tiles = kept
-    if PIECES:
-        own_tile = first_row // (BLOCK_N * PIECES)
-        segment = slot % slots_per_row
-        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_per_batch_row)
-        whole, last = key_steps(listed, first_row, BLOCK_M, BLOCK_N, PIECES, CAUSAL)
-    elif CAUSAL:
-        whole = first_row // BLOCK_N * BLOCK_N
-        last = tl.minimum(first_row + BLOCK_M, count)
-    else:
-        whole = count // BLOCK_N * BLOCK_N
-        last = count
+    start, whole, last = key_steps(
+        grids, first, first_row, count, b, slot % slots_per_row, head, H, rows_per_batch_row,
+        BLOCK_M, BLOCK_N, PIECES, CAUSAL,
+    )  # fmt: skip
+    key_tiles = kept + start if PIECES else kept
     dq = _visit_keys(
         dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
         position, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT,

@@ -14,11 +14,11 @@ import triton.language as tl
 
 
 @triton.jit
-def kept_tiles(grids, first, kept, row_of_tile, b, segment, head, H, rows_per_batch_row):
+def kept_tiles(grids, first, row_of_tile, b, segment, head, H, rows_per_batch_row):
     """The list of a tile of one batch row, segment and query head: where it starts, and how many tiles it has."""
     row = tl.load(grids + segment * H + head) + b * rows_per_batch_row + row_of_tile
     start = tl.load(first + row)
-    return kept + start, tl.load(first + row + 1) - start
+    return start, tl.load(first + row + 1) - start
 
 
 @triton.jit
@@ -29,14 +29,28 @@ def row_of_step(tiles, step, BLOCK: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def key_steps(
-    count, first_row, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """Over the keys that rows [first_row, first_row + BLOCK_M) keep: whole pieces, [0, whole), then [whole, last)."""
-    whole = (count - 1) * PIECES
-    last = whole + PIECES
-    if CAUSAL:  # of its own tile a program's rows see the pieces up to their own end
-        last = whole + tl.cdiv(first_row % (BLOCK_N * PIECES) + BLOCK_M, BLOCK_N)
-    return whole, last
+    grids, first, first_row, count, b, segment, head, H, rows_per_batch_row,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PIECES: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The keys that rows [first_row, first_row + BLOCK_M) see: [0, whole) needs no mask, [whole, last) does.
+
+    These are keys, or, with a layout, steps of a list of tiles. Where it starts comes first.
+    """
+    start = 0
+    if PIECES:
+        own_tile = first_row // (BLOCK_N * PIECES)
+        start, listed = kept_tiles(grids, first, own_tile, b, segment, head, H, rows_per_batch_row)
+        whole = (listed - 1) * PIECES
+        last = whole + PIECES
+        if CAUSAL:  # of its own tile a program's rows see the pieces up to their own end
+            last = whole + tl.cdiv(first_row % (BLOCK_N * PIECES) + BLOCK_M, BLOCK_N)
+    elif CAUSAL:
+        whole = first_row // BLOCK_N * BLOCK_N
+        last = tl.minimum(first_row + BLOCK_M, count)
+    else:
+        whole = count // BLOCK_N * BLOCK_N
+        last = count
+    return start, whole, last
 
 
 @triton.jit

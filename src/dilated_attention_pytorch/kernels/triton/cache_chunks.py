@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import CacheState
-from dilated_attention_pytorch.kernels.triton.decode import ring_tables
+from dilated_attention_pytorch.kernels.triton.decode import ring_of, ring_tables
 from dilated_attention_pytorch.kernels.triton.primitives import load_rows, store_rows
 
 _ROWS = 64  # of a program
@@ -75,39 +75,16 @@ UNSPECIALIZED = ("rows", "branch_count", "Hkv", "m", "tiles")
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def store_kernel(
-    K,
-    V,
-    Keys,
-    Values,
-    lengths,
-    branches,
-    heads,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    rows,
-    branch_count,
-    Hkv,
-    m,
-    tiles,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    K, V, Keys, Values, lengths, branches, heads,
+    k_b, k_n, k_h, v_b, v_n, v_h, rows, branch_count, Hkv, m, tiles,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     tile = pid % tiles
     branch = (pid // tiles) % branch_count
     head = (pid // tiles // branch_count) % Hkv
     b = (pid // tiles // branch_count // Hkv).to(tl.int64)
-    W = tl.load(branches + branch * 4)
-    rate = tl.load(branches + branch * 4 + 1)
-    M = tl.load(branches + branch * 4 + 2)
-    C = tl.load(branches + branch * 4 + 3)
-    offset = tl.load(heads + (branch * Hkv + head) * 2)
-    first = tl.load(heads + (branch * Hkv + head) * 2 + 1)
+    W, rate, M, C, offset, first = ring_of(branches, heads, branch, head, Hkv)
     begin = tl.load(lengths + b)
     end = begin + m
     if offset < 0 or end <= 0 or tile * BLOCK_R >= C:
@@ -131,31 +108,10 @@ def store_kernel(
 
 @triton.jit(do_not_specialize=(*UNSPECIALIZED, "before"))
 def after_cached_kernel(
-    K,
-    V,
-    Keys,
-    Values,
-    lengths,
-    branches,
-    heads,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    rows,
-    branch_count,
-    Hkv,
-    m,
-    tiles,
-    WholeK,
-    WholeV,
-    before,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    K, V, Keys, Values, lengths, branches, heads,
+    k_b, k_n, k_h, v_b, v_n, v_h, rows, branch_count, Hkv, m, tiles, WholeK, WholeV, before,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     tile = pid % tiles
     head = (pid // tiles) % Hkv
@@ -167,12 +123,7 @@ def after_cached_kernel(
     none = rows  # beyond the cache: not loaded
     place = tl.full([BLOCK_R], 0, tl.int64) + none
     for branch in tl.range(0, branch_count):
-        W = tl.load(branches + branch * 4)
-        rate = tl.load(branches + branch * 4 + 1)
-        M = tl.load(branches + branch * 4 + 2)
-        C = tl.load(branches + branch * 4 + 3)
-        offset = tl.load(heads + (branch * Hkv + head) * 2)
-        first = tl.load(heads + (branch * Hkv + head) * 2 + 1)
+        W, rate, M, C, offset, first = ring_of(branches, heads, branch, head, Hkv)
         within = position % W
         is_open = (t < before) & (position >= begin // W * W)
         kept = is_open & (offset >= 0) & (within % rate == offset)

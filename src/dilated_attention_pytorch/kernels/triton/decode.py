@@ -159,40 +159,29 @@ def _table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
 UNSPECIALIZED = ("rows", "branch_count", "Hkv", "m", "split_count", "tiles", "split_rows", "appended")
 
 
+@triton.jit
+def ring_of(branches, heads, branch, head, Hkv):
+    """`(w, r, rows, capacity, offset, first row)` of a key/value head's ring on a branch: see `ring_tables`."""
+    line = branches + branch * 4
+    place = heads + (branch * Hkv + head) * 2
+    return (
+        tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3), tl.load(place), tl.load(place + 1)
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def append_kernel(
-    K,
-    V,
-    Keys,
-    Values,
-    lengths,
-    branches,
-    heads,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    rows,
-    branch_count,
-    Hkv,
-    m,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    K, V, Keys, Values, lengths, branches, heads,
+    k_b, k_n, k_h, v_b, v_n, v_h, rows, branch_count, Hkv, m,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One token of one head on one branch, if it is a row of its grid and the newest of these tokens at its place."""
     pid = tl.program_id(0)
     branch = pid % branch_count
     head = (pid // branch_count) % Hkv
     i = (pid // branch_count // Hkv) % m
     b = (pid // branch_count // Hkv // m).to(tl.int64)
-    W = tl.load(branches + branch * 4)
-    rate = tl.load(branches + branch * 4 + 1)
-    M = tl.load(branches + branch * 4 + 2)
-    C = tl.load(branches + branch * 4 + 3)
-    offset = tl.load(heads + (branch * Hkv + head) * 2)
-    first = tl.load(heads + (branch * Hkv + head) * 2 + 1)
+    W, rate, M, C, offset, first = ring_of(branches, heads, branch, head, Hkv)
     begin = tl.load(lengths + b)
     position = begin + i
     if offset < 0 or position < 0:
@@ -213,34 +202,11 @@ def append_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def split_kernel(
-    Q,
-    Keys,
-    Values,
-    Out,
-    Lse,
-    lengths,
-    branches,
-    heads,
-    splits,
-    q_b,
-    q_n,
-    q_h,
-    rows,
-    branch_count,
-    Hkv,
-    m,
-    split_count,
-    tiles,
-    split_rows,
-    appended,
-    scale,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    Q, Keys, Values, Out, Lse, lengths, branches, heads, splits, q_b, q_n, q_h, rows, branch_count, Hkv,
+    m, split_count, tiles, split_rows, appended, scale,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     pid = tl.program_id(0)
     split = pid % split_count
     tile = (pid // split_count) % tiles
@@ -248,12 +214,7 @@ def split_kernel(
     b = (pid // split_count // tiles // Hkv).to(tl.int64)
     branch = tl.load(splits + split * 2)
     first_row = tl.load(splits + split * 2 + 1)
-    W = tl.load(branches + branch * 4)
-    rate = tl.load(branches + branch * 4 + 1)
-    M = tl.load(branches + branch * 4 + 2)
-    C = tl.load(branches + branch * 4 + 3)
-    offset = tl.load(heads + (branch * Hkv + kv_head) * 2)
-    first = tl.load(heads + (branch * Hkv + kv_head) * 2 + 1)
+    W, rate, M, C, offset, first = ring_of(branches, heads, branch, kv_head, Hkv)
 
     # Queries of a group lie side by side; what they see lies in the newest cached token's segment.
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -307,16 +268,9 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def combine_kernel(
-    Partial,
-    PartialLse,
-    Out,
-    Lse,
-    split_count,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    Partial, PartialLse, Out, Lse, split_count,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """One row of one head; a split that saw nothing has left no `out`."""
     line = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, BLOCK_S)

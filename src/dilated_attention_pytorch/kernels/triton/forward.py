@@ -14,7 +14,7 @@ In the end out = acc / l and lse = m + log l. With a block layout (PIECES > 0) t
 import triton
 import triton.language as tl
 
-from dilated_attention_pytorch.kernels.triton.block_sparse import kept_tiles, key_steps, row_of_step
+from dilated_attention_pytorch.kernels.triton.block_sparse import key_steps, row_of_step
 from dilated_attention_pytorch.kernels.triton.primitives import (
     LN_2,
     LOG2_E,
@@ -23,41 +23,18 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
     dropout_row_word,
     keeps,
     load_rows,
-    locate_slot,
+    locate_tile,
     store_rows,
 )
 
 
 @triton.jit
 def _visit_keys(
-    acc,
-    m,
-    total,
-    q,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
-    rows,
-    first,
-    last,
-    tiles,
-    count,
-    row_word,
-    key_start,
-    rate,
-    qk_scale,
-    keep_scale,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
-):
+    acc, m, total, q, k_base, v_base, k_stride, v_stride, rows, first, last, tiles, count, row_word, key_start, rate,
+    qk_scale, keep_scale, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
     """Keys [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
     STEP: tl.constexpr = 1 if PIECES else BLOCK_N
     for step in tl.range(first, last, STEP):
@@ -88,66 +65,21 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    Q,
-    K,
-    V,
-    Out,
-    Lse,
-    table,
-    offsets,
-    seed,
-    grids,
-    first,
-    kept,
-    q_b,
-    q_n,
-    q_h,
-    k_b,
-    k_n,
-    k_h,
-    v_b,
-    v_n,
-    v_h,
-    N,
-    H,
-    W,
-    rate,
-    heads,
-    first_head,
-    tiles,
-    slots_per_row,
-    head_offset,
-    first_position,
-    branch,
-    qk_scale,
-    keep_scale,
-    threshold,
-    rows_per_batch_row,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CONTINUES: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    # Tiles of one slot and head run side by side, so that they share its keys in L2; the longest of them first.
-    pid = tl.program_id(0)
-    tile = tiles - 1 - pid % tiles
-    head = first_head + (pid // tiles) % heads
-    slot = pid // tiles // heads
-    offset = tl.load(offsets + head // GROUP)
-    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
-    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    first_row = tile * BLOCK_M
+    Q, K, V, Out, Lse, table, offsets, seed, grids, first, kept,
+    q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, qk_scale,
+    keep_scale, threshold, rows_per_batch_row,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, HAS_TABLE: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    tile, head, slot, b, token, count = locate_tile(
+        offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP, HAS_TABLE
+    )
+    first_row = (tiles - 1 - tile) * BLOCK_M  # under causality the last rows see most keys: longest first
     if first_row >= count:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
-    token = (start + offset).to(tl.int64)
     position = first_position + token  # what dropout draws from
     head64 = head.to(tl.int64)
     q_base = Q + b * q_b + token * q_n + head64 * q_h
@@ -170,18 +102,11 @@ def forward_kernel(
         row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
 
     # Whole key tiles that need no mask, then the rest.
-    key_tiles = kept
-    if PIECES:
-        own_tile = first_row // (BLOCK_N * PIECES)
-        segment = slot % slots_per_row
-        key_tiles, listed = kept_tiles(grids, first, kept, own_tile, b, segment, head, H, rows_per_batch_row)
-        whole, last = key_steps(listed, first_row, BLOCK_M, BLOCK_N, PIECES, CAUSAL)
-    elif CAUSAL:
-        whole = tl.minimum(first_row, count) // BLOCK_N * BLOCK_N
-        last = tl.minimum(first_row + BLOCK_M, count)
-    else:
-        whole = count // BLOCK_N * BLOCK_N
-        last = count
+    start, whole, last = key_steps(
+        grids, first, first_row, count, b, slot % slots_per_row, head, H, rows_per_batch_row,
+        BLOCK_M, BLOCK_N, PIECES, CAUSAL,
+    )  # fmt: skip
+    key_tiles = kept + start if PIECES else kept
     acc, m, total = _visit_keys(
         acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
         position, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES,

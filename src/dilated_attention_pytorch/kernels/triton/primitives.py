@@ -34,6 +34,23 @@ def locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE: tl.constexpr):
 
 
 @triton.jit
+def locate_tile(
+    offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP: tl.constexpr, HAS_TABLE: tl.constexpr
+):
+    """A program's `(tile, head, slot, batch row, first token, rows)`; `offsets` has one for every GROUP of heads.
+
+    Tiles of one slot and head run side by side, so that they share its keys in L2.
+    """
+    pid = tl.program_id(0)
+    head = first_head + (pid // tiles) % heads
+    slot = pid // tiles // heads
+    offset = tl.load(offsets + head // GROUP)
+    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
+    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
+    return pid % tiles, head, slot, b, (start + offset).to(tl.int64), count
+
+
+@triton.jit
 def load_rows(base, rows, stride, D: tl.constexpr, BLOCK_D: tl.constexpr, count, MASKED: tl.constexpr):
     """The tile `(rows, D)` at `base`; rows from `count` on, and columns from D on, are 0."""
     columns = tl.arange(0, BLOCK_D)

@@ -24,6 +24,8 @@ member comes to a query tile one step after the member before it.
 
 # mypy: ignore-errors
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention_pytorch.kernels.triton.hopper.common import (
     LOG2_E,
+    Rows,
     add_tile,
     advance,
     barriers,
@@ -45,6 +48,8 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
 )
 from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     BLOCK_N,
+    Lists,
+    Sizes,
     additions_to,
     first_query_tile,
     first_step,
@@ -61,32 +66,45 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
 TURNS_A_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `launch.takes_branch`
 
 
+class _Inputs(NamedTuple):
+    """Shared memory that the producer fills."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    lse: Any
+    delta: Any
+
+
+class _Signals(NamedTuple):
+    """Barriers, two of each but for the stages of keys and values."""
+
+    q_full: Any
+    do_full: Any
+    empty: Any  # q, do, lse and delta
+    kv_full: Any
+    kv_empty: Any
+    ds_full: Any
+    ds_empty: Any
+    dq_full: Any
+    dq_empty: Any
+
+
 @gluon.jit
 def _produce(
-    descs,
-    inputs,
-    copied,
-    Lse,
-    Delta,
-    offsets,
-    lists,
-    sizes,
-    BLOCK_M: gl.constexpr,
-    KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    SPARSE: gl.constexpr,
-):
-    q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail = descs
-    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
-    q_full, do_full, empty, kv_full, kv_empty = copied
-    N, H, W, rate, heads, first_head, _, slots_per_row, units, teams, team_size, lag, group = sizes
+    sources, inputs, signals, Lse, Delta, offsets, lists, sizes,
+    BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
+    q_rows, do_rows, k_rows, v_rows = sources
+    N, H, rate, group, team_size = sizes.N, sizes.H, sizes.rate, sizes.group, sizes.team_size
     lane = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     member = gl.program_id(0) % team_size
     walked = 0
     held = 0
     held_phase = 1
-    for unit in range(gl.program_id(0) // team_size, units, teams):
-        b, kv, token, count = locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets)
+    for unit in range(gl.program_id(0) // team_size, sizes.units, sizes.teams):
+        b, kv, token, count = locate(unit, sizes, offsets)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -94,15 +112,15 @@ def _produce(
         for round in range((key_tiles + team_size - 1) // team_size):
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
-                mbarrier.wait(kv_empty.index(held), held_phase)
-                mbarrier.expect(kv_full.index(held), k_desc.block_type.nbytes * 2)
+                mbarrier.wait(signals.kv_empty.index(held), held_phase)
+                mbarrier.expect(signals.kv_full.index(held), k_rows.desc.block_type.nbytes * 2)
                 row = key_tile * BLOCK_N
-                signal = kv_full.index(held)
-                copy_rows(k_desc, k_tail, b, token, row, kv, N, rate, signal, k_smem.index(held), BLOCK_N)
-                copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, signal, v_smem.index(held), BLOCK_N)
+                signal = signals.kv_full.index(held)
+                copy_rows(k_rows, b, token, row, kv, N, rate, signal, inputs.k.index(held), BLOCK_N)
+                copy_rows(v_rows, b, token, row, kv, N, rate, signal, inputs.v.index(held), BLOCK_N)
                 held, held_phase = advance(held, held_phase, KV_STAGES)
                 first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = first_step(first, query_tiles, member, team_size, lag, group)
+                g, tile = first_step(first, query_tiles, member, sizes)
                 steps = group * (query_tiles - first)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
@@ -119,16 +137,16 @@ def _produce(
                     lse = gl.load(Lse + places, mask=row + lane < count, other=0.0)
                     delta = gl.load(Delta + places, mask=row + lane < count, other=0.0)
                     stage = walked & 1
-                    mbarrier.wait(empty.index(stage), (walked >> 1 & 1) ^ 1)
-                    signal = q_full.index(stage)
-                    mbarrier.expect(signal, q_desc.block_type.nbytes)
-                    copy_rows(q_desc, q_tail, b, token, row, head, N, rate, signal, q_smem.index(stage), BLOCK_M)
-                    signal = do_full.index(stage)
-                    mbarrier.expect(signal, do_desc.block_type.nbytes)
-                    copy_rows(do_desc, do_tail, b, token, row, head, N, rate, signal, do_smem.index(stage), BLOCK_M)
-                    lse_smem.index(stage).store(lse * LOG2_E)
-                    delta_smem.index(stage).store(delta)
-                    mbarrier.arrive(q_full.index(stage), count=1)
+                    mbarrier.wait(signals.empty.index(stage), (walked >> 1 & 1) ^ 1)
+                    signal = signals.q_full.index(stage)
+                    mbarrier.expect(signal, q_rows.desc.block_type.nbytes)
+                    copy_rows(q_rows, b, token, row, head, N, rate, signal, inputs.q.index(stage), BLOCK_M)
+                    signal = signals.do_full.index(stage)
+                    mbarrier.expect(signal, do_rows.desc.block_type.nbytes)
+                    copy_rows(do_rows, b, token, row, head, N, rate, signal, inputs.do.index(stage), BLOCK_M)
+                    inputs.lse.index(stage).store(lse * LOG2_E)
+                    inputs.delta.index(stage).store(delta)
+                    mbarrier.arrive(signals.q_full.index(stage), count=1)
                     walked += 1
                     if not SPARSE:
                         g, tile = next_query_tile(g, tile, first, query_tiles, group)
@@ -136,29 +154,19 @@ def _produce(
 
 @gluon.jit
 def _write(
-    scratch_desc,
-    Turns,
-    dq_smem,
-    given,
-    offsets,
-    lists,
-    sizes,
-    PARITY: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    SPARSE: gl.constexpr,
-):
+    scratch_desc, Turns, dq_smem, signals, offsets, lists, sizes,
+    PARITY: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
     """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
-    dq_full, dq_empty = given
-    N, _, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group = sizes
+    group, team_size = sizes.group, sizes.team_size
     member = gl.program_id(0) % team_size
     team = gl.program_id(0) // team_size
     walked = 0
     started = 0
     epoch = 0
     last_turn = Turns
-    for unit in range(team, units, teams):
-        _, _, _, count = locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets)
+    for unit in range(team, sizes.units, sizes.teams):
+        _, _, _, count = locate(unit, sizes, offsets)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -167,7 +175,7 @@ def _write(
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             if key_tile < key_tiles:
                 first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = first_step(first, query_tiles, member, team_size, lag, group)
+                g, tile = first_step(first, query_tiles, member, sizes)
                 steps = group * (query_tiles - first)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
@@ -180,12 +188,10 @@ def _write(
                         )
                     if walked & 1 == PARITY:
                         if SPARSE:
-                            turn = gl.load(lists[3] + entry)
+                            turn = gl.load(lists.turns + entry)
                         else:
-                            turn = turn_of(
-                                g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL, BLOCK_M
-                            )
-                        place = (team * group + g) * rows + tile * BLOCK_M
+                            turn = turn_of(g, tile, round, member, key_tiles, query_tiles, sizes, CAUSAL, BLOCK_M)
+                        place = (team * group + g) * sizes.rows + tile * BLOCK_M
                         pointer = Turns + place // BLOCK_M
                         seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
                         # Pass the last turn on before waiting for the next one: others may wait too.
@@ -194,13 +200,13 @@ def _write(
                             gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
                         while seen != epoch + turn:
                             seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
-                        mbarrier.wait(dq_full.index(PARITY), walked >> 1 & 1)
+                        mbarrier.wait(signals.dq_full.index(PARITY), walked >> 1 & 1)
                         if turn == 0:
                             tma.async_copy_shared_to_global(scratch_desc, [place, 0], dq_smem.index(PARITY))
                         else:
                             add_tile(scratch_desc, [place, 0], dq_smem.index(PARITY))
                         tma.store_wait(0)  # it has left shared memory
-                        mbarrier.arrive(dq_empty.index(PARITY), count=1)
+                        mbarrier.arrive(signals.dq_empty.index(PARITY), count=1)
                         started = 1
                         last_turn = pointer
                     walked += 1
@@ -214,60 +220,33 @@ def _write(
 
 
 @gluon.jit
-def _give_dq(
-    ds_smem, dq_smem, shared, given, k, step, WHICH: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr
-):
+def _give_dq(ds_smem, dq_smem, signals, k, step, WHICH: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr):
     """This warpgroup's half of the columns of a step's dq, into the writer's hands."""
-    ds_full, ds_empty = shared
-    dq_full, dq_empty = given
     HALF: gl.constexpr = BLOCK_D // 2
     partial: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])  # (queries, D / 2)
     stage = step & 1
     phase = step >> 1 & 1
-    mbarrier.wait(ds_full.index(stage), phase)
+    mbarrier.wait(signals.ds_full.index(stage), phase)
     ds = ds_smem.index(stage).permute((1, 0))
     nothing = gl.zeros([BLOCK_M, HALF], gl.float32, partial)
     dq = warpgroup_mma(ds, k.slice(WHICH * HALF, HALF, dim=1), nothing, use_acc=False, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq])
-    mbarrier.arrive(ds_empty.index(stage), count=1)
-    mbarrier.wait(dq_empty.index(stage), phase ^ 1)
+    mbarrier.arrive(signals.ds_empty.index(stage), count=1)
+    mbarrier.wait(signals.dq_empty.index(stage), phase ^ 1)
     dq_smem.index(stage).slice(WHICH * HALF, HALF, dim=1).store(dq)
     fence_async_shared()
-    mbarrier.arrive(dq_full.index(stage), count=1)
+    mbarrier.arrive(signals.dq_full.index(stage), count=1)
 
 
 @gluon.jit
 def _consume(
-    Dq,
-    Dk,
-    Dv,
-    Scratch,
-    Turns,
-    inputs,
-    ds_smem,
-    dq_smem,
-    copied,
-    shared,
-    given,
-    offsets,
-    lists,
-    sizes,
-    scale,
-    WHICH: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    CONTINUES: gl.constexpr,
-    SPARSE: gl.constexpr,
-):
+    Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lists, sizes, scale,
+    WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
     """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
-    q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem = inputs
-    q_full, do_full, empty, kv_full, kv_empty = copied
-    ds_full, ds_empty = shared
-    N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group = sizes
-    dtype: gl.constexpr = q_smem.dtype
+    H, rate, rows, group, team_size = sizes.H, sizes.rate, sizes.rows, sizes.group, sizes.team_size
+    dtype: gl.constexpr = inputs.q.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # (keys, queries)
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # (keys, D)
     weights: gl.constexpr = gl.DotOperandLayout(0, grads, 2)
@@ -281,9 +260,9 @@ def _consume(
     held = 0
     held_phase = 0
     epoch = 0
-    for unit in range(team, units, teams):
-        b, kv, token, count = locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets)
-        origin = b.to(gl.int64) * N + token
+    for unit in range(team, sizes.units, sizes.teams):
+        b, kv, token, count = locate(unit, sizes, offsets)
+        origin = b.to(gl.int64) * sizes.N + token
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -295,13 +274,13 @@ def _consume(
                 dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                _, tile = first_step(first, query_tiles, member, team_size, lag, group)
+                _, tile = first_step(first, query_tiles, member, sizes)
                 steps = group * (query_tiles - first)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
                     start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
                     steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
-                mbarrier.wait(kv_full.index(held), held_phase)
+                mbarrier.wait(signals.kv_full.index(held), held_phase)
                 for step in range(steps):
                     if SPARSE:
                         g, start, at, left, _, tile = next_listed(
@@ -313,16 +292,16 @@ def _consume(
                     # The last term is 0, which the compiler does not know: else it would compute the addresses of all
                     # parts of k and v before the loop, and keep them in registers that are needed.
                     here = held + (walked >> 30)
-                    all_keys = k_smem.index(here).reshape([BLOCK_N, BLOCK_D])
+                    all_keys = inputs.k.index(here).reshape([BLOCK_N, BLOCK_D])
                     k = all_keys.slice(WHICH * 64, 64, dim=0)
-                    v = v_smem.index(here).reshape([BLOCK_N, BLOCK_D]).slice(WHICH * 64, 64, dim=0)
-                    q = q_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
-                    do = do_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
-                    mbarrier.wait(q_full.index(stage), phase)
+                    v = inputs.v.index(here).reshape([BLOCK_N, BLOCK_D]).slice(WHICH * 64, 64, dim=0)
+                    q = inputs.q.index(stage).reshape([BLOCK_M, BLOCK_D])
+                    do = inputs.do.index(stage).reshape([BLOCK_M, BLOCK_D])
+                    mbarrier.wait(signals.q_full.index(stage), phase)
                     s_later = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                    mbarrier.wait(do_full.index(stage), phase)
+                    mbarrier.wait(signals.do_full.index(stage), phase)
                     dp_later = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                    lse = lse_smem.index(stage).load(gl.SliceLayout(0, scores))
+                    lse = inputs.lse.index(stage).load(gl.SliceLayout(0, scores))
                     s = warpgroup_mma_wait(1, deps=[s_later])
                     p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
                     cut = (row + BLOCK_M > count) | (first_key + 64 > count)
@@ -335,27 +314,27 @@ def _consume(
                         if CAUSAL:
                             sees = sees & (keys[:, None] <= queries[None, :])
                         p = gl.where(sees, p, 0.0)
-                    delta = delta_smem.index(stage).load(gl.SliceLayout(0, scores))
+                    delta = inputs.delta.index(stage).load(gl.SliceLayout(0, scores))
                     dp = warpgroup_mma_wait(0, deps=[dp_later])
                     dv_later = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do, dv, is_async=True)
                     ds = (p * (dp - delta[None, :])).to(dtype)
-                    mbarrier.wait(ds_empty.index(stage), phase ^ 1)
+                    mbarrier.wait(signals.ds_empty.index(stage), phase ^ 1)
                     ds_smem.index(stage).slice(WHICH * 64, 64, dim=0).store(ds)
                     fence_async_shared()
-                    mbarrier.arrive(ds_full.index(stage), count=1)
+                    mbarrier.arrive(signals.ds_full.index(stage), count=1)
                     dk_later = warpgroup_mma(gl.convert_layout(ds, weights), q, dk, is_async=True)
                     if step > 0:  # of the step before: the other warpgroup's share of ds is there by now
-                        _give_dq(ds_smem, dq_smem, shared, given, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
+                        _give_dq(ds_smem, dq_smem, signals, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
                     dk, dv = warpgroup_mma_wait(0, deps=[dk_later, dv_later])
-                    mbarrier.arrive(empty.index(stage), count=1)
+                    mbarrier.arrive(signals.empty.index(stage), count=1)
                     walked += 1
                     if not SPARSE:
                         tile = gl.where(tile + 1 == query_tiles, first, tile + 1)
                 met_any = steps > 0 if SPARSE else True
                 if met_any:
-                    all_keys = k_smem.index(held).reshape([BLOCK_N, BLOCK_D])
-                    _give_dq(ds_smem, dq_smem, shared, given, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
-                mbarrier.arrive(kv_empty.index(held), count=1)
+                    all_keys = inputs.k.index(held).reshape([BLOCK_N, BLOCK_D])
+                    _give_dq(ds_smem, dq_smem, signals, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
+                mbarrier.arrive(signals.kv_empty.index(held), count=1)
                 held, held_phase = advance(held, held_phase, KV_STAGES)
                 keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, grads))
                 into = ((origin + keys.to(gl.int64) * rate) * (H // group) + kv)[:, None] * D + columns[None, :]
@@ -375,7 +354,7 @@ def _consume(
             if tile < query_tiles:
                 if SPARSE:
                     row = grid_of(lists, unit, g, sizes) + tile // (BLOCK_N // BLOCK_M)
-                    additions = gl.load(lists[4] + row + 1) - gl.load(lists[4] + row)
+                    additions = gl.load(lists.key_first + row + 1) - gl.load(lists.key_first + row)
                 else:
                     additions = additions_to(tile, key_tiles, CAUSAL, BLOCK_M)
                 while gl.atomic_add(pointer, 0, sem="acquire", scope="gpu") != epoch + additions:
@@ -393,69 +372,23 @@ def _consume(
                 synchronize_threads()
             # The scratch may be used for the next unit: its turns count from here. The last unit leaves zeros, as it
             # found them, for the next branch.
-            following = gl.where(unit + teams < units, epoch + TURNS_A_UNIT, 0)
+            following = gl.where(unit + sizes.teams < sizes.units, epoch + TURNS_A_UNIT, 0)
             gl.atomic_xchg(pointer, following, sem="release", scope="gpu")
         epoch += TURNS_A_UNIT
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.
-_UNSPECIALIZED = (
-    "N", "H", "W", "rate", "heads", "first_head", "rows", "slots_per_row", "units", "teams", "team_size", "lag",
-    "group", "turns_at", "rows_per_batch_row",
-)  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+@gluon.jit(do_not_specialize=(*Sizes._fields, "turns_at", "rows_per_batch_row"))
 def backward_kernel(
-    q_desc,
-    q_tail,
-    do_desc,
-    do_tail,
-    k_desc,
-    k_tail,
-    v_desc,
-    v_tail,
-    scratch_desc,
-    Lse,
-    Delta,
-    Dq,
-    Dk,
-    Dv,
-    Scratch,
-    offsets,
-    Grids,
-    First,
-    Queries,
-    QueryTurns,
-    KeyFirst,
-    N,
-    H,
-    W,
-    rate,
-    heads,
-    first_head,
-    rows,
-    slots_per_row,
-    units,
-    teams,
-    team_size,
-    lag,
-    group,
-    turns_at,
-    rows_per_batch_row,
-    scale,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    CONTINUES: gl.constexpr,
-    SPARSE: gl.constexpr,
-):
-    """`heads` and `first_head` count key/value heads; `rows` is a segment's most rows, rounded up to whole tiles.
-
-    `Grids` to `KeyFirst` and `rows_per_batch_row` are a block layout's lists, and not read without one.
-    """
+    q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail, scratch_desc,
+    Lse, Delta, Dq, Dk, Dv, Scratch, offsets,
+    Grids, First, Queries, QueryTurns, KeyFirst,
+    N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group,
+    turns_at, rows_per_batch_row, scale,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
+    """`Grids` to `KeyFirst` and `rows_per_batch_row` are a block layout's lists, and not read without one."""
     Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
@@ -467,33 +400,35 @@ def backward_kernel(
     dq_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M, BLOCK_D], scratch_desc.layout)
     lse_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     delta_smem = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    copied = (
+    signals = _Signals(
         barriers(2, 2),  # q is there: its copy, and lse and delta
         barriers(2, 1),
         barriers(2, 2),
         barriers(KV_STAGES, 1),
         barriers(KV_STAGES, 2),
+        barriers(2, 2),
+        barriers(2, 2),
+        barriers(2, 2),
+        barriers(2, 1),
     )
-    shared = (barriers(2, 2), barriers(2, 2))
-    given = (barriers(2, 2), barriers(2, 1))
     fence_async_shared()
-    descs = (q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail)
-    inputs = (q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
-    sizes = (N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group)
+    sources = Rows(q_desc, q_tail), Rows(do_desc, do_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
+    inputs = _Inputs(q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
+    sizes = Sizes(N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group)
+    lists = Lists(offsets, offsets, offsets, offsets, offsets, N)
     if SPARSE:
-        lists = (Grids, First, Queries, QueryTurns, KeyFirst, rows_per_batch_row)
-    else:
-        lists = (offsets, offsets, offsets, offsets, offsets, N)
+        lists = Lists(Grids, First, Queries, QueryTurns, KeyFirst, rows_per_batch_row)
     # A tuple of constants would not stay constant, so the lists are written out.
     gl.warp_specialize(
         [
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, lists,
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lists,
                         sizes, scale, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, SPARSE)),
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, copied, shared, given, offsets, lists,
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lists,
                         sizes, scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, SPARSE)),
-            (_produce, (descs, inputs, copied, Lse, Delta, offsets, lists, sizes, BLOCK_M, KV_STAGES, CAUSAL, SPARSE)),
-            (_write, (scratch_desc, Turns, dq_smem, given, offsets, lists, sizes, 0, BLOCK_M, CAUSAL, SPARSE)),
-            (_write, (scratch_desc, Turns, dq_smem, given, offsets, lists, sizes, 1, BLOCK_M, CAUSAL, SPARSE)),
+            (_produce, (sources, inputs, signals, Lse, Delta, offsets, lists, sizes,
+                        BLOCK_M, KV_STAGES, CAUSAL, SPARSE)),
+            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, lists, sizes, 0, BLOCK_M, CAUSAL, SPARSE)),
+            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, lists, sizes, 1, BLOCK_M, CAUSAL, SPARSE)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -9,6 +9,8 @@ So no copy leaves the tensor, and rows past the end read as 0.
 
 # mypy: ignore-errors
 
+from typing import Any, NamedTuple
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,19 +22,26 @@ LN_2 = gl.constexpr(0.6931471805599453)
 synchronize_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.7
 
 
+class Rows(NamedTuple):
+    """A tensor's two descriptors."""
+
+    desc: Any
+    tail: Any
+
+
 @gluon.jit
-def copy_rows(desc, tail, b, token, row, head, N, rate, barrier, smem, ROWS: gl.constexpr):
+def copy_rows(source, b, token, row, head, N, rate, barrier, smem, ROWS: gl.constexpr):
     """Start copying rows `[row, row + ROWS)` of the grid that begins at `token`."""
     c = token % rate
     t = token // rate + row
     if t + ROWS <= N // rate:
-        tma.async_copy_global_to_shared(desc, [b, c, head, t, 0], barrier, smem)
+        tma.async_copy_global_to_shared(source.desc, [b, c, head, t, 0], barrier, smem)
     else:
         rest = N % rate
         wraps = c < rest
         c = gl.where(wraps, c - rest + rate, c - rest)
         t = gl.where(wraps, t - 1, t)
-        tma.async_copy_global_to_shared(tail, [b, c, head, t, 0], barrier, smem)
+        tma.async_copy_global_to_shared(source.tail, [b, c, head, t, 0], barrier, smem)
 
 
 @gluon.jit

@@ -12,6 +12,8 @@ see `triton.block_sparse`. Again only its last one may need a mask.
 
 # mypy: ignore-errors
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,11 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dilated_attention_pytorch.kernels.triton.hopper.common import (
     LN_2,
     LOG2_E,
+    Rows,
     advance,
     barriers,
     copy_rows,
 )
 from dilated_attention_pytorch.kernels.triton.hopper.works import (
+    Place,
+    Sizes,
     next_work,
     offset_of,
     place_of,
@@ -36,6 +41,27 @@ from dilated_attention_pytorch.kernels.triton.hopper.works import (
     tile_of,
     work_at,
 )
+
+
+class _Lists(NamedTuple):
+    """What a block layout keeps: see `triton.block_sparse`."""
+
+    grids: Any
+    first: Any  # where each query tile's list of key tiles starts
+    keys: Any
+    rows_per_batch_row: Any
+
+
+class _Signals(NamedTuple):
+    """Barriers between the producer and the consumers, for every stage; and the consumers' turns."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    turns: Any
 
 
 @gluon.jit
@@ -50,80 +76,66 @@ def _key_tiles(tile, count, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N
 @gluon.jit
 def _listed(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
     """A query tile's list of key tiles: where it starts, and how many it has; none where there is no such tile."""
-    Grids, First, _, rows_per_batch_row = lists
-    _, H, _, _, _, _, _, _, _, _, _ = sizes
-    _, segment, _, _ = work
-    b, head, _, count = place
-    there = tile * BLOCK_M < count
-    row = gl.load(Grids + segment * H + head) + b * rows_per_batch_row + tile
-    start = gl.load(First + row, mask=there, other=0)
-    return start, gl.load(First + row + 1, mask=there, other=0) - start
+    there = tile * BLOCK_M < place.count
+    row = gl.load(lists.grids + work.segment * sizes.H + place.head) + place.b * lists.rows_per_batch_row + tile
+    start = gl.load(lists.first + row, mask=there, other=0)
+    return start, gl.load(lists.first + row + 1, mask=there, other=0) - start
 
 
 @gluon.jit
 def _ends(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
     """How many key tiles a query tile has in its list, and the last of them."""
     start, steps = _listed(lists, work, tile, place, sizes, BLOCK_M)
-    return steps, gl.load(lists[2] + start + steps - 1, mask=steps > 0, other=0)
+    return steps, gl.load(lists.keys + start + steps - 1, mask=steps > 0, other=0)
 
 
 @gluon.jit
 def _produce(
-    descs,
-    staged,
-    signals,
-    offsets,
-    lists,
-    sizes,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    SPARSE: gl.constexpr,
-):
-    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail = descs
+    sources, staged, signals, offsets, lists, sizes,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
+    q_rows, k_rows, v_rows = sources
     q_smem, k_smem, v_smem = staged
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = signals
-    N, _, _, rate, _, _, _, _, batch, programs, group = sizes
+    N, rate = sizes.N, sizes.rate
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     done = 0
     stage = 0
     phase = 1
     rows = segment_rows(sizes)
-    step_work = work_at(programs, sizes, CAUSAL)
+    step_work = work_at(sizes.programs, sizes, CAUSAL)
     work = work_at(gl.program_id(0), sizes, CAUSAL)
     second = gl.to_tensor(0)
-    while work[0] < batch:
+    while work.b < sizes.batch:
         place = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
         b, head, token, count = place
         tile = tile_of(work, second, sizes, CAUSAL)
         if tile * BLOCK_M < count:
-            kv = head // group
-            mbarrier.wait(q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
-            signal = q_full.index(done & 1)
-            mbarrier.expect(signal, q_desc.block_type.nbytes * CONSUMERS)
+            kv = head // sizes.group
+            mbarrier.wait(signals.q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
+            signal = signals.q_full.index(done & 1)
+            mbarrier.expect(signal, q_rows.desc.block_type.nbytes * CONSUMERS)
             for i in gl.static_range(CONSUMERS):
                 row = tile * BLOCK_M + i * 64
                 q = q_smem.index((done & 1) * CONSUMERS + i)
-                copy_rows(q_desc, q_tail, b, token, row, head, N, rate, signal, q, 64)
+                copy_rows(q_rows, b, token, row, head, N, rate, signal, q, 64)
             done += 1
             if SPARSE:
                 start, steps = _listed(lists, work, tile, place, sizes, BLOCK_M)
-                following = gl.load(lists[2] + start + steps - 1)
+                following = gl.load(lists.keys + start + steps - 1)
             else:
                 steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
             for step in range(steps):
                 if SPARSE:  # read a step early
                     row = following * BLOCK_N
-                    following = gl.load(lists[2] + start + gl.maximum(steps - 2 - step, 0))
+                    following = gl.load(lists.keys + start + gl.maximum(steps - 2 - step, 0))
                 else:
                     row = (steps - 1 - step) * BLOCK_N
-                mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                copy_rows(k_desc, k_tail, b, token, row, kv, N, rate, k_full.index(stage), k_smem.index(stage), BLOCK_N)
-                mbarrier.wait(v_empty.index(stage), phase)
-                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                copy_rows(v_desc, v_tail, b, token, row, kv, N, rate, v_full.index(stage), v_smem.index(stage), BLOCK_N)
+                mbarrier.wait(signals.k_empty.index(stage), phase)
+                mbarrier.expect(signals.k_full.index(stage), k_rows.desc.block_type.nbytes)
+                copy_rows(k_rows, b, token, row, kv, N, rate, signals.k_full.index(stage), k_smem.index(stage), BLOCK_N)
+                mbarrier.wait(signals.v_empty.index(stage), phase)
+                mbarrier.expect(signals.v_full.index(stage), v_rows.desc.block_type.nbytes)
+                copy_rows(v_rows, b, token, row, kv, N, rate, signals.v_full.index(stage), v_smem.index(stage), BLOCK_N)
                 stage, phase = advance(stage, phase, STAGES)
         work, second = next_work(work, second, step_work, sizes, CAUSAL)
 
@@ -149,16 +161,15 @@ def _with_rows(
     CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """The first of a program's tiles, from this one on, that has rows, and where that is; no rows after all."""
-    _, _, _, _, _, _, _, _, batch, _, _ = sizes
     b, head, token, count = place
     steps, last = ends
-    while (work[0] < batch) & (tile * BLOCK_M >= count):
+    while (work.b < sizes.batch) & (tile * BLOCK_M >= count):
         work, second = next_work(work, second, step_work, sizes, CAUSAL)
         tile = tile_of(work, second, sizes, CAUSAL)
         b, head, token, count = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
         if SPARSE:
-            steps, last = _ends(lists, work, tile, (b, head, token, count), sizes, BLOCK_M)
-    return work, second, tile, (b, head, token, count), (steps, last)
+            steps, last = _ends(lists, work, tile, Place(b, head, token, count), sizes, BLOCK_M)
+    return work, second, tile, Place(b, head, token, count), (steps, last)
 
 
 @gluon.jit
@@ -172,40 +183,29 @@ def _own_tiles(first_row, count, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _await_tiles(
-    tile,
-    count,
-    done,
-    issued,
-    stage,
-    phase,
-    signals,
-    WHICH: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    ORDERED: gl.constexpr,
+    tile, count, done, issued, stage, phase, signals,
+    WHICH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ORDERED: gl.constexpr,
     CAUSAL: gl.constexpr,
-):
+):  # fmt: skip
     """Wait for a query tile and its last key tile; key tiles that only later rows of it see are let go unread.
 
     Letting go takes turns like any step, so that the turn must be waited for again.
     """
-    q_full, _, k_full, k_empty, v_full, v_empty, turns = signals
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     if CAUSAL and CONSUMERS > 2:  # the rows of two are as long as a key tile, and see the same ones
         mine = _own_tiles(tile * BLOCK_M + WHICH * 64, count, BLOCK_N, CAUSAL)
         for _ in range(_key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N) - mine):
-            _await_turn(turns, issued, WHICH, ORDERED)
-            issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
-            mbarrier.wait(k_full.index(stage), phase)
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            mbarrier.wait(v_full.index(stage), phase)
-            mbarrier.arrive(v_empty.index(stage), count=1)
+            _await_turn(signals.turns, issued, WHICH, ORDERED)
+            issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
+            mbarrier.wait(signals.k_full.index(stage), phase)
+            mbarrier.arrive(signals.k_empty.index(stage), count=1)
+            mbarrier.wait(signals.v_full.index(stage), phase)
+            mbarrier.arrive(signals.v_empty.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
-        _await_turn(turns, issued, WHICH, ORDERED)
+        _await_turn(signals.turns, issued, WHICH, ORDERED)
     if count > 0:
-        mbarrier.wait(q_full.index(done & 1), done >> 1 & 1)
-        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(signals.q_full.index(done & 1), done >> 1 & 1)
+        mbarrier.wait(signals.k_full.index(stage), phase)
     return issued, stage, phase
 
 
@@ -249,28 +249,12 @@ def _before(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.conste
 
 @gluon.jit
 def _consume(
-    Out,
-    Lse,
-    staged,
-    signals,
-    offsets,
-    lists,
-    sizes,
-    qk_scale,
-    WHICH: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    ORDERED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    CONTINUES: gl.constexpr,
-    SPARSE: gl.constexpr,
-):
+    Out, Lse, staged, signals, offsets, lists, sizes, qk_scale,
+    WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
     q_smem, k_smem, v_smem = staged
-    _q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
-    N, H, _, rate, _, _, _, _, _, programs, _ = sizes
+    N, H, rate = sizes.N, sizes.H, sizes.rate
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     dtype: gl.constexpr = q_smem.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -283,7 +267,7 @@ def _consume(
     stage = 0
     phase = 0
     rows = segment_rows(sizes)
-    step_work = work_at(programs, sizes, CAUSAL)
+    step_work = work_at(sizes.programs, sizes, CAUSAL)
     work = work_at(gl.program_id(0), sizes, CAUSAL)
     second = gl.to_tensor(0)
     tile = tile_of(work, second, sizes, CAUSAL)
@@ -300,15 +284,15 @@ def _consume(
     )
     first_q = q_smem.index(WHICH).reshape([64, BLOCK_D])
     first_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
-    _await_turn(turns, issued, WHICH, ORDERED)
+    _await_turn(signals.turns, issued, WHICH, ORDERED)
     s = warpgroup_mma(first_q, first_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
+    issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
     first_row = tile * BLOCK_M + WHICH * 64
     if CONTINUES:
         before_lse, before = _before(Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory)
     s = warpgroup_mma_wait(0, deps=[s])
     while count > 0:
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.arrive(signals.k_empty.index(stage), count=1)
         # Where the next tile is: asked for early, because the answer takes long.
         work, second = next_work(work, second, step_work, sizes, CAUSAL)
         offset = offset_of(work, offsets, sizes)
@@ -344,28 +328,28 @@ def _consume(
             v_stage = stage
             v_phase = phase
             stage, phase = advance(stage, phase, STAGES)
-            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.wait(signals.k_full.index(stage), phase)
             k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
-            _await_turn(turns, issued, WHICH, ORDERED)
+            _await_turn(signals.turns, issued, WHICH, ORDERED)
             s_later = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(v_stage), v_phase)
+            mbarrier.wait(signals.v_full.index(v_stage), v_phase)
             v = v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D])
             acc_later = warpgroup_mma(p, v, acc, is_async=True)
-            issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
+            issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
             s = warpgroup_mma_wait(1, deps=[s_later])
-            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(signals.k_empty.index(stage), count=1)
             p32, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
             acc = warpgroup_mma_wait(0, deps=[acc_later])
-            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            mbarrier.arrive(signals.v_empty.index(v_stage), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
             p = gl.convert_layout(p32.to(dtype), weights)
-        mbarrier.arrive(q_empty.index(done & 1), count=1)
+        mbarrier.arrive(signals.q_empty.index(done & 1), count=1)
         done += 1
         # The last product of this tile and the first of the next go in one turn, and this tile is stored meanwhile.
         v_stage = stage
-        mbarrier.wait(v_full.index(v_stage), phase)
+        mbarrier.wait(signals.v_full.index(v_stage), phase)
         stage, phase = advance(stage, phase, STAGES)
-        _await_turn(turns, issued, WHICH, ORDERED)
+        _await_turn(signals.turns, issued, WHICH, ORDERED)
         acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
         place = place_of(work, offset, rows, sizes)
         work, second, tile, place, ends = _with_rows(
@@ -379,14 +363,14 @@ def _consume(
         next_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
         # Without a next tile this is the product of what lies there; nobody looks at it.
         next_s = warpgroup_mma(next_q, next_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        issued = _pass_turn(turns, issued, WHICH, CONSUMERS, ORDERED)
+        issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
         next_first_row = tile * BLOCK_M + WHICH * 64
         if CONTINUES:
             before_lse, before = _before(
                 Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
             )
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        mbarrier.arrive(signals.v_empty.index(v_stage), count=1)
         out = acc * gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, output))[:, None]
         lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
             Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
@@ -397,65 +381,21 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[next_s])
 
 
-@gluon.jit(
-    do_not_specialize=(
-        "N",
-        "H",
-        "W",
-        "rate",
-        "heads",
-        "first_head",
-        "tiles",
-        "slots_per_row",
-        "batch",
-        "programs",
-        "group",
-        "rows_per_batch_row",
-    )
-)
+# Numbers that vary from call to call: specialising on them would compile anew.
+@gluon.jit(do_not_specialize=(*Sizes._fields, "rows_per_batch_row"))
 def forward_kernel(
-    q_desc,
-    q_tail,
-    k_desc,
-    k_tail,
-    v_desc,
-    v_tail,
-    Out,
-    Lse,
-    offsets,
-    Grids,
-    First,
-    Kept,
-    N,
-    H,
-    W,
-    rate,
-    heads,
-    first_head,
-    tiles,
-    slots_per_row,
-    batch,
-    programs,
-    group,
-    rows_per_batch_row,
-    qk_scale,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    ORDERED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    CONTINUES: gl.constexpr,
-    SPARSE: gl.constexpr,
-):
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, Out, Lse, offsets,
+    Grids, First, Kept,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, rows_per_batch_row, qk_scale,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    REGISTERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
     """`Grids`, `First`, `Kept` and `rows_per_batch_row` list the keys of a block layout, and are unread without one."""
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    signals = (
+    signals = _Signals(
         barriers(2, 1),
         barriers(2, CONSUMERS),
         barriers(STAGES, 1),
@@ -465,10 +405,12 @@ def forward_kernel(
         barriers(CONSUMERS, 1),
     )
     fence_async_shared()
-    sizes = (N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group)
+    sizes = Sizes(N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group)
     staged = (q_smem, k_smem, v_smem)
-    descs = (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail)
-    lists = (Grids, First, Kept, rows_per_batch_row) if SPARSE else (offsets, offsets, offsets, N)
+    sources = Rows(q_desc, q_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
+    lists = _Lists(offsets, offsets, offsets, N)
+    if SPARSE:
+        lists = _Lists(Grids, First, Kept, rows_per_batch_row)
     # A tuple of constants would not stay constant, so the lists are written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -477,7 +419,8 @@ def forward_kernel(
                             STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
                 (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
                             STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
-                (_produce, (descs, staged, signals, offsets, lists, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
+                (_produce, (sources, staged, signals, offsets, lists, sizes,
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
             ],
             [4, 4],
             [REGISTERS, 24],
@@ -491,7 +434,8 @@ def forward_kernel(
                             STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
                 (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N,
                             STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
-                (_produce, (descs, staged, signals, offsets, lists, sizes, BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
+                (_produce, (sources, staged, signals, offsets, lists, sizes,
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 32],

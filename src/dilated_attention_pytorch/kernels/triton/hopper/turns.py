@@ -1,10 +1,11 @@
 """Where and in which order a team works in backward: who takes which key tile, which query tiles it meets, and when.
 
-See `backward` for what teams and turns are. `lists` are a block layout's: grids, where the lists of queries start, the
-queries, their turns, where the lists of keys start, and the rows between batch rows.
+See `backward` for what teams and turns are.
 """
 
 # mypy: ignore-errors
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,16 +13,45 @@ from triton.experimental.gluon import language as gl
 BLOCK_N = gl.constexpr(128)  # rows of a key tile
 
 
+class Sizes(NamedTuple):
+    """What the functions of the backward kernel share. Heads are key/value heads, each of `group` query heads."""
+
+    N: Any
+    H: Any  # query heads
+    W: Any
+    rate: Any
+    heads: Any  # on this branch, from first_head on
+    first_head: Any
+    rows: Any  # of the longest segment, rounded up to whole tiles
+    slots_per_row: Any
+    units: Any  # (segment, head) pairs
+    teams: Any
+    team_size: Any
+    lag: Any
+    group: Any
+
+
+class Lists(NamedTuple):
+    """What a block layout keeps: see `triton.block_sparse`."""
+
+    grids: Any
+    first: Any  # where each key tile's list of query tiles starts
+    queries: Any
+    turns: Any  # of each entry of `queries`: how many key tiles add to it before
+    key_first: Any  # where each query tile's list of key tiles starts
+    rows_per_batch_row: Any
+
+
 @gluon.jit
-def locate(unit, heads, first_head, slots_per_row, N, W, rate, offsets):
+def locate(unit, sizes, offsets):
     """`(batch row, head, first token, rows)` of the unit-th (segment, key/value head)."""
-    slot = unit // heads
-    head = first_head + unit % heads
+    slot = unit // sizes.heads
+    head = sizes.first_head + unit % sizes.heads
     offset = gl.load(offsets + head)
-    start = slot % slots_per_row * W
-    length = gl.minimum(W, N - start)
-    count = gl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    return slot // slots_per_row, head, start + offset, count
+    start = slot % sizes.slots_per_row * sizes.W
+    length = gl.minimum(sizes.W, sizes.N - start)
+    count = gl.where(offset < 0, 0, (length - offset + sizes.rate - 1) // sizes.rate)
+    return slot // sizes.slots_per_row, head, start + offset, count
 
 
 @gluon.jit
@@ -44,9 +74,9 @@ def first_query_tile(key_tile, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def first_step(first, query_tiles, member, team_size, lag, group):
+def first_step(first, query_tiles, member, sizes):
     """Where a member enters the ring of the group's query tiles: `(head within the group, query tile)`."""
-    start = member * stride(query_tiles, team_size, lag, group)
+    start = member * stride(query_tiles, sizes)
     return start // query_tiles, gl.maximum(start % query_tiles, first)
 
 
@@ -59,8 +89,8 @@ def next_query_tile(g, tile, first, query_tiles, group):
 
 
 @gluon.jit
-def stride(query_tiles, team_size, lag, group):
-    return gl.maximum(1, gl.minimum(lag, group * query_tiles // team_size))
+def stride(query_tiles, sizes):
+    return gl.maximum(1, gl.minimum(sizes.lag, sizes.group * query_tiles // sizes.team_size))
 
 
 @gluon.jit
@@ -72,9 +102,7 @@ def additions_to(tile, key_tiles, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def turn_of(
-    g, tile, round, member, key_tiles, query_tiles, team_size, lag, group, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr
-):
+def turn_of(g, tile, round, member, key_tiles, query_tiles, sizes, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
     """How many additions to a query tile come before this member's of this round.
 
     All of the rounds before; and of this round those by the members that enter the ring between here and the tile:
@@ -82,13 +110,14 @@ def turn_of(
     Under causality only some members of a round have a key tile that the query tile sees: `here` of them, the first
     ones or, in odd rounds, the last.
     """
+    team_size = sizes.team_size
     additions = additions_to(tile, key_tiles, CAUSAL, BLOCK_M)
     before = gl.minimum(round * team_size, additions)
     here = gl.minimum(gl.maximum(additions - round * team_size, 0), team_size)
     odd = round % 2 == 1
     low = gl.where(odd, team_size - here, 0)  # the members that add are [low, high)
     high = gl.where(odd, team_size, here)
-    near = gl.minimum((g * query_tiles + tile) // stride(query_tiles, team_size, lag, group), team_size - 1)
+    near = gl.minimum((g * query_tiles + tile) // stride(query_tiles, sizes), team_size - 1)
     ahead = gl.maximum(gl.minimum(near + 1, high) - gl.maximum(member + 1, low), 0)  # members in (member, near]
     at_front = gl.maximum(gl.minimum(near + 1, high) - low, 0)  # in [0, near]
     at_back = gl.maximum(high - gl.maximum(member + 1, low), 0)  # in (member, last]
@@ -98,10 +127,10 @@ def turn_of(
 @gluon.jit
 def grid_of(lists, unit, g, sizes):
     """The first row, in a layout's lists, of the grid of a unit's segment and its g-th query head."""
-    _, H, _, _, heads, first_head, _, slots_per_row, _, _, _, _, group = sizes
-    slot = unit // heads
-    head = (first_head + unit % heads) * group + g
-    return gl.load(lists[0] + slot % slots_per_row * H + head) + slot // slots_per_row * lists[5]
+    slot = unit // sizes.heads
+    head = (sizes.first_head + unit % sizes.heads) * sizes.group + g
+    grid = gl.load(lists.grids + slot % sizes.slots_per_row * sizes.H + head)
+    return grid + slot // sizes.slots_per_row * lists.rows_per_batch_row
 
 
 @gluon.jit
@@ -109,11 +138,11 @@ def listed(lists, grid, key_tile, query_tiles, BLOCK_M: gl.constexpr):
     """Where the list of the rows that keep a key tile starts, and how many query tiles of BLOCK_M rows it comes to."""
     PIECES: gl.constexpr = BLOCK_N // BLOCK_M
     row = grid + key_tile
-    start = gl.load(lists[1] + row)
-    end = gl.load(lists[1] + row + 1)
+    start = gl.load(lists.first + row)
+    end = gl.load(lists.first + row + 1)
     # The last query tile of a segment may have fewer pieces, and can only end a list.
     ragged = query_tiles % PIECES != 0
-    last = gl.load(lists[2] + end - 1, mask=ragged & (end > start), other=-1)
+    last = gl.load(lists.queries + end - 1, mask=ragged & (end > start), other=-1)
     return start, (end - start) * PIECES - gl.maximum((last + 1) * PIECES - query_tiles, 0)
 
 
@@ -121,7 +150,7 @@ def listed(lists, grid, key_tile, query_tiles, BLOCK_M: gl.constexpr):
 def total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M: gl.constexpr):
     """How many query tiles a key tile meets over all heads of the group, `left` of them of the first."""
     total = left
-    for g in range(1, sizes[12]):
+    for g in range(1, sizes.group):
         _, steps = listed(lists, grid_of(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
         total += steps
     return total
@@ -136,5 +165,5 @@ def next_listed(lists, unit, g, start, at, left, key_tile, query_tiles, sizes, B
         at = 0
         start, left = listed(lists, grid_of(lists, unit, g, sizes), key_tile, query_tiles, BLOCK_M)
     entry = start + at // PIECES
-    tile = gl.load(lists[2] + entry) * PIECES + at % PIECES
+    tile = gl.load(lists.queries + entry) * PIECES + at % PIECES
     return g, start, at + 1, left - 1, entry, tile
