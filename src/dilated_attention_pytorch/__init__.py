@@ -155,26 +155,17 @@ __all__ = [
     "update_attention_config",
 ]
 
-# Training loads engines of PyTorch that take seconds: these names are found when they are asked for.
-_OF_TRAINING = {
-    "DynamicBatcher": "batching",
-    "enable_fp8_training": "recipes",
-    "enable_structured_sparsity": "recipes",
-    "gradient_accumulation_training": "recipes",
-    "hierarchical_training_schedule": "recipes",
-    "optimize_large_model": "recipes",
-    "optimize_medium_model": "recipes",
-    "optimize_small_model": "recipes",
-    "train_hierarchically": "recipes",
-    "train_stage": "recipes",
-    "update_attention_config": "stages",
-}
+# Training loads engines of PyTorch that take seconds: its names are found when they are asked for.
+_TRAINING = ("batching", "stages", "recipes")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_TRAINING:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.train.{_OF_TRAINING[name]}"), name)
+    if name in __all__:
+        for module in _TRAINING:
+            found = vars(importlib.import_module(f"{__name__}.train.{module}"))
+            if name in found:
+                return found[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 publish(sys.modules[__name__])

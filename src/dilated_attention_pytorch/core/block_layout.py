@@ -203,8 +203,7 @@ def layout_for(
         counts = torch.cat([count for _, count in chosen])
         first = torch.cat([torch.full((size,), starts[size]) for size in sizes])
         grids = torch.tensor([[starts.get(size, 0) for size in row] for row in tiles.tolist()])
-        compressed = _compress(kept, counts, first, int(counts.sum()), config)
-        branches.append(_branch_layout(device, grids, 0, compressed))
+        branches.append(_compressed(grids, 0, first, kept, counts, int(counts.sum()), config, device))
     return BlockLayout(config.block_size, tuple(branches))
 
 
@@ -215,7 +214,8 @@ def tiles_by_position(config: SparsePatternConfig, tiles: int, branch: int, is_c
         choose_tiles(config, preference(config, tiles, rows, branch), rows, size, is_causal)
         for rows in torch.arange(tiles).split(max(1, _TILES_AT_ONCE // tiles))
     ]
-    return torch.cat([kept for kept, _ in chosen]), torch.cat([counts for _, counts in chosen])
+    kept, counts = map(torch.cat, zip(*chosen))
+    return kept, counts
 
 
 def _tiles(branch: Branch, offsets: tuple[int | None, ...], tokens: int, block_size: int) -> Tensor:
@@ -229,31 +229,26 @@ def _tiles(branch: Branch, offsets: tuple[int | None, ...], tokens: int, block_s
     return torch.tensor([row(w)] * full + ([row(tail)] if tail else []))
 
 
-def _compress(
-    kept: Tensor, counts: Tensor, first: Tensor, entries: int, config: SparsePatternConfig
-) -> tuple[Tensor, ...]:
-    """The tiles `(rows, K)` that rows keep, of grids whose first rows are `first`, compressed to CSR and CSC."""
+def _compressed(
+    grids: Tensor, rows_per_batch_row: int, first: Tensor, kept: Tensor, counts: Tensor, entries: int,
+    config: SparsePatternConfig, device: torch.device,
+) -> BranchLayout:  # fmt: skip
+    """The kept tiles `(rows, K)`, `entries` in all, as CSR and CSC; `first` is the first row of each row's grid."""
     if entries >= 1 << 31:
         raise ValueError(
             f"{entries:,} kept tiles are more than 32-bit pointers count: "
             f"take a block_size above {config.block_size} or a smaller sparsity_ratio than {config.sparsity_ratio}"
         )
-    rows = torch.arange(counts.shape[0], device=counts.device)
+    every = torch.arange(counts.shape[0] + 1, device=counts.device)
     key_first = F.pad(counts.cumsum(0), (1, 0))
-    row = rows.repeat_interleave(counts, output_size=entries)  # of each entry
+    row = every[:-1].repeat_interleave(counts, output_size=entries)  # of each entry
     place = torch.arange(entries, device=counts.device) - key_first[row]
     keys = kept[row, place]
     column, order = (first[row] + keys).sort(stable=True)
-    queries = (row - first[row])[order]
-    every = torch.arange(counts.shape[0] + 1, device=counts.device)
-    return key_first, keys, torch.searchsorted(column, every), queries, (counts[row] - 1 - place)[order]
-
-
-def _branch_layout(
-    device: torch.device, grids: Tensor, rows_per_batch_row: int, compressed: tuple[Tensor, ...]
-) -> BranchLayout:
-    grids, *lists = (x.to(device, torch.int32) for x in (grids, *compressed))
-    return BranchLayout(grids, rows_per_batch_row, *lists)
+    queries, turns = (row - first[row])[order], (counts[row] - 1 - place)[order]
+    lists = (grids, key_first, keys, torch.searchsorted(column, every), queries, turns)
+    grids, *rest = (x.to(device, torch.int32) for x in lists)
+    return BranchLayout(grids, rows_per_batch_row, *rest)
 
 
 def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor, key: Tensor) -> BlockLayout:
@@ -278,22 +273,16 @@ def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor,
             kept[:, :, heads], counts[:, :, heads] = tiles_by_content(
                 call, config, query[:, :, heads], key[:, :, heads], branch, offset, T
             )
-        first = torch.arange(B * S * H, device=device) * T
+        starts = torch.arange(B * S * H, device=device) * T
+        grids, first = starts[: S * H].view(S, H), starts.repeat_interleave(T)
         entries = B * group * _kept_tiles(tiles, config, call.is_causal)
-        compressed = _compress(kept.flatten(0, 4), counts.flatten(), first.repeat_interleave(T), entries, config)
-        grids = first[: S * H].view(S, H)
-        branches.append(_branch_layout(device, grids, S * H * T, compressed))
+        found = kept.flatten(0, 4), counts.flatten()
+        branches.append(_compressed(grids, S * H * T, first, *found, entries, config, device))
     return BlockLayout(config.block_size, tuple(branches))
 
 
 def tiles_by_content(
-    call: Call,
-    config: SparsePatternConfig,
-    query: Tensor,
-    key: Tensor,
-    branch: Branch,
-    offset: int,
-    most: int,
+    call: Call, config: SparsePatternConfig, query: Tensor, key: Tensor, branch: Branch, offset: int, most: int
 ) -> tuple[Tensor, Tensor]:
     """The kept key tiles of every segment's grid, `(B, S, heads, group, most, K)`, and how many each row keeps.
 
@@ -301,21 +290,12 @@ def tiles_by_content(
     """
     pooled_q = _pooled(query, branch, offset, config.block_size, most, first_row=call.is_causal)
     pooled_k = _pooled(key, branch, offset, config.block_size, most)
-    rows = _rows_on_grid(branch, offset, query.shape[1], query.device)
-    tiles = -(-rows // config.block_size).view(1, -1, 1, 1, 1, 1)
-    return _highest(call, config, pooled_q, pooled_k, tiles)
-
-
-def _highest(
-    call: Call, config: SparsePatternConfig, pooled_q: Tensor, pooled_k: Tensor, tiles: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The kept tiles, `(B, S, heads, group, T, K)`, and how many each row keeps, by products of `(..., T, D)`."""
+    rows_on_grid = _rows_on_grid(branch, offset, query.shape[1], query.device)
+    tiles = -(-rows_on_grid // config.block_size).view(1, -1, 1, 1, 1, 1)
     B, S, heads, group, T, D = pooled_q.shape
-    rows = torch.arange(T, device=pooled_q.device)
-    chosen = []
+    rows, chosen = torch.arange(T, device=query.device), []
     at_once = max(1, _TILES_AT_ONCE // (B * heads * group * T * T))
-    for s in range(0, S, at_once):
-        few = slice(s, s + at_once)
+    for few in (slice(s, s + at_once) for s in range(0, S, at_once)):
         scores = pooled_q[:, few] @ pooled_k[:, few].transpose(-1, -2) * call.softmax_scale(D)
         ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
         kept, counts = choose_tiles(config, ranks, rows, tiles[:, few], call.is_causal)

@@ -57,7 +57,7 @@ def check_flag(name: str, value: Any) -> bool:
     TypeError: is_causal must be True or False, got 'no'
     """
     if not isinstance(value, bool):
-        raise _wrong_kind(name, "True or False", value)
+        raise _refused(TypeError, name, "True or False", value)
     return value
 
 
@@ -77,11 +77,11 @@ def check_whole(name: str, value: Any, *, least: float | None = None, most: floa
         except TypeError:
             whole = None
         if whole is None:
-            raise _wrong_kind(name, f"a whole number{_range(least, most)}", value)
+            raise _refused(TypeError, name, f"a whole number{_range(least, most)}", value)
     if least is not None and whole < least:
-        raise _out_of_range(name, f"a whole number{_range(least, most)}", whole)
+        raise _refused(ValueError, name, f"a whole number{_range(least, most)}", whole)
     if most is not None and whole > most:
-        raise _out_of_range(name, f"a whole number of at most {most}", whole)
+        raise _refused(ValueError, name, f"a whole number of at most {most}", whole)
     return whole
 
 
@@ -100,7 +100,7 @@ def check_number(
             value = float(value)  # of NumPy's types
     rule = f"a finite number{_range(least, most, above, below)}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _wrong_kind(name, rule, value)
+        raise _refused(TypeError, name, rule, value)
     inside = (
         (-_MOST_FLOAT <= value <= _MOST_FLOAT or (most is not None and value == most))
         and (least is None or value >= least)
@@ -109,7 +109,7 @@ def check_number(
         and (most is None or value <= most)
     )
     if not inside:
-        raise _out_of_range(name, rule, value)
+        raise _refused(ValueError, name, rule, value)
     # PyTorch takes no whole number beyond 64 bits.
     return value if isinstance(value, float) or -(2**63) <= value < 2**63 else float(value)
 
@@ -145,7 +145,7 @@ def check_tensor(name: str, value: Any) -> Tensor:
     TypeError: query must be a tensor, got a list
     """
     if not isinstance(value, Tensor):
-        raise _wrong_kind(name, "a tensor", value)
+        raise _refused(TypeError, name, "a tensor", value)
     if value.is_nested:
         raise TypeError(
             f"{name} must be a dense tensor, got a nested one: pack its rows into a single row of the batch "
@@ -158,7 +158,7 @@ def check_tensor(name: str, value: Any) -> Tensor:
 
 def check_instance(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
-        raise _wrong_kind(name, _with_article("torch.nn.Module" if kind is nn.Module else kind.__name__), value)
+        raise _refused(TypeError, name, _with_article("torch.nn.Module" if kind is nn.Module else kind.__name__), value)
     return value
 
 
@@ -171,7 +171,7 @@ def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence
     """
     scalar = isinstance(value, Tensor) and not value.dim()
     if isinstance(value, (str, bytes, Mapping)) or scalar or not isinstance(value, Collection):
-        raise _wrong_kind(name, "a sequence such as a list or a tuple", value)
+        raise _refused(TypeError, name, "a sequence such as a list or a tuple", value)
     if each is None:
         return value  # type: ignore[return-value]
     checked_entries = [each(f"{name}[{i}]", one) for i, one in enumerate(value)]
@@ -180,7 +180,7 @@ def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence
 
 def _check_iterable(name: str, value: Any) -> Any:
     if not isinstance(value, Iterable) or (isinstance(value, Tensor) and not value.dim()):
-        raise _wrong_kind(name, "something to iterate over", value)
+        raise _refused(TypeError, name, "something to iterate over", value)
     return value
 
 
@@ -188,7 +188,7 @@ def _check_hashable(name: str, value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise _wrong_kind(name, "hashable, such as a string or a tuple", value) from None
+        raise _refused(TypeError, name, "hashable, such as a string or a tuple", value) from None
     return value
 
 
@@ -200,9 +200,9 @@ def check_dtype(name: str, value: Any) -> torch.dtype:
     ValueError: dtype must be a dtype of floating-point numbers, got torch.int8
     """
     if not isinstance(value, torch.dtype):
-        raise _wrong_kind(name, "a dtype of floating-point numbers", value)
+        raise _refused(TypeError, name, "a dtype of floating-point numbers", value)
     if not value.is_floating_point:
-        raise _out_of_range(name, "a dtype of floating-point numbers", value)
+        raise _refused(ValueError, name, "a dtype of floating-point numbers", value)
     return value
 
 
@@ -214,11 +214,11 @@ def check_device(name: str, value: Any) -> torch.device:
     """
     rule = "a device of PyTorch such as 'cpu' or 'cuda:0'"
     if not isinstance(value, (str, torch.device)):
-        raise _wrong_kind(name, rule, value)
+        raise _refused(TypeError, name, rule, value)
     try:
         return torch.device(value)
     except RuntimeError:
-        raise _out_of_range(name, rule, value) from None
+        raise _refused(ValueError, name, rule, value) from None
 
 
 def checked(
@@ -333,41 +333,34 @@ def _check_for(kind: Any, limits: Mapping[str, float] = types.MappingProxyType({
 
 
 def _check_for_union(parts: tuple[Any, ...], limits: Mapping[str, float]) -> Check | None:
-    rest = [part for part in parts if part is not types.NoneType]
-    if {*rest} >= {torch.device, str}:
-        check: Check | None = check_device
-    elif len(rest) == 1:
-        check = _check_for(rest[0], limits)
-    else:
-        check = _check_for_any([(part, _check_for(part, limits)) for part in rest])
-    if check is None or len(rest) == len(parts):
-        return check
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _check_for_any(kinds: list[tuple[Any, Check | None]]) -> Check | None:
-    """A check that passes if one of several does; the first one that knows the value's kind decides."""
-    # Sequences last: a tensor is one too, but means itself where both are allowed.
-    tried = sorted(
-        ((kind, check) for kind, check in kinds if check is not None), key=lambda one: get_origin(one[0]) is Sequence
-    )
-    if len(tried) < len(kinds):
+    kinds = [part for part in parts if part is not types.NoneType]
+    checks = [check_device] if {*kinds} >= {torch.device, str} else [_check_for(kind, limits) for kind in kinds]
+    if None in checks:
         return None
-    words = " or ".join(_words(kind) for kind, _ in kinds)
+    check: Any = checks[0] if len(checks) == 1 else _check_for_any(dict(zip(kinds, checks)))
+    return check if len(kinds) == len(parts) else lambda name, value: None if value is None else check(name, value)
+
+
+def _check_for_any(checks: dict[Any, Any]) -> Check:
+    """A check that passes if one of several does; the first one that knows the value's kind decides."""
+    words = " or ".join(map(_words, checks))
+    origins: dict[Any, Any] = {kind: get_origin(kind) for kind in checks}
+    # Sequences last: a tensor is one too, but means itself where both are allowed.
+    tried = sorted(checks, key=lambda kind: origins[kind] is Sequence)
 
     def check(name: str, value: Any) -> Any:
         error: type[Exception] = TypeError
-        for kind, one in tried:
+        for kind in tried:
             try:
-                return one(name, value)
+                return checks[kind](name, value)
             except TypeError:
-                if get_origin(kind) is Sequence and isinstance(value, (list, tuple)):  # an entry is wrong
+                if origins[kind] is Sequence and isinstance(value, (list, tuple)):  # an entry is wrong
                     raise
             except ValueError:
-                if get_origin(kind) is not Literal:
+                if origins[kind] is not Literal:
                     raise
                 error = ValueError
-        raise error(f"{name} must be {words}, got {shown(value)}")
+        raise _refused(error, name, words, value)
 
     return check
 
@@ -399,12 +392,8 @@ def _range(least: float | None, most: float | None, above: float | None = None, 
     return " " + " and ".join(stated) if stated else ""
 
 
-def _wrong_kind(name: str, rule: str, value: Any) -> TypeError:
-    return TypeError(f"{name} must be {rule}, got {shown(value)}")
-
-
-def _out_of_range(name: str, rule: str, value: Any) -> ValueError:
-    return ValueError(f"{name} must be {rule}, got {shown(value)}")
+def _refused(error: type[Exception], name: str, rule: str, value: Any) -> Exception:
+    return error(f"{name} must be {rule}, got {shown(value)}")
 
 
 def install_extra(extra: str) -> str:
