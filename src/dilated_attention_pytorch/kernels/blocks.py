@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.call import Grads, Partial
+from dilated_attention_pytorch.core.call import Call, Grads, Partial
+from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.kernels import vendor
 from dilated_attention_pytorch.kernels.tiles import TileChunk
@@ -33,6 +34,38 @@ _ROWS_AT_ONCE = 256
 Keep = Callable[[slice, Tensor, Tensor], Tensor]
 """`keep(segments, rows, keys)`: the factor of dropout, 0 or 1 / (1 - p); rows and keys are numbers of grid rows that
 broadcast to `(S, H, ..., rows, keys)`."""
+
+
+def keep_by_position(
+    seed: Tensor,
+    call: Call,
+    branch: int,
+    *,
+    batch_rows: Tensor,
+    heads: Tensor,
+    queries: Callable[[slice, Tensor], Tensor],
+    keys: Callable[[slice, Tensor], Tensor],
+    dtype: torch.dtype,
+) -> Keep:
+    """Dropout of `(S,)` segments of batch rows and `(H,)` query heads of the call.
+
+    `queries(segments, numbers)` and `keys(segments, numbers)` give the positions of numbered grid rows.
+    """
+
+    def keep(segments: slice, i: Tensor, j: Tensor) -> Tensor:
+        ones = (1,) * (i.dim() - 2)
+        kept = keep_mask(
+            seed,
+            call.dropout_p,
+            rows=batch_rows[segments].view(-1, 1, *ones),
+            heads=(heads + call.head_offset).view(-1, *ones),
+            branch=branch,
+            queries=queries(segments, i),
+            keys=keys(segments, j),
+        )
+        return kept.to(dtype) / (1.0 - call.dropout_p)
+
+    return keep
 
 
 class Block(NamedTuple):

@@ -13,7 +13,6 @@ from torch import Tensor
 from dilated_attention_pytorch.core.block_layout import BlockLayout
 from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
-from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.modes import tf32
 from dilated_attention_pytorch.core.pool import Take
@@ -153,24 +152,21 @@ def _block(part: Part, group: int, call: Call, inputs: Inputs, q: Tensor) -> Blo
 
 def _keep(part: Part, call: Call, seed: Tensor, query_heads: Tensor, dtype: torch.dtype) -> Keep:
     origins = part.origins(seed.device) + call.first_position
-    batch_rows = part.batch_rows(seed.device)
-    heads = query_heads + call.head_offset
 
-    def keep(segments: slice, rows: Tensor, keys: Tensor) -> Tensor:
-        ones = (1,) * (rows.dim() - 2)
-        origin = origins[segments].view(-1, len(heads), *ones)
-        kept = keep_mask(
-            seed,
-            call.dropout_p,
-            rows=batch_rows[segments].view(-1, 1, *ones),
-            heads=heads.view(-1, *ones),
-            branch=part.branch,
-            queries=origin + rows * part.dilation_rate,
-            keys=origin + keys * part.dilation_rate,
-        )
-        return kept.to(dtype) / (1.0 - call.dropout_p)
+    def positions(segments: slice, numbers: Tensor) -> Tensor:
+        ones = (1,) * (numbers.dim() - 2)
+        return origins[segments].view(-1, len(query_heads), *ones) + numbers * part.dilation_rate
 
-    return keep
+    return blocks.keep_by_position(
+        seed,
+        call,
+        part.branch,
+        batch_rows=part.batch_rows(seed.device),
+        heads=query_heads,
+        queries=positions,
+        keys=positions,
+        dtype=dtype,
+    )
 
 
 def _tiling(part: Part, call: Call, layout: BlockLayout, rows: int, query_heads: Tensor) -> Tiling:

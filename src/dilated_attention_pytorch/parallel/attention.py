@@ -7,7 +7,7 @@ came. Backward does the same against the merged out and lse. Whatever the scheme
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_for, layout_of
+from dilated_attention_pytorch.core.block_layout import layout_for
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.call import Call, Inputs, Saved
+from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
-from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.modes import refuse_tangents, tf32
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
-from dilated_attention_pytorch.core.pool import Take
+from dilated_attention_pytorch.core.pool import Loans
 from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.replay import replayed
 from dilated_attention_pytorch.core.resources import Resources
@@ -37,8 +36,6 @@ from dilated_attention_pytorch.functional import (
     refuse_lengths_of_tiles,
 )
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.kernels.engine import lse_dtype
-from dilated_attention_pytorch.parallel.all_to_all import AllToAll
 from dilated_attention_pytorch.parallel.costs import (
     MEMORY_BUDGET,
     Scheme,
@@ -46,20 +43,16 @@ from dilated_attention_pytorch.parallel.costs import (
     check_scheme,
     choose_scheme,
 )
-from dilated_attention_pytorch.parallel.exchange import BackwardPass, Exchange, Pass
-from dilated_attention_pytorch.parallel.gather import Gather
+from dilated_attention_pytorch.parallel.exchange import AllToAll, Exchange, Gather, SparseGather
 from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
-from dilated_attention_pytorch.parallel.ring import Ring
+from dilated_attention_pytorch.parallel.passes import BackwardPass, LocalCall, Pass
 from dilated_attention_pytorch.parallel.sharding import Document, Shards, TokenLayout, local_calls
-from dilated_attention_pytorch.parallel.sparse import SparseGather
 from dilated_attention_pytorch.parallel.wire import wires_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-_EXCHANGES: dict[str, type[Exchange]] = {"gather": Gather, "ring": Ring, "all_to_all": AllToAll, "sparse": SparseGather}
 
 
 def sharded_dilated_attention(
@@ -233,25 +226,6 @@ class Kind(NamedTuple):
     memory_budget: int
 
 
-class LocalCall(NamedTuple):
-    """A call that a rank computes alone, on some of its tokens; with a layout if positions choose the kept tiles."""
-
-    at: range
-    call: Call
-    spans: Tensor | None
-    layout: BlockLayout | None
-
-    def of(self, x: Tensor) -> Tensor:
-        """Its tokens of `(B, L, ...)`."""
-        return x if len(self.at) == x.shape[1] else x[:, self.at.start : self.at.stop]
-
-    def inputs(self, x: Pass) -> Inputs:
-        q, k, v = map(self.of, (x.q, x.k, x.v))
-        sparse = self.call.sparse
-        by_content = sparse is not None and sparse.depends_on_content
-        return Inputs(q, k, v, self.spans, x.seed, layout_of(self.call, q, k) if by_content else self.layout)
-
-
 class ShardPlan(NamedTuple):
     """One rank's part of a kind of call: what it computes alone, longest first, and what it exchanges."""
 
@@ -274,17 +248,19 @@ def _plan(ranks: RankGroup, kind: Kind) -> ShardPlan:
     exchanges: list[Exchange] = []
     elsewhere = set()
     for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, kind.itemsize):
-        if call.sparse is None:
-            scheme = choose_scheme(kind.scheme, wire, segments, kind.memory_budget)
-        else:
-            scheme = "sparse"
+        kept = call.sparse is not None
+        if kept:
+            scheme = "gather"
             refusal = ("a block layout", "leave sparse_config out")
             check_gathered(kind.scheme, wire, segments, kind.memory_budget, *refusal)
-        if scheme in ("all_to_all", "sparse"):
+        else:
+            scheme = choose_scheme(kind.scheme, wire, segments, kind.memory_budget)
+        if kept or scheme == "all_to_all":  # its exchange computes all pairs of shared segments
             elsewhere.add(index)
         mine = [(number, segment) for number, segment in enumerate(segments) if segment.chunks_of(ranks.rank)]
         if mine:
-            exchanges.append(_EXCHANGES[scheme](call, index, wire, mine, ranks))
+            made: type[Exchange] = SparseGather if kept else AllToAll if scheme == "all_to_all" else Gather
+            exchanges.append(made(scheme, call, index, wire, mine, ranks))
     table = call.offsets(heads, kv_heads)
     found = [
         (chunk, local)
@@ -319,13 +295,8 @@ class _Sharded(torch.autograd.Function):
         resources: Resources,
         ranks: RankGroup,
         agreed: Agreed,
-    ) -> tuple[Tensor, Tensor]:
-        def compute() -> tuple[Tensor, Tensor]:
-            with resources.message_buffers() as take:
-                return _forward(plan, Pass(query, key, value, seed, resources, take))
-
-        with _waited_for(ranks, plan):
-            out, lse = replayed(compute)
+    ) -> tuple[Tensor, ...]:
+        out, lse = replayed(_run, plan, ranks, resources, lambda take: Pass(query, key, value, seed, resources, take))
         ctx.save_for_backward(query, key, value, out, lse, seed)
         ctx.rest = plan, resources, ranks, agreed
         ctx.set_materialize_grads(False)
@@ -336,84 +307,34 @@ class _Sharded(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        do = torch.zeros_like(out) if grad_out is None else grad_out
         plan, resources, ranks, agreed = ctx.rest
         ranks.begin(agreed, "backward")
-        with _waited_for(ranks, plan), resources.message_buffers() as take:
-            inputs = (query, key, value, seed, resources, take, out, lse, grad_out, grad_lse)
-            grads = _backward(plan, BackwardPass(*inputs))
-        return (*grads, None, None, None, None, None)
+
+        def backward(take: Loans) -> Pass:
+            return BackwardPass(query, key, value, seed, resources, take, out, lse, do, grad_lse)
+
+        return (*_run(plan, ranks, resources, backward), None, None, None, None, None)
 
 
-def _waited_for(ranks: RankGroup, plan: ShardPlan) -> AbstractContextManager[None]:
-    """Tell the other ranks of an error if they wait for this rank's rows."""
-    return ranks.agreement.told() if plan.exchanges else nullcontext()
-
-
-def _forward(plan: ShardPlan, x: Pass) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a rank's rows; neither is lent."""
-
-    def run(local: LocalCall) -> tuple[Tensor, ...]:
-        return op.partial(local.call, local.inputs(x), x.resources)
-
-    def nothing() -> tuple[Tensor, ...]:
-        out = _sums(x.q, x.take)
-        return out, out.new_full(x.q.shape[:3], -torch.inf)
-
-    begun = [exchange.begin(x) for exchange in plan.exchanges]
-    out, lse = _over_calls(plan, x, run, nothing, lambda total, found: merge_(*total, *found))
-    with op.no_autocast(x.q.device.type), tf32(plan.allow_tf32, x.q.device):
-        for exchange, pending in zip(plan.exchanges, begun):
-            exchange.end_forward(pending, x, out, lse)
-    return out.to(x.q.dtype), lse
-
-
-def _backward(plan: ShardPlan, x: BackwardPass) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of a rank's rows; none is lent."""
-
-    def run(local: LocalCall) -> tuple[Tensor, ...]:
-        through_lse = None if x.through_lse is None else local.of(x.through_lse)
-        saved = Saved(local.inputs(x), local.of(x.out), local.of(x.lse))
-        return op.gradients(local.call, saved, local.of(x.do), through_lse, x.resources)
-
-    def nothing() -> tuple[Tensor, ...]:
-        return tuple(_sums(y, x.take) for y in (x.q, x.k, x.v))
-
-    def add(totals: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-        for total, grad in zip(totals, found):
-            total += grad
-
-    begun = [exchange.begin(x) for exchange in plan.exchanges]
-    dq, dk, dv = _over_calls(plan, x, run, nothing, add)
-    with op.no_autocast(x.q.device.type), tf32(plan.allow_tf32, x.q.device):
-        for exchange, pending in zip(plan.exchanges, begun):
-            exchange.end_backward(pending, x, (dq, dk, dv))
-    return dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype)
-
-
-def _over_calls(
-    plan: ShardPlan,
-    x: Pass,
-    run: Callable[[LocalCall], tuple[Tensor, ...]],
-    nothing: Callable[[], tuple[Tensor, ...]],
-    add: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
-) -> tuple[Tensor, ...]:
-    """The sum of what a rank computes alone; the first result is the sum so far if it has all of the rank's rows."""
-    total = None
-    for local in plan.calls:
-        found = run(local)
-        if total is None and len(local.at) == x.q.shape[1]:
-            total = found
-        else:
-            total = nothing() if total is None else total
-            add([local.of(y) for y in total], found)
-        del found  # before the next call makes as many
-    return nothing() if total is None else total
-
-
-def _sums(x: Tensor, take: Take) -> Tensor:
-    """Zeros to add into: lent where the result has another dtype, otherwise the result itself."""
-    dtype = lse_dtype(x.dtype)
-    if x.dtype == dtype:
-        return torch.zeros(x.shape, dtype=dtype, device=x.device)
-    return take(x.shape, dtype=dtype, device=x.device).zero_()
+def _run(plan: ShardPlan, ranks: RankGroup, resources: Resources, begin: Callable[[Loans], Pass]) -> tuple[Tensor, ...]:
+    """A pass of a call: `(out, lse)` or `(dq, dk, dv)` of a rank's rows."""
+    # Other ranks must hear of an error if they wait for this rank's rows.
+    waited_for = ranks.agreement.told() if plan.exchanges else nullcontext()
+    with waited_for, resources.message_buffers() as take:
+        x = begin(take)
+        begun = [exchange.begin(x) for exchange in plan.exchanges]
+        totals: Sequence[Tensor] | None = None
+        for local in plan.calls:
+            found = x.alone(local)
+            if totals is None and len(local.at) == x.q.shape[1]:
+                totals = found  # of all the rank's rows
+            else:
+                totals = x.nothing() if totals is None else totals
+                x.fold([local.of(y) for y in totals], found)
+            del found  # before the next call makes as many
+        totals = x.nothing() if totals is None else totals
+        with op.no_autocast(x.q.device.type), tf32(plan.allow_tf32, x.q.device):
+            for exchange, pending in zip(plan.exchanges, begun):
+                exchange.end(pending, x, totals)
+        return x.finished(totals)

@@ -1,25 +1,83 @@
-"""What a shared segment costs on the wire and in memory under each scheme, exactly, and the rule that chooses one.
+"""Schemes: which rows of a shared segment travel to which rank, what that costs exactly, and the rule that chooses one.
 
-With `u` the bytes of one rank's grid rows of K, and R ranks, a rank receives forward `2(R - 1)u` by gather and by ring,
-and `4u(R - 1)/R` and the rows' lse by all-to-all. Under causality earlier ranks need nothing of later ones, and gather
-and ring leave that out. Gradients and lse travel in the dtype they are summed in.
+- gather: in a single round, each rank sends its rows of K and V to every rank that sees them. `2(R - 1)u` bytes
+  arrive, with `u` the bytes of one rank's rows of K and R the number of ranks.
+- ring: the same rows go from rank to rank. In round t a rank has the rows of the rank t places before it. Bytes are
+  those of gather; memory is one block in use and one on its way, for any number of ranks. Under causality a block only
+  goes forward, to the segment's last rank.
+- all-to-all: each rank sends its rows of Q, K and V to the ranks that compute their heads, and gets its rows of out
+  and lse back: `4u(R - 1)/R` bytes and the lse arrive. The ranks must divide the key/value heads.
+
+Backward, the rows travel again rather than being kept, and their gradients return to their owners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from dilated_attention_pytorch.core.checks import NOT_NEGATIVE, check_choice, check_whole, checked
-from dilated_attention_pytorch.parallel.gather import Round, gather_rounds
-from dilated_attention_pytorch.parallel.ring import ring_rounds
 from dilated_attention_pytorch.parallel.sharding import SharedSegment, check_token_layout
-from dilated_attention_pytorch.parallel.wire import Traffic, Wire
+from dilated_attention_pytorch.parallel.wire import Rows, Traffic, Wire
 
 Scheme = Literal["auto", "gather", "ring", "all_to_all"]
 SCHEMES: tuple[str, ...] = get_args(Scheme)
 # What the gathered rows of one branch may take on a rank before they go round a ring instead.
 MEMORY_BUDGET = 2 << 30
+
+Messages = list[tuple[Rows, int]]
+"""Rows, and the rank that they go to or come from."""
+
+
+class Round(NamedTuple):
+    """Messages of one rank that are under way together.
+
+    Results of the rows that it receives go to their owners; those of its own rows return from where they were computed.
+    """
+
+    sends: Messages
+    receives: Messages
+    returns: Messages
+
+
+def _gather(wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
+    causal = wire.is_causal
+    sends = [(Rows(chunk), to) for chunk in segment.chunks_of(rank) for to in segment.viewers(chunk, causal)]
+    receives = [(Rows(chunk), segment.shards.rank_of(chunk)) for chunk in segment.fetched_by(rank, causal)]
+    return [Round(sends, receives, returns=sends)]
+
+
+def _ring(wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
+    ranks, size, causal = segment.ranks, len(segment.ranks), wire.is_causal
+    at = ranks.index(rank)
+    before, after = ranks[at - 1], ranks[(at + 1) % size]
+    rounds = []
+    for hop in range(1, size):
+        # Under causality nothing passes from the last rank to the first.
+        sends = [(Rows(ranks[at - hop + 1]), after)] if not causal or hop - 1 <= at < size - 1 else []
+        receives = [(Rows(ranks[at - hop]), before)] if not causal or hop <= at else []
+        returns = [(Rows(rank), ranks[(at + hop) % size])] if not causal or at + hop < size else []
+        rounds.append(Round(sends, receives, returns))
+    return rounds
+
+
+def _all_to_all(wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
+    others = [other for other in segment.ranks if other != rank]
+    sends = [(Rows(rank, wire.head_share(segment, other)), other) for other in others]
+    receives = [(Rows(other, wire.head_share(segment, rank)), other) for other in others]
+    return [Round(sends, receives, returns=sends)]
+
+
+_SCHEMES: dict[str, Callable[[Wire, SharedSegment, int], list[Round]]] = {
+    "gather": _gather,
+    "ring": _ring,
+    "all_to_all": _all_to_all,
+}
+
+
+def rounds_of(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
+    """The rounds of a rank that holds part of a shared segment. Only gather takes a rank with several chunks."""
+    return _SCHEMES[scheme](wire, segment, rank)
 
 
 @checked()
@@ -29,16 +87,12 @@ def branch_traffic(
     """The bytes that a rank sends and receives for one branch."""
     check_choice("scheme", scheme, SCHEMES[1:])
     check_whole("rank", rank, least=0, most=wire.shards.size - 1)
+    out, back = _bytes_per_row(scheme, wire, backward)
     traffic = Traffic(0, 0)
-    for segment in _shared_by(wire, segments, rank):
-        if scheme == "all_to_all":
-            traffic += _all_to_all(wire, segment, rank, backward)
-            continue
+    for segment in segments:
         for one in _rounds(scheme, wire, segment, rank):
-            sent, received, returned = (_bytes(wire, segment, chunks) for chunks in one)
-            traffic += Traffic(sent, received)
-            if backward:  # the rows come again, and their gradients go back
-                traffic += Traffic(_summed(wire, received), _summed(wire, returned))
+            sent, received, returned = (_count(wire, segment, messages) for messages in one)
+            traffic += Traffic(sent * out + received * back, received * out + returned * back)
     return traffic
 
 
@@ -46,8 +100,21 @@ def message_bytes(
     scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int, *, backward: bool = False
 ) -> int:
     """The memory that message buffers of one branch take at once on a rank, forward or backward."""
-    held = _all_to_all_buffers if scheme == "all_to_all" else _buffers_of_rounds
-    return sum(held(scheme, wire, segment, rank, backward) for segment in _shared_by(wire, segments, rank))
+    out, back = _bytes_per_row(scheme, wire, backward)
+    total = 0
+    for segment in segments:
+        most = returning = 0  # returning: results of the round before, on their way
+        rounds = _rounds(scheme, wire, segment, rank)
+        received = [_count(wire, segment, one.receives) for one in rounds]
+        for number, (one, came) in enumerate(zip(rounds, received)):
+            if number == 0:  # the rank's own rows leave, in one buffer for all ranks that they go to
+                most = (sum(wire.count(segment, rows) for rows in {rows for rows, _ in one.sends}) + came) * out
+            beside = (came + sum(received[number + 1 : number + 2])) * out  # what came, and what is coming
+            found, returns = came * back, _count(wire, segment, one.returns) * back
+            most = max(most, beside + found + max(returning, returns))
+            returning = found + returns
+        total += most
+    return total
 
 
 def gathered_bytes(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> int:
@@ -55,65 +122,25 @@ def gathered_bytes(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> 
     return branch_traffic("gather", wire, segments, rank).received
 
 
-def _shared_by(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> list[SharedSegment]:
-    return [segment for segment in segments if segment.chunks_of(rank)]
-
-
 def _rounds(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
-    plan = {"gather": gather_rounds, "ring": ring_rounds}[scheme]
-    return plan(segment, rank, wire.is_causal)
+    return rounds_of(scheme, wire, segment, rank) if segment.chunks_of(rank) else []
 
 
-def _bytes(wire: Wire, segment: SharedSegment, messages: Sequence[tuple[int, int]]) -> int:
-    """The bytes of K and V in some messages."""
-    return sum(2 * wire.bytes_of(segment, chunk) for chunk, _ in messages)
+def _count(wire: Wire, segment: SharedSegment, messages: Messages) -> int:
+    return sum(wire.count(segment, rows) for rows, _ in messages)
 
 
-def _summed(wire: Wire, size: int) -> int:
-    """The bytes of the gradients of so many bytes of rows."""
-    return size // wire.itemsize * wire.sum_itemsize
+def _bytes_per_row(scheme: str, wire: Wire, backward: bool) -> tuple[int, int]:
+    """Bytes per (row, key/value head) that travel to where they are needed, and bytes of the results that return.
 
-
-def _buffers_of_rounds(scheme: str, wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:
-    rounds = _rounds(scheme, wire, segment, rank)
-    held = sum(2 * wire.bytes_of(segment, chunk) for chunk in {chunk for chunk, _ in rounds[0].sends})
-    received = [_bytes(wire, segment, one.receives) for one in rounds]
-    most = held + received[0]
-    returning = 0  # gradients of the round before, on their way
-    for number, (one, came) in enumerate(zip(rounds, received)):
-        beside = came + sum(received[number + 1 : number + 2])  # what came, and what is coming
-        if backward:
-            found, back = _summed(wire, came), _summed(wire, _bytes(wire, segment, one.returns))
-            most = max(most, beside + found + max(returning, back))
-            returning = found + back
-        else:
-            most = max(most, beside)
-    return most
-
-
-def _all_to_all(wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> Traffic:
-    others = [j for j in segment.ranks if j != rank]
-    # (row, key/value head) pairs: mine that others compute, and theirs that I compute
-    out = sum(wire.rows(segment, rank, wire.head_share(segment, j)) for j in others)
-    back = sum(wire.rows(segment, j, wire.head_share(segment, rank)) for j in others)
-    there, again = _swapped(wire, backward)
-    return Traffic(out * there + back * again, back * there + out * again)
-
-
-def _swapped(wire: Wire, backward: bool) -> tuple[int, int]:
-    """Bytes per (row, key/value head) under all-to-all: to the rank that computes it, and back."""
-    heads, item, total = wire.groups, wire.itemsize * wire.head_dim, wire.sum_itemsize * wire.head_dim
-    if backward:  # q, k, v, do, lse and delta there; dq, dk, dv back
-        return 2 * (heads + 1) * item + 2 * heads * wire.sum_itemsize, (heads + 2) * total
-    return (heads + 2) * item, heads * (item + wire.sum_itemsize)  # q, k, v there; out and lse back
-
-
-def _all_to_all_buffers(scheme: str, wire: Wire, segment: SharedSegment, rank: int, backward: bool) -> int:
-    there, again = _swapped(wire, backward)
-    here = sum(wire.rows(segment, j, wire.head_share(segment, rank)) for j in segment.ranks)
-    away = wire.rows(segment, rank) - wire.rows(segment, rank, wire.head_share(segment, rank))
-    # Rows that leave beside those that come; then these beside their results, and one's own that come back.
-    return max((away + here) * there, here * (there + again) + away * again)
+    Gradients and lse travel in the dtype that they are summed in.
+    """
+    heads, row, summed_row = wire.groups, wire.itemsize * wire.head_dim, wire.sum_itemsize * wire.head_dim
+    if scheme != "all_to_all":  # k, v; dk, dv
+        return 2 * row, 2 * summed_row if backward else 0
+    if backward:  # q, k, v, do, lse, delta; dq, dk, dv
+        return 2 * (heads + 1) * row + 2 * heads * wire.sum_itemsize, (heads + 2) * summed_row
+    return (heads + 2) * row, heads * (row + wire.sum_itemsize)  # q, k, v; out, lse
 
 
 def why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | None:

@@ -1,134 +1,198 @@
-"""An exchange: one branch's shared segments under one scheme. And how rows attend to rows of other ranks."""
+"""Exchanges: one branch's shared segments under one scheme, whose rounds `rounds_of` plans.
+
+`begin` starts the messages; then the rank computes what it can alone; `end` waits for rows, computes with them, sends
+the results to the rows' owners, and folds what returns. Forward, gather and ring have no results that return.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.call import Call
-from dilated_attention_pytorch.core.dropout import keep_mask
-from dilated_attention_pytorch.core.merge import merge_
-from dilated_attention_pytorch.core.pool import Loans
-from dilated_attention_pytorch.core.resources import Resources
-from dilated_attention_pytorch.kernels import blocks
-from dilated_attention_pytorch.kernels.blocks import Block, Keep
+from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.block_layout import tiles_by_content, tiles_by_position
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
+from dilated_attention_pytorch.core.call import Call, Inputs, Saved
+from dilated_attention_pytorch.core.spec import Branch
+from dilated_attention_pytorch.kernels import op
+from dilated_attention_pytorch.kernels.blocks import Block, Keep, Tiling, keep_by_position
 from dilated_attention_pytorch.kernels.engine import lse_dtype
+from dilated_attention_pytorch.parallel.costs import Messages, Round, rounds_of
 from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
+from dilated_attention_pytorch.parallel.passes import BackwardPass, BlockOf, Pass
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
-from dilated_attention_pytorch.parallel.wire import GridRows, Wire
+from dilated_attention_pytorch.parallel.wire import GridRows, HeldRows, Rows, Wire
 
-BlockOf = Callable[[int], Block]
-"""What the rows of a query head see, by its number among the heads of its key/value head."""
-
-
-@dataclass
-class Pass:
-    """The forward pass of a call on a rank's shard: its inputs, and the lender of buffers for messages and sums."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    seed: Tensor | None
-    resources: Resources
-    take: Loans
-
-    name = "forward"
+Buffers = dict[Rows, Tensor]
+"""Packed rows."""
+Parts = dict[Rows, dict[int, list[Tensor]]]
+"""Rows of some tensors, by offset."""
+Found = tuple[int, dict[Rows, int], Sequence[Tensor]]
+"""Results for rows at an offset: the number of rows of each holder, in order, and the tensors."""
 
 
-@dataclass
-class BackwardPass(Pass):
-    """The backward pass, which has the merged out and lse, and the gradients of both."""
+class Share(NamedTuple):
+    """A shared segment as one rank sees it; its number is the same on all ranks."""
 
-    out: Tensor
-    lse: Tensor
-    do: Tensor
-    through_lse: Tensor | None
+    number: int
+    segment: SharedSegment
+    own: list[Rows]  # that the rank holds and computes with
+    rounds: list[Round]
+    held: dict[Rows, HeldRows]  # its own and all that it sends or receives
 
-    name = "backward"
+    def round(self, number: int) -> Round:
+        return self.rounds[number] if number < len(self.rounds) else Round([], [], [])
 
-    @cached_property
-    def delta(self) -> Tensor:
-        delta = (self.do.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(-1)
-        return delta if self.through_lse is None else delta - self.through_lse
+
+class Moving(NamedTuple):
+    """Messages under way: buffers that leave, and buffers that are filled, by segment."""
+
+    posted: Posted
+    sent: list[Buffers]
+    received: list[list[tuple[Rows, Tensor]]]
+
+    def settled(self, x: Pass) -> list[list[tuple[Rows, Tensor]]]:
+        """What has come, after all messages are through; it is forgotten here, and buffers of what left go back."""
+        self.posted.wait()
+        for buffers in self.sent:
+            x.take.give_back(*buffers.values())
+            buffers.clear()
+        received = [*self.received]
+        self.received.clear()
+        return received
 
 
 class Exchange:
-    """What one branch's shared segments need of other ranks: `begin` starts the messages, `end_` waits for them.
+    """What one branch's shared segments need of other ranks.
 
-    Between the two the rank computes what it can alone. A buffer goes back to `x.take` only after its messages have
-    arrived. `segments` are those that this rank shares, each with a number that is the same on all ranks.
+    A buffer goes back to `x.take` only after its messages have arrived. `segments` are those that this rank shares,
+    each with its number.
     """
 
     def __init__(
-        self, call: Call, index: int, wire: Wire, segments: Sequence[tuple[int, SharedSegment]], ranks: RankGroup
+        self,
+        scheme: str,
+        call: Call,
+        index: int,
+        wire: Wire,
+        segments: Sequence[tuple[int, SharedSegment]],
+        ranks: RankGroup,
     ) -> None:
-        self.call, self.index, self.wire, self.segments, self.ranks = call, index, wire, segments, ranks
+        self.call, self.index, self.wire, self.ranks = call, index, wire, ranks
         self.scale = call.softmax_scale(wire.head_dim)
         shards = wire.shards
         # The position of token 0 of the rank's tensors, if all of them were in this chunk.
         self.first = {
             chunk: shards.bounds(chunk)[0] - shards.held_at(chunk).start for chunk in shards.chunks_of(ranks.rank)
         }
+        self.shares = []
+        for number, segment in segments:
+            own, rounds = self.own_rows(segment), rounds_of(scheme, wire, segment, ranks.rank)
+            moved = (rows for one in rounds for messages in one for rows, _ in messages)
+            held = {rows: HeldRows(wire, segment, rows) for rows in (*own, *dict.fromkeys(moved))}
+            self.shares.append(Share(number, segment, own, rounds, held))
 
-    def tag(self, number: int, step: int) -> int:
-        """The tag of a message: different for all messages that may be under way from one rank to another."""
-        steps, branches = 2 * self.ranks.size, len(self.call.spec.branches)
-        return (number * steps + step) * branches + self.index
-
-    def post(self, sends: Iterable[Mail], receives: Iterable[Mail], x: Pass) -> Posted:
-        return self.ranks.post(sends, receives, (x.name, self.index), x.resources.profile)
-
-    def begin(self, x: Pass) -> Any:
+    def own_rows(self, segment: SharedSegment) -> list[Rows]:
+        """The rows that this rank holds and computes with."""
         raise NotImplementedError
 
-    def end_forward(self, begun: Any, x: Pass, out: Tensor, lse: Tensor) -> None:
-        """Merge what this rank's rows see of the segments into `out` and `lse`."""
+    def sent(self, x: Pass) -> tuple[Tensor, ...]:
+        """The tensors whose rows travel."""
         raise NotImplementedError
 
-    def end_backward(self, begun: Any, x: BackwardPass, grads: Sequence[Tensor]) -> None:
-        """Add to the gradients of the rank's q, k and v."""
+    def returned(self, x: Pass, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors like the results that return. These belong to the last of the totals."""
         raise NotImplementedError
 
-    def attend(
-        self, x: Pass, inputs: Sequence[Tensor], block: BlockOf, out: Tensor, lse: Tensor, lead: int = 0
-    ) -> None:
-        """Merge what query rows `(S, M, heads, groups, D)` see of keys `(S, M', heads, 1, D)` into their out and lse.
+    def compute(self, share: Share, came: Buffers, x: Pass, totals: Sequence[Tensor]) -> Iterator[Found]:
+        """Compute with the rows that came: fold results for query rows into the totals, or yield them for holders."""
+        raise NotImplementedError
 
-        `inputs` are q, k and v. A block counts `lead` rows before the first query row.
-        """
-        q, k, v = inputs
-        for g in range(self.wire.groups):
-            with x.resources.workspaces() as take:
-                rows = _after(lead, q[:, :, :, g])
-                found = blocks.partial(rows, k.squeeze(3), v.squeeze(3), block(g), take)
-                merge_(out[:, :, :, g], lse[:, :, :, g], *(y[:, lead:] for y in found))
+    def begin(self, x: Pass) -> Moving:
+        moves, sent = [], self.sent(x)
+        for share in self.shares:
+            leaving = dict.fromkeys(rows for rows, _ in share.round(0).sends)
+            packed = {rows: share.held[rows].pack(sent, self.first[rows.chunk], x.take) for rows in leaving}
+            moves.append((packed, share.round(0).sends, share.round(0).receives))
+        return self._move(moves, sent, x)
 
-    def gradients(
-        self, x: BackwardPass, inputs: Sequence[Tensor], block: BlockOf, dq: Tensor, lead: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Add to `dq` of query rows, and give dk and dv of the keys that they see, which `x.take` lends.
+    def end(self, begun: Moving, x: Pass, totals: Sequence[Tensor]) -> None:
+        """Fold what this rank's rows see of the segments, and what other ranks found for them, into the totals."""
+        like = self.returned(x, totals)
+        returning = None
+        for number, received in self._arrivals(begun, x):
+            moves = []
+            for share, came in zip(self.shares, received):
+                found = self._results(share, came, like, x, totals)
+                owners = [(rows, self.wire.shards.rank_of(rows.chunk)) for rows in found]
+                moves.append((found, owners, share.round(number).returns))
+            if like:
+                self._fold(returning, like, x, totals)
+                returning = self._move(moves, like, x)
+        self._fold(returning, like, x, totals)
 
-        `inputs` are q, k, v, do, delta, lse, and the merged out, if there is one.
-        """
-        q, k, v, do, delta, lse, *merged = inputs
-        dk, dv = (x.take(y.shape, dtype=lse.dtype, device=y.device).zero_() for y in (k, v))
-        for g in range(self.wire.groups):
-            of_group = [_after(lead, y[:, :, :, g]) for y in (do, q, delta, lse, *merged)]
-            do_rows, q_rows, delta_rows, lse_rows, *out_rows = of_group
-            out = out_rows[0] if out_rows and x.through_lse is None else None
-            with x.resources.workspaces() as take:
-                found = blocks.gradients(
-                    do_rows, q_rows, k.squeeze(3), v.squeeze(3), out, delta_rows, lse_rows, block(g), take
-                )
-                dq[:, :, :, g] += found.query[:, lead:]
-                dk.squeeze(3).add_(found.key)
-                dv.squeeze(3).add_(found.value)
-        return dk, dv
+    def _move(self, moves: list[tuple[Buffers, Messages, Messages]], like: Sequence[Tensor], x: Pass) -> Moving:
+        """Start messages, segment by segment: what leaves, where it goes, and what comes. They carry rows of `like`."""
+        sends, receives, received = [], [], []
+        for share, (packed, outgoing, incoming) in zip(self.shares, moves):
+            sends += [self._mail(share, rows, rank, packed[rows]) for rows, rank in outgoing]
+            coming = [(rows, share.held[rows].buffer(like, x.take)) for rows, _ in incoming]
+            receives += [self._mail(share, rows, rank, to) for (rows, rank), (_, to) in zip(incoming, coming)]
+            received.append(coming)
+        posted = self.ranks.post(sends, receives, (x.name, self.index), x.resources.profile)
+        return Moving(posted, [packed for packed, _, _ in moves], received)
+
+    def _mail(self, share: Share, rows: Rows, rank: int, buffer: Tensor) -> Mail:
+        """A message, whose tag differs from those of all others that may be under way between the same ranks."""
+        number = share.number * 2 * self.ranks.size + rows.chunk
+        return Mail(rank, buffer, number * len(self.call.spec.branches) + self.index)
+
+    def _arrivals(self, moving: Moving, x: Pass) -> Iterator[tuple[int, list[Buffers]]]:
+        """The rows that arrive in each round, by segment; those of the next round are under way."""
+        for number in range(max(len(share.rounds) for share in self.shares)):
+            received = [dict(came) for came in moving.settled(x)]
+            following = [share.round(number + 1) for share in self.shares]
+            moves = [(came, one.sends, one.receives) for came, one in zip(received, following)]
+            moving = self._move(moves, self.sent(x), x)
+            yield number, received
+        moving.settled(x)
+
+    def _results(
+        self, share: Share, came: Buffers, like: Sequence[Tensor], x: Pass, totals: Sequence[Tensor]
+    ) -> Buffers:
+        """The packed results for the rows that came; those for the rank's own rows are folded into the totals."""
+        packed = {rows: share.held[rows].buffer(like, x.take).zero_() for rows in came if like}
+        into = {rows: share.held[rows].unpack(buffer, like) for rows, buffer in packed.items()}
+        for offset, holders, found in self.compute(share, came, x, totals):
+            for rows, *parts in zip(holders, *(y.split([*holders.values()], 1) for y in found)):
+                if rows in into:
+                    for total, part in zip(into[rows][offset], parts):
+                        total += part
+                elif parts:
+                    x.fold(self._own(share, rows, offset, totals[-len(parts) :]), parts)
+        return packed
+
+    def _fold(self, returning: Moving | None, like: Sequence[Tensor], x: Pass, totals: Sequence[Tensor]) -> None:
+        """Fold the results that return for this rank's own rows into the last of the totals."""
+        for share, received in zip(self.shares, returning.settled(x) if returning else ()):
+            for rows, buffer in received:
+                for offset, parts in share.held[rows].unpack(buffer, like).items():
+                    x.fold(self._own(share, rows, offset, totals[-len(like) :]), parts)
+                x.take.give_back(buffer)
+
+    def _own(self, share: Share, rows: Rows, offset: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Some of this rank's own rows of its tensors."""
+        return [share.held[rows][offset].view(y, self.first[rows.chunk]) for y in tensors]
+
+    def parts(self, share: Share, came: Buffers, x: Pass) -> Parts:
+        """The rows that came, and the rank's own."""
+        like = self.sent(x)
+        found = {rows: share.held[rows].unpack(buffer, like) for rows, buffer in came.items()}
+        return found | {rows: share.held[rows].views(like, self.first[rows.chunk]) for rows in share.own}
 
     def dense(self, x: Pass, rows: GridRows, keys: Sequence[range], is_causal: bool = False) -> BlockOf:
         """Query rows that see keys at these positions: all of them, or under causality those that are not later."""
@@ -147,30 +211,181 @@ class Exchange:
         """
         if x.seed is None:
             return None
-        seed, call, dtype = x.seed, self.call, lse_dtype(x.q.dtype)
-        batch_rows = positions([rows.rows], seed.device)
-        heads = positions([rows.heads], seed.device) * self.wire.groups + group + call.head_offset
+        return keep_by_position(
+            x.seed,
+            self.call,
+            self.index,
+            batch_rows=positions([rows.rows], x.seed.device),
+            heads=positions([rows.heads], x.seed.device) * self.wire.groups + group,
+            queries=lambda _, numbers: queries(numbers),
+            keys=lambda _, numbers: keys(numbers),
+            dtype=lse_dtype(x.q.dtype),
+        )
 
-        def keep(segments: slice, i: Tensor, j: Tensor) -> Tensor:
-            ones = (1,) * (i.dim() - 2)
-            kept = keep_mask(
-                seed,
-                call.dropout_p,
-                rows=batch_rows[segments].view(-1, 1, *ones),
-                heads=heads.view(-1, *ones),
-                branch=self.index,
-                queries=queries(i),
-                keys=keys(j),
-            )
-            return kept.to(dtype) / (1.0 - call.dropout_p)
 
-        return keep
+class Gather(Exchange):
+    """Gather or ring: a rank's query rows attend to the keys and values that come.
+
+    A rank that holds several chunks of a segment attends from each of them, also to its own other chunks. Each chunk's
+    attention to itself is among the calls that the rank computes alone.
+    """
+
+    attends_to_itself = False
+
+    def own_rows(self, segment: SharedSegment) -> list[Rows]:
+        return [Rows(chunk) for chunk in segment.chunks_of(self.ranks.rank)]
+
+    def sent(self, x: Pass) -> tuple[Tensor, ...]:
+        return x.k, x.v
+
+    def returned(self, x: Pass, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        return totals[x.query_totals :]
+
+    def compute(self, share: Share, came: Buffers, x: Pass, totals: Sequence[Tensor]) -> Iterator[Found]:
+        parts = self.parts(share, came, x)
+        for own in share.own:
+            sees = share.segment.sources(own.chunk, self.wire.is_causal)
+            sees = sorted([*sees, own.chunk]) if self.attends_to_itself else sees
+            for offset in share.held[own]:
+                grids = {r: share.held[r][offset].grid for r in map(Rows, sees) if offset in parts.get(r, ())}
+                if not grids:
+                    continue
+                k, v, *rest = (joined(column) for column in zip(*(parts[holder][offset] for holder in grids)))
+                block, lead = self.block(x, share, own, offset, grids, k, *rest)
+                rows, mine = (self._own(share, own, offset, y) for y in (x.of_queries, totals[: x.query_totals]))
+                found = x.attend(rows, k, v, block, mine, lead)
+                yield offset, {holder: len(grid) for holder, grid in grids.items()}, found
+                x.take.give_back(*found)
+
+    def block(
+        self,
+        x: Pass,
+        share: Share,
+        own: Rows,
+        offset: int,
+        grids: dict[Rows, range],
+        k: Tensor,
+        q: Tensor | None = None,
+    ) -> tuple[BlockOf, int]:
+        """What a chunk's rows at an offset see of keys on these grids; and the rows of the block before the first."""
+        return self.dense(x, share.held[own][offset], [*grids.values()]), 0
+
+
+class SparseGather(Gather):
+    """Gather for kept tiles: a chunk's rows attend to the tiles that the whole segment's pattern keeps.
+
+    Tiles are numbered over the segment's grid rows, whichever rank holds them, so a tile may span two chunks. Where
+    content chooses the tiles, the queries travel too.
+    """
+
+    attends_to_itself = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self.call.sparse is not None
+        self.config: SparsePatternConfig = self.call.sparse
+        self.kept: dict[int, Tensor] = {}
+
+    def sent(self, x: Pass) -> tuple[Tensor, ...]:
+        return (x.k, x.v, x.q) if self.config.depends_on_content else (x.k, x.v)
+
+    def block(
+        self,
+        x: Pass,
+        share: Share,
+        own: Rows,
+        offset: int,
+        grids: dict[Rows, range],
+        k: Tensor,
+        q: Tensor | None = None,
+    ) -> tuple[BlockOf, int]:
+        rows, size, rate = share.held[own][offset], self.config.block_size, self.wire.branch.dilation_rate
+        grid = range(share.segment.start + offset, share.segment.stop, rate)
+        before = sum(len(held) for holder, held in grids.items() if holder.chunk < own.chunk)
+        first, last = before // size, tiles_of(before + len(rows.grid), size)
+        if q is None:
+            total = tiles_of(len(grid), size)
+            if total not in self.kept:
+                found, _ = tiles_by_position(self.config, total, self.index, self.call.is_causal)
+                self.kept[total] = torch.where(found < total, found, -1)[None, None]
+            tiles = [Tiling(self.kept[total][:, :, first:last].to(k.device), size, first)] * self.wire.groups
+        else:
+            most, whole = tiles_of(k.shape[1], size), Branch(k.shape[1], 1)  # one segment, with all rows on its grid
+            chosen, _ = tiles_by_content(self.call, self.config, q, k, whole, 0, most)
+            chosen = torch.where(chosen < most, chosen, -1)[:, 0, :, :, first:last]  # (S, heads, groups, T, K)
+            tiles = [Tiling(chosen[:, :, g], size, first) for g in range(self.wire.groups)]
+
+        def position(number: Tensor) -> Tensor:
+            return grid.start + number * rate
+
+        def block(group: int) -> Block:
+            keep = self.keep(x, rows, group, position, position)
+            return Block(self.scale, self.call.is_causal, keep, tiles[group])
+
+        return block, before % size
+
+
+class AllToAll(Exchange):
+    """Dilated all-to-all: a segment's ranks swap rows for heads, attend to all rows of their heads, and swap back.
+
+    Forward, q, k and v travel, and out and lse return. Backward, do, delta and lse travel too, and dq, dk, dv return.
+    """
+
+    def own_rows(self, segment: SharedSegment) -> list[Rows]:
+        rank = self.ranks.rank
+        return [Rows(rank, self.wire.head_share(segment, rank))]
+
+    def sent(self, x: Pass) -> tuple[Tensor, ...]:
+        return (x.q, x.k, x.v, x.do, x.delta, x.lse) if isinstance(x, BackwardPass) else (x.q, x.k, x.v)
+
+    def returned(self, x: Pass, totals: Sequence[Tensor]) -> Sequence[Tensor]:
+        return totals if isinstance(x, BackwardPass) else (x.q, totals[1])
+
+    def compute(self, share: Share, came: Buffers, x: Pass, totals: Sequence[Tensor]) -> Iterator[Found]:
+        """Dense attention among all rows of each grid."""
+        parts = self.parts(share, came, x)
+        for offset in sorted({offset for found in parts.values() for offset in found}):
+            held = {
+                rows: share.held[rows][offset]
+                for rows in sorted(parts, key=lambda rows: rows.chunk)
+                if offset in parts[rows]
+            }
+            (first, *_), (*_, last) = held.values(), held.values()
+            grid = replace(first, grid=range(first.grid.start, last.grid.stop, first.grid.step))
+            q, k, v, *rest = (torch.cat(column, 1) for column in zip(*(parts[rows][offset] for rows in held)))
+            if x.seed is None:
+                found = self._attend(x, q, k, v, *rest)
+            else:  # dropout depends on the positions
+                dtype = lse_dtype(q.dtype)
+                mine = [torch.zeros(q.shape, dtype=dtype, device=q.device)]
+                if not rest:
+                    mine.append(mine[0].new_full(q.shape[:-1], -torch.inf))
+                block = self.dense(x, grid, [grid.grid], self.call.is_causal)
+                found = (*mine, *x.attend((q, *rest), k, v, block, mine))
+            yield offset, {rows: len(one.grid) for rows, one in held.items()}, found
+
+    def _attend(self, x: Pass, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        inputs = Inputs(q.flatten(2, 3), k.squeeze(3), v.squeeze(3))
+        if not rest:
+            out, lse = op.partial(self._dense_call(q), inputs, x.resources)
+            return out.view(q.shape), lse.reshape(q.shape[:-1])
+        # An engine subtracts the lse's gradient from sum(do * out): with no out, it is given delta that way.
+        do, delta, lse = (y.flatten(2, 3) for y in rest)
+        saved = Saved(inputs, torch.zeros_like(do), lse)
+        dq, dk, dv = op.gradients(self._dense_call(q), saved, do, -delta, x.resources)
+        return dq.view(q.shape), dk.unsqueeze(3), dv.unsqueeze(3)
+
+    def _dense_call(self, q: Tensor) -> Call:
+        """The call of a segment of rate 1."""
+        call, rows = self.call, q.shape[1]
+        settings: dict[str, Any] = {"is_causal": call.is_causal, "allow_tf32": call.allow_tf32, "backend": call.backend}
+        key = ("dense", rows, self.scale, *settings.values())
+        return plans.remember("call", key, lambda: Call.of([rows], [1], scale=self.scale, partial=True, **settings))
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], 1)
 
 
 def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
-
-
-def _after(lead: int, x: Tensor) -> Tensor:
-    """Rows `(S, M, ...)` after `lead` rows of zeros."""
-    return x if lead == 0 else torch.cat([x.new_zeros((x.shape[0], lead, *x.shape[2:])), x], 1)

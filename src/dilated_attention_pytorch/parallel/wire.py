@@ -31,6 +31,13 @@ class Traffic(NamedTuple):
         return Traffic(self.sent + other[0], self.received + other[1])
 
 
+class Rows(NamedTuple):
+    """The grid rows that a chunk holds of a shared segment, of all key/value heads or of some."""
+
+    chunk: int
+    heads: range | None = None
+
+
 @dataclass(frozen=True)
 class Wire:
     """One branch on the wire: the offsets of its key/value heads, and the sizes of what travels."""
@@ -44,23 +51,18 @@ class Wire:
     is_causal: bool
     shards: Shards
 
-    def rows(self, segment: SharedSegment, rank: int, heads: range | None = None) -> int:
-        """The number of (batch row, grid row, key/value head) triples that a rank holds, of all heads or of some."""
-        mine = self.offsets if heads is None else self.offsets[heads.start : heads.stop]
-        rate = self.branch.dilation_rate
-        counts = {o: len(segment.grid(rank, rate, o)) for o in {*mine} if o is not None}
-        return len(segment.rows) * sum(counts[o] for o in mine if o is not None)
-
-    def bytes_of(self, segment: SharedSegment, rank: int) -> int:
-        """`u`: the bytes of a rank's grid rows of K."""
-        place = segment.rows.start, segment.start, rank
-        if place not in self._bytes:
-            self._bytes[place] = self.rows(segment, rank) * self.head_dim * self.itemsize
-        return self._bytes[place]
+    def count(self, segment: SharedSegment, rows: Rows) -> int:
+        """The number of (batch row, grid row, key/value head) triples in some rows."""
+        key = segment.rows.start, segment.start, rows
+        if key not in self._counts:
+            offsets = self.offsets if rows.heads is None else self.offsets[rows.heads.start : rows.heads.stop]
+            grids = (segment.grid(rows.chunk, self.branch.dilation_rate, o) for o in offsets if o is not None)
+            self._counts[key] = len(segment.rows) * sum(map(len, grids))
+        return self._counts[key]
 
     @cached_property
-    def _bytes(self) -> dict[tuple[int, int, int], int]:
-        """Sums over all ranks, for each rank, ask for the same bytes many times."""
+    def _counts(self) -> dict[tuple[int, int, Rows], int]:
+        """Sums over all ranks, for each rank, count the same rows many times."""
         return {}
 
     def head_share(self, segment: SharedSegment, rank: int) -> range:
@@ -111,17 +113,17 @@ class GridRows:
 
 
 class HeldRows(dict[int, GridRows]):
-    """What a chunk holds of a shared segment, by offset; offsets without any rows are left out.
+    """`Rows` by offset; offsets without any rows are left out.
 
     Rows of several tensors are packed into one flat buffer of bytes. Tensors like those that were packed say how to
     read it: they may differ in tokens and values only.
     """
 
-    def __init__(self, wire: Wire, segment: SharedSegment, rank: int, heads: range | None = None) -> None:
+    def __init__(self, wire: Wire, segment: SharedSegment, rows: Rows) -> None:
         self.kv_heads = len(wire.offsets)
-        heads = range(self.kv_heads) if heads is None else heads
+        heads = range(self.kv_heads) if rows.heads is None else rows.heads
         for offset, found in heads_by_offset(wire.offsets[heads.start : heads.stop]):
-            grid = segment.grid(rank, wire.branch.dilation_rate, offset)
+            grid = segment.grid(rows.chunk, wire.branch.dilation_rate, offset)
             if grid:
                 self[offset] = GridRows(segment.rows, grid, heads[found], self.kv_heads)
         self.rows = sum(torch.Size(rows.shape).numel() for rows in self.values())
@@ -133,10 +135,10 @@ class HeldRows(dict[int, GridRows]):
 
     def pack(self, tensors: Sequence[Tensor], first: int, take: Take) -> Tensor:
         """These rows of tensors `(B, L, heads, ...)`."""
-        buffer = self.buffer(tensors, take)
+        buffer, own = self.buffer(tensors, take), self.views(tensors, first)
         for offset, parts in self.unpack(buffer, tensors).items():
-            for part, x in zip(parts, tensors):
-                part.copy_(self[offset].view(x, first))
+            for part, x in zip(parts, own[offset]):
+                part.copy_(x)
         return buffer
 
     def unpack(self, buffer: Tensor, like: Sequence[Tensor]) -> dict[int, list[Tensor]]:
@@ -153,8 +155,6 @@ class HeldRows(dict[int, GridRows]):
                 at += shape.numel()
         return found
 
-    def add_to(self, totals: Sequence[Tensor], buffer: Tensor, first: int) -> None:
-        """Add packed rows to the rank's own tensors."""
-        for offset, parts in self.unpack(buffer, totals).items():
-            for total, part in zip(totals, parts):
-                self[offset].view(total, first).add_(part)
+    def views(self, tensors: Sequence[Tensor], first: int) -> dict[int, list[Tensor]]:
+        """These rows of tensors `(B, L, heads, ...)`, whose token 0 is at position `first`, by offset."""
+        return {offset: [rows.view(x, first) for x in tensors] for offset, rows in self.items()}
