@@ -160,23 +160,25 @@ class DilatedAttention(nn.Module):
         spans: Tensor | None = None,
     ) -> Tensor:
         """`(B, N, H, D)` from query `(B, N, H, D)` and key, value `(B, N, Hkv, D)`."""
+        self._check_call(query, is_causal, attn_mask)
+        lengths = self._lengths(
+            query, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens, spans=spans
+        )
+        with self._profiling():
+            return self.attend(query, key, value, is_causal=is_causal, **lengths)
+
+    def _check_call(self, query: Tensor, is_causal: bool, attn_mask: Tensor | None) -> None:
         refuse_dense_mask(attn_mask)
         check_flag("is_causal", is_causal)
         check_tensor("query", query)
         self._check_place(query)
-        whole = seqlens is None and cu_seqlens is None and key_padding_mask is None and spans is None
-        if not whole and query.dim() == 4:
-            spans = document_spans(
-                query.shape[0],
-                query.shape[1],
-                seqlens=seqlens,
-                cu_seqlens=cu_seqlens,
-                key_padding_mask=key_padding_mask,
-                spans=spans,
-                cache=self.resources if self._pattern_cache is not None and is_plain(query) else None,
-            )
-        with self._profiling():
-            return self.attend(query, key, value, is_causal=is_causal, spans=spans)
+
+    def _lengths(self, query: Tensor, **stated: Tensor | None) -> dict[str, Any]:
+        """The lengths of a call as `attend` takes them."""
+        if query.dim() != 4 or all(x is None for x in stated.values()):
+            return {"spans": stated["spans"]}
+        cache = self.resources if self._pattern_cache is not None and is_plain(query) else None
+        return {"spans": document_spans(query.shape[0], query.shape[1], **stated, cache=cache)}
 
     def _profiling(self) -> AbstractContextManager[Any]:
         """Counts a call and names it in traces if profiling is on, except a compiled one."""

@@ -7,18 +7,23 @@ the whole sequence, `key_padding_mask` the rank's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import SIZE, check_tensor, checked
-from dilated_attention_pytorch.functional import refuse_dense_mask
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.group import ALONE, Place
 from dilated_attention_pytorch.parallel.sharding import TokenLayout
+
+_COPIED = (
+    "softmax_scale", "attention_dropout", "backend", "allow_tf32", "enable_profiling", "enable_memory_pool",
+    "lightweight_pool",
+)  # fmt: skip
 
 
 class AcrossRanks(DilatedAttention):
@@ -63,19 +68,8 @@ class AcrossRanks(DilatedAttention):
 
         Plans are shared between calls whether or not `plain` uses a cache: to make one takes longer than a call.
         """
-        made = cls(
-            plain.segment_lengths,
-            plain.dilation_rates,
-            softmax_scale=plain.softmax_scale,
-            attention_dropout=plain.attention_dropout,
-            head_layout=plain.spec.head_layout,
-            backend=plain.backend,
-            allow_tf32=plain.allow_tf32,
-            enable_profiling=plain.enable_profiling,
-            enable_memory_pool=plain.enable_memory_pool,
-            lightweight_pool=plain.lightweight_pool,
-            **places,
-        )
+        settings: dict[str, Any] = {name: getattr(plain, name) for name in _COPIED} | places
+        made = cls(plain.segment_lengths, plain.dilation_rates, head_layout=plain.spec.head_layout, **settings)
         made._stated, made._place = plain._stated, plain._place
         return made.train(plain.training)
 
@@ -93,41 +87,20 @@ class AcrossRanks(DilatedAttention):
         if self._memory_pool is not None:
             self._memory_pool.release_idle()
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        *,
-        attn_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
-        seqlens: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        spans: Tensor | None = None,
-    ) -> Tensor:
-        """The rank's rows `(B, L, H, D)` from its shard of query, key and value."""
-        lengths = {
-            "key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans,
-        }  # fmt: skip
-        if not self._is_shared:
-            return super().forward(query, key, value, is_causal, attn_mask=attn_mask, **lengths)
-        try:
-            refuse_dense_mask(attn_mask)
-            self._check_place(query)
-        except Exception as error:
-            self._raise_on_all(error)
-        with self._profiling():
-            return self.attend(query, key, value, is_causal=is_causal, **lengths)
+    def _check_call(self, query: Tensor, is_causal: bool, attn_mask: Tensor | None) -> None:
+        with self._told_to_all() if self._is_shared else nullcontext():
+            super()._check_call(query, is_causal, attn_mask)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None, **lengths: Any
-    ) -> Tensor:
+    def _lengths(self, query: Tensor, **stated: Tensor | None) -> dict[str, Any]:
+        return stated if self._is_shared else super()._lengths(query, **stated)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **lengths: Any) -> Tensor:
+        """The rank's rows `(B, L, H, D)` from its shard of query, key and value."""
         if not self._is_shared:
-            return super().attend(query, key, value, is_causal=is_causal, spans=spans)
+            return super().attend(query, key, value, is_causal=is_causal, **lengths)
         sequence = ALONE if self.sequence is None else self.sequence.ranks()
-        share: dict[str, Any] = {"ranks": sequence}
-        try:
+        share: dict[str, Any] = {name: getattr(self, name) for name in ("scheme", "memory_budget", "token_layout")}
+        with self._told_to_all():
             check_tensor("query", query)
             check_tensor("key", key)
             share["shard_lengths"] = sequence.lengths_of_model(query.shape[1])
@@ -135,12 +108,9 @@ class AcrossRanks(DilatedAttention):
                 H = query.shape[2]
                 heads.agree({"heads": H, "key/value heads": key.shape[2]}, 0, lengths=(0,) * heads.size)
                 share |= {"head_offset": heads.rank * H, "total_heads": heads.size * H}
-        except Exception as error:
-            self._raise_on_all(error)
-        settings = self._settings(is_causal) | share | lengths
-        for name in ("scheme", "memory_budget", "token_layout"):
-            settings[name] = getattr(self, name)
-        out = sharded_dilated_attention(query, key, value, **settings, spans=spans)
+        out = sharded_dilated_attention(
+            query, key, value, **self._settings(is_causal), **share, **lengths, ranks=sequence
+        )
         assert isinstance(out, Tensor)
         return out
 
@@ -148,8 +118,13 @@ class AcrossRanks(DilatedAttention):
     def _is_shared(self) -> bool:
         return any(place is not None and place.ranks().size > 1 for place in (self.sequence, self.heads))
 
-    def _raise_on_all(self, error: Exception) -> NoReturn:
-        """Raise it once the ranks that share the tokens, or else the heads, know of it."""
-        places = (place.ranks() for place in (self.sequence, self.heads) if place is not None)
-        next(ranks for ranks in places if ranks.size > 1).agree({}, 0, error)
-        raise error
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """Tell an error to the ranks that share the tokens, or else the heads, before it is raised."""
+        try:
+            yield
+        except Exception as error:
+            for place in (self.sequence, self.heads):
+                if place is not None and place.ranks().size > 1:
+                    place.ranks().agree({}, 0, error)  # raises it
+            raise
