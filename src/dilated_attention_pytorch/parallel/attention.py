@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +46,6 @@ from dilated_attention_pytorch.parallel.costs import (
 )
 from dilated_attention_pytorch.parallel.exchange import AllToAll, Exchange, Gather, SparseGather
 from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
-from dilated_attention_pytorch.parallel.lengths import joined_spans, spans_of_own_mask
 from dilated_attention_pytorch.parallel.passes import BackwardPass, LocalCall, Pass
 from dilated_attention_pytorch.parallel.sharding import Document, Shards, TokenLayout, local_calls
 from dilated_attention_pytorch.parallel.wire import wires_of
@@ -53,6 +53,13 @@ from dilated_attention_pytorch.parallel.wire import wires_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_SETTINGS = (
+    "segment_lengths", "dilation_rates", "head_layout", "is_causal", "scale", "dropout_p", "head_offset",
+    "total_heads", "allow_tf32", "sparse_config", "backend",
+)  # fmt: skip
+_LENGTHS = ("seqlens", "cu_seqlens", "spans", "key_padding_mask")
 
 
 def sharded_dilated_attention(
@@ -86,7 +93,7 @@ def sharded_dilated_attention(
     backend: str = "auto",
     resources: Resources | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`functional.dilated_attention` of a sequence of which each rank holds a contiguous shard, of any length.
+    """`functional.dilated_attention` on a sequence that is cut into contiguous shards of any lengths, one per rank.
 
     Args:
         query, key, value: the rank's shard, `(B, L, H, D)` and `(B, L, Hkv, D)`; the first rank has the first tokens.
@@ -95,16 +102,16 @@ def sharded_dilated_attention(
         scheme: how rows travel where a segment lies on several ranks: `gather`, `ring` or `all_to_all`; `auto` chooses
             for each branch by bytes and memory (`costs.choose_scheme`).
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
-        shard_lengths: the tokens of every rank. Calls that state them are compared with the other ranks' the first
-            time only, others each time, through the store of the process group.
-        token_layout: `zigzag`: a rank holds an early and a late chunk, one after the other, as `zigzag_order` has them,
-            so that causal work is even; by `gather` only.
+        shard_lengths: the tokens of every rank. If they are stated, ranks compare a call only the first time, otherwise
+            every time, through the store of the process group.
+        token_layout: with `zigzag` a rank holds an early and a late chunk, in the order of `zigzag_order`, which
+            evens out causal work; by `gather` only.
         seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
         key_padding_mask: `(B, L)`, of the rank's own tokens.
         sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`.
         dropout_p: which weights are dropped is drawn on the first rank, and is what a single device would draw.
-        resources: a cache and a pool that calls share; None is the global cache, because to make a plan always costs
-            more than to find it.
+        resources: a cache and a pool that calls share; None is the global cache, because making a plan always costs
+            more than finding it.
         The other arguments are those of `dilated_attention`.
 
     Returns:
@@ -113,22 +120,10 @@ def sharded_dilated_attention(
     Every rank must make the same call, and run its backward pass if any rank does. If calls differ, or a rank fails,
     all ranks raise an error.
     """
+    arguments: dict[str, Any] = locals()
     ranks = ranks_of(group, mesh, axis) if ranks is None else check_instance("ranks", ranks, RankGroup)
-    settings: dict[str, Any] = {
-        "segment_lengths": segment_lengths,
-        "dilation_rates": dilation_rates,
-        "head_layout": head_layout,
-        "is_causal": is_causal,
-        "scale": scale,
-        "dropout_p": dropout_p,
-        "head_offset": head_offset,
-        "total_heads": total_heads,
-        "allow_tf32": allow_tf32,
-        "sparse_config": sparse_config,
-        "backend": backend,
-    }
-    stated = {"seqlens": seqlens, "cu_seqlens": cu_seqlens, "spans": spans, "key_padding_mask": key_padding_mask}
-    lengths: dict[str, Any] = {name: x for name, x in stated.items() if x is not None}
+    settings = {name: arguments[name] for name in _SETTINGS}
+    lengths = {name: arguments[name] for name in _LENGTHS if arguments[name] is not None}
     if ranks.size == 1:
         check_scheme(scheme, token_layout)
         settings |= {**lengths, "return_lse": return_lse, "resources": resources}
@@ -210,6 +205,38 @@ def _check_across_ranks(
             f"shard_lengths must state the tokens of each of the {ranks.size} ranks, {tokens} for rank {ranks.rank}, "
             f"got {list(shard_lengths)}"
         )
+
+
+def spans_of_own_mask(batch: int, tokens: int, lengths: dict[str, Tensor]) -> list[int]:
+    """Start and end of the valid tokens in each batch row of a shard, one row after another."""
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} both state the lengths: pass one of them")
+    if tokens == 0:
+        return [0, 0] * batch
+    found = document_spans(batch, tokens, cache=None, **lengths)
+    assert found is not None
+    return [int(edge) for edge in found.flatten().tolist()]
+
+
+def joined_spans(shards: Shards, theirs: Sequence[Sequence[int]]) -> Tensor:
+    """The spans of whole rows, from the spans that every rank's own mask leaves in its shard."""
+    joined = []
+    for b in range(len(theirs[0]) // 2):
+        valid = []
+        for chunk, edge in enumerate(shards.edges[:-1]):
+            held = shards.held_at(chunk)
+            start, end = theirs[shards.rank_of(chunk)][2 * b : 2 * b + 2]
+            start, end = max(start, held.start), min(end, held.stop)
+            if start < end:
+                valid.append((edge + start - held.start, edge + end - held.start))
+        for (_, end), (start, _) in pairwise(valid):
+            if start != end:
+                raise ValueError(
+                    f"key_padding_mask row {b} has a hole at {end} of the whole sequence: valid tokens must form one "
+                    "span; pack with cu_seqlens instead"
+                )
+        joined.append((valid[0][0], valid[-1][1]) if valid else (0, 0))
+    return torch.tensor(joined)
 
 
 class Kind(NamedTuple):
