@@ -31,6 +31,10 @@ Buffers = dict[Rows, Tensor]
 """Packed rows."""
 Parts = dict[Rows, dict[int, list[Tensor]]]
 """Rows of some tensors, by offset."""
+Grids = dict[Rows, range]
+"""The positions of rows, by holder, in order."""
+Counted = tuple[BlockOf, int]
+"""What query rows see, and how many rows of the block precede them."""
 Found = tuple[int, dict[Rows, int], Sequence[Tensor]]
 """Results for rows at an offset: the number of rows of each holder, in order, and the tensors."""
 
@@ -251,23 +255,14 @@ class Gather(Exchange):
                 if not grids:
                     continue
                 k, v, *rest = (joined(column) for column in zip(*(parts[holder][offset] for holder in grids)))
-                block, lead = self.block(x, share, own, offset, grids, k, *rest)
+                block, lead = self.block(x, share, own, offset, grids, [k, *rest])
                 rows, mine = (self._own(share, own, offset, y) for y in (x.of_queries, totals[: x.query_totals]))
                 found = x.attend(rows, k, v, block, mine, lead)
                 yield offset, {holder: len(grid) for holder, grid in grids.items()}, found
                 x.take.give_back(*found)
 
-    def block(
-        self,
-        x: Pass,
-        share: Share,
-        own: Rows,
-        offset: int,
-        grids: dict[Rows, range],
-        k: Tensor,
-        q: Tensor | None = None,
-    ) -> tuple[BlockOf, int]:
-        """What a chunk's rows at an offset see of keys on these grids; and the rows of the block before the first."""
+    def block(self, x: Pass, share: Share, own: Rows, offset: int, grids: Grids, seen: list[Tensor]) -> Counted:
+        """What a chunk's rows at an offset see of keys on these grids; `seen` are the keys, and queries that came."""
         return self.dense(x, share.held[own][offset], [*grids.values()]), 0
 
 
@@ -289,21 +284,13 @@ class SparseGather(Gather):
     def sent(self, x: Pass) -> tuple[Tensor, ...]:
         return (x.k, x.v, x.q) if self.config.depends_on_content else (x.k, x.v)
 
-    def block(
-        self,
-        x: Pass,
-        share: Share,
-        own: Rows,
-        offset: int,
-        grids: dict[Rows, range],
-        k: Tensor,
-        q: Tensor | None = None,
-    ) -> tuple[BlockOf, int]:
+    def block(self, x: Pass, share: Share, own: Rows, offset: int, grids: Grids, seen: list[Tensor]) -> Counted:
+        k, *queries = seen
         rows, size, rate = share.held[own][offset], self.config.block_size, self.wire.branch.dilation_rate
         grid = range(share.segment.start + offset, share.segment.stop, rate)
         before = sum(len(held) for holder, held in grids.items() if holder.chunk < own.chunk)
         first, last = before // size, tiles_of(before + len(rows.grid), size)
-        if q is None:
+        if not queries:
             total = tiles_of(len(grid), size)
             if total not in self.kept:
                 found, _ = tiles_by_position(self.config, total, self.index, self.call.is_causal)
@@ -311,7 +298,7 @@ class SparseGather(Gather):
             tiles = [Tiling(self.kept[total][:, :, first:last].to(k.device), size, first)] * self.wire.groups
         else:
             most, whole = tiles_of(k.shape[1], size), Branch(k.shape[1], 1)  # one segment, with all rows on its grid
-            chosen, _ = tiles_by_content(self.call, self.config, q, k, whole, 0, most)
+            chosen, _ = tiles_by_content(self.call, self.config, queries[0], k, whole, 0, most)
             chosen = torch.where(chosen < most, chosen, -1)[:, 0, :, :, first:last]  # (S, heads, groups, T, K)
             tiles = [Tiling(chosen[:, :, g], size, first) for g in range(self.wire.groups)]
 
@@ -345,11 +332,7 @@ class AllToAll(Exchange):
         """Dense attention among all rows of each grid."""
         parts = self.parts(share, came, x)
         for offset in sorted({offset for found in parts.values() for offset in found}):
-            held = {
-                rows: share.held[rows][offset]
-                for rows in sorted(parts, key=lambda rows: rows.chunk)
-                if offset in parts[rows]
-            }
+            held = {rows: share.held[rows][offset] for rows in sorted(parts) if offset in parts[rows]}
             (first, *_), (*_, last) = held.values(), held.values()
             grid = replace(first, grid=range(first.grid.start, last.grid.stop, first.grid.step))
             q, k, v, *rest = (torch.cat(column, 1) for column in zip(*(parts[rows][offset] for rows in held)))

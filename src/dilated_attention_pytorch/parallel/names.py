@@ -40,11 +40,11 @@ class RingDilatedAttention(AcrossRanks):
 
     Args:
         segment_lengths, dilation_rates: one entry per branch.
-        ring_size: a check: the number of ranks, 1 without a process group.
-        dropout: of the attention weights, while training.
-        use_checkpointing: keep only q, k and v for the backward pass, which then computes forward again.
+        ring_size: the number of ranks that you expect, 1 without a process group; another number is an error.
+        dropout: probability of dropping an attention weight while training.
+        use_checkpointing: keep only q, k and v, and compute out and lse again in the backward pass.
         block_size: refused; the kernels choose their tiles.
-        group, mesh, axis: the ranks: a process group, or the axis of that name of a mesh; otherwise the default group.
+        group, mesh, axis: the ranks: a process group, or this axis of a mesh; by default the default group.
         scheme: `gather` with `token_layout="zigzag"`.
         settings: the others of `AcrossRanks`, and those of `DilatedAttention`.
 
@@ -85,7 +85,7 @@ class RingDilatedAttention(AcrossRanks):
 
 
 class RingDilatedAttentionV2(RingDilatedAttention):
-    """`RingDilatedAttention` that tells how much memory it takes."""
+    """`RingDilatedAttention` with an estimate of its memory."""
 
     @checked(seq_len=COUNT, batch_size=COUNT, num_heads=COUNT, head_dim=COUNT, num_kv_heads=COUNT)
     def get_memory_estimate(
@@ -99,7 +99,7 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         dtype: torch.dtype = torch.float32,
         is_causal: bool = False,
     ) -> dict[str, float]:
-        """Bytes of one forward and backward pass over `seq_len` tokens, by part, each of the rank that has most.
+        """Bytes of one forward and backward pass over `seq_len` tokens; each figure is that of the rank with the most.
 
         `tensors` are q, k, v, out, their gradients, and two numbers per row; `messages` are the buffers of messages
         under way in the forward pass, of all branches; `received` is what arrives in them. `memory_reduction_factor`
@@ -141,12 +141,12 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
     """`RingDilatedAttentionV2` with a pattern cache in two tiers, which all modules of this class share.
 
     Args:
-        cache_on_gpu: keep what calls share on their GPU as long as the hot tier of `OptimizedPatternCache` has room,
-            and on the CPU beyond that; False uses the global cache. By default on wherever the pattern cache is on.
+        cache_on_gpu: keep what calls share on their GPU while the hot tier of `OptimizedPatternCache` has room, and
+            otherwise on the CPU; False uses the global cache. By default it follows `use_pattern_cache`.
         settings: those of `RingDilatedAttention`.
 
-    A branch is a stride and has no table of its own, so there is nothing to make before a length is known;
-    `pregenerate` makes and pins what calls of a known length share.
+    A branch is a stride and has no table of its own, so nothing can be made before a length is known; `pregenerate`
+    makes and pins what calls of a known length share.
     """
 
     @checked()
@@ -179,9 +179,9 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
     ) -> int:
         """Make and pin what calls of `seq_len` tokens share, before the first of them; the number of entries pinned.
 
-        It makes one such call, of zeros and without gradients, so kernels are compiled too. On ranks, `seq_len` is the
-        length of the whole sequence, and every rank must call this. It spares the first call a few milliseconds, and
-        calls of other lengths never evict the entries; `cleanup_buffers` and `reset_global_pattern_cache` drop them.
+        It makes one such call, on zeros and without gradients, which also compiles kernels. Across ranks, `seq_len` is
+        the length of the whole sequence, and every rank must call this. Calls of other lengths never evict the entries;
+        `cleanup_buffers` and `reset_global_pattern_cache` drop them.
 
         >>> attention = RingDilatedAttentionV3(segment_lengths=[16, 128], dilation_rates=[1, 4])
         >>> attention.pregenerate(100, num_heads=4, head_dim=8)
@@ -368,8 +368,8 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
         segment_lengths, dilation_rates: one entry per branch.
         sparse_config: the pattern; see `SparsePatternConfig`.
         dropout: probability of dropping an attention weight while training.
-        ring_size: a check: the number of ranks, 1 without a process group.
-        group, mesh, axis: the ranks: a process group, or the axis of that name of a mesh; otherwise the default group.
+        ring_size: the number of ranks that you expect, 1 without a process group; another number is an error.
+        group, mesh, axis: the ranks: a process group, or this axis of a mesh; by default the default group.
         settings: those of `DilatedAttention` (`softmax_scale`, `head_layout`, `use_pattern_cache`, ...).
 
     >>> config = SparsePatternConfig(pattern_type="local_window", sparsity_ratio=0.25, block_size=16)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXIS_OF = {"data_parallel": "data", "sequence_parallel": "sequence", "model_parallel": "tensor"}
-_RESTARTS = 3  # of a run that is to survive the death of ranks
+_RESTARTS = 3  # of a fault-tolerant run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Zero:
     Args:
         stage: 1 shards the optimizer state, 2 gradients too, 3 parameters too.
         cpu_offload: keep the optimizer state, and in stage 3 the parameters, in main memory, and update them there.
-        nvme_path: a folder on a fast disk to keep them in instead; stage 3 only.
+        nvme_path: keep them in this folder on a fast disk instead; stage 3 only.
     """
 
     stage: int = setting(3, "with --engine deepspeed: what ZeRO shards; 1, 2 or 3", flag="zero_stage")
@@ -51,7 +51,7 @@ class Zero:
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer's state is kept, and updated, away from the GPU."""
+        """Whether the optimizer state is kept and updated away from the GPU."""
         return self.cpu_offload or self.nvme_path is not None
 
     def config(self, *, batch_size: int = 1, clip_norm: float = 0.0, accumulate: int = 1) -> dict[str, Any]:
@@ -88,12 +88,12 @@ class RunOptions:
 
     Args:
         sequence_parallel, model_parallel, data_parallel: how many ranks share the tokens of a sequence, how many share
-            the heads, and how many have a batch of their own. True is all ranks that the others leave, False is one.
-            None is not stated: the sequence takes what is left, or else data.
-        use_deepspeed: DeepSpeed's ZeRO shards the model, instead of FSDP2.
-        zero_stage: 1, 2 or 3 (the default with DeepSpeed); `Zero` says what each shards.
-        cpu_offload: keep what is sharded in main memory.
-        nvme_offload: keep it on the disk of `nvme_path` instead, which training must be given.
+            the heads, and how many have a batch of their own. True takes all ranks that the others leave, False one.
+            None leaves it open: the remaining ranks share the sequence, or else have batches of their own.
+        use_deepspeed: shard the model by DeepSpeed's ZeRO instead of FSDP2.
+        zero_stage: 1, 2 or 3 (the default with DeepSpeed); see `Zero`.
+        cpu_offload: keep the shards in main memory.
+        nvme_offload: keep them in the folder `nvme_path` instead; training needs both.
         enable_fault_tolerance: restart ranks that die, and resume; up to `max_restarts` times.
         enable_monitoring: write the figures of every step to `log.jsonl` in the run's folder.
         auto_resume: the same command starts a run or continues it.
@@ -163,7 +163,7 @@ class RunOptions:
         return sizes
 
     def places(self, group: ProcessGroup | None, mesh: DeviceMesh | None) -> tuple[Place | None, Place | None]:
-        """Where to find the ranks that share the sequence, and those that share the heads; None where none do."""
+        """Where to find the ranks that share the sequence, and those that share the heads; None if none do."""
         sequence: Place | None = Place(group, mesh)
         heads = None
         if group is not None and mesh is None:  # the group states who shares the sequence
@@ -235,7 +235,7 @@ class RunOptions:
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(RunOptions))
 
-# By the ranks that they are of, so that the layers of a model share the groups of one mesh.
+# By process group and sizes, so that the layers of a model share one mesh and its groups.
 _meshes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], DeviceMesh]] = WeakKeyDictionary()
 
 

@@ -1,7 +1,7 @@
 """What one attention layer costs on any number of GPUs: bytes, memory and work, and the time they take at given rates.
 
-Bytes, messages and work are computed by the functions that the ranks themselves use. What needs a rate, or a guess at
-how kernels work inside, is kept apart and called modelled.
+Bytes, messages and work come from the functions that the ranks themselves use. Figures that need a rate, or a guess at
+how kernels work inside, are called modelled.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from dilated_attention_pytorch.core.checks import (
     check_fields,
     checked,
 )
-from dilated_attention_pytorch.core.pattern import grid_rows, training_bytes, visible_pairs
+from dilated_attention_pytorch.core.pattern import training_bytes, visible_pairs
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
 from dilated_attention_pytorch.parallel.costs import (
@@ -35,6 +36,7 @@ from dilated_attention_pytorch.parallel.costs import (
 )
 from dilated_attention_pytorch.parallel.sharding import (
     TOKEN_LAYOUTS,
+    Document,
     Shards,
     SharedSegment,
     local_calls,
@@ -92,6 +94,10 @@ class Job:
     def call(self) -> Call:
         return Call(spec=self.spec, is_causal=self.is_causal)
 
+    @property
+    def documents(self) -> list[Document]:
+        return [(range(self.batch), 0, self.tokens)]
+
     def shards(self, token_layout: str | None = None) -> Shards:
         return Shards.cut(self.tokens, self.gpus, token_layout or self.token_layout)
 
@@ -109,10 +115,10 @@ class BranchPlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank: bytes of one layer, but `saved`, of all; FLOPs and seconds of one forward and one backward of a layer.
+    """One rank: bytes, FLOPs of a forward pass and seconds, of one layer each, except that `saved` is of all layers.
 
-    `saved` is q, k, v, out and lse; `gradients` those of q, k, v and out, and delta. Modelled: `sums`, float32 totals
-    of what is in a shorter dtype; `workspace`, what attending to rows of other ranks takes; the seconds.
+    `saved` is q, k, v, out and lse; `gradients` are those of q, k, v and out, and delta. These are modelled: `sums`,
+    float32 totals of tensors in a shorter dtype; `workspace`, for attending to rows of other ranks; the seconds.
     """
 
     tokens: int
@@ -154,6 +160,15 @@ class Plan:
         return self.job.layers * sum(slowest)
 
 
+class _Shared(NamedTuple):
+    """A branch that ranks share, and the segments that all of them, or one of them, share."""
+
+    scheme: str
+    wire: Wire
+    segments: Sequence[SharedSegment]
+    branch: int
+
+
 @checked()
 def make_plan(job: Job) -> Plan:
     """Everything about a job, for every rank.
@@ -163,92 +178,80 @@ def make_plan(job: Job) -> Plan:
     [(None, 0), ('gather', 6193152)]
     """
     shards = job.shards()
-    documents = [(range(job.batch), 0, job.tokens)]
     shape = (job.heads, job.key_heads, job.head_dim, job.itemsize)
-    shared = {index: (segments, wire) for index, segments, wire in wires_of(job.call, shards, documents, *shape)}
-    schemes = {i: choose_scheme(job.scheme, wire, found, job.memory_budget) for i, (found, wire) in shared.items()}
-    everyone = range(job.gpus)
+    shared = {
+        index: _Shared(choose_scheme(job.scheme, wire, segments, job.memory_budget), wire, segments, index)
+        for index, segments, wire in wires_of(job.call, shards, job.documents, *shape)
+    }
     branches = []
     for index, branch in enumerate(job.spec.branches):
-        found, wire = shared.get(index, ((), None))
-        traffic: list[tuple[Traffic, ...]] = [(Traffic(0, 0),) * job.gpus] * 2
-        if wire is not None:
-            traffic = [
-                tuple(branch_traffic(schemes[index], wire, found, rank, backward=backward) for rank in everyone)
-                for backward in (False, True)
-            ]
-        ranks = max((len({shards.rank_of(chunk) for chunk in segment.ranks}) for segment in found), default=1)
-        branches.append(BranchPlan(branch, schemes.get(index) if ranks > 1 else None, ranks, *traffic))
-    exchanges = [(index, schemes[index], wire, segments) for index, (segments, wire) in shared.items()]
-    done = tuple(_rank(job, shards, branches, exchanges, rank) for rank in everyone)
+        one = shared.get(index)
+        ranks = 1 if one is None else max(len({*map(shards.rank_of, segment.ranks)}) for segment in one.segments)
+        traffic = (
+            tuple(
+                Traffic(0, 0) if one is None else branch_traffic(*one[:3], rank, backward=backward)
+                for rank in range(job.gpus)
+            )
+            for backward in (False, True)
+        )
+        branches.append(BranchPlan(branch, None if one is None or ranks == 1 else one.scheme, ranks, *traffic))
+    done = tuple(_rank(job, shards, branches, [*shared.values()], rank) for rank in range(job.gpus))
     return Plan(job, tuple(branches), done, {layout: _balance(job, layout) for layout in TOKEN_LAYOUTS})
 
 
-Exchanges = Sequence[tuple[int, str, Wire, Sequence[SharedSegment]]]
-"""Branch, scheme, and what it shares."""
-
-
-def _rank(job: Job, shards: Shards, branches: Sequence[BranchPlan], exchanges: Exchanges, rank: int) -> RankPlan:
-    tokens, one, keys = job.batch * shards.tokens_of(rank), job.head_dim, job.key_heads
-    saved = tokens * (2 * (job.heads + keys) * one * job.itemsize + 4 * job.heads)
-    both = training_bytes(tokens, job.heads, one, kv_heads=keys, itemsize=job.itemsize)
-    mine = []
-    for index, scheme, wire, segments in exchanges:
-        found = [segment for segment in segments if segment.chunks_of(rank)]
-        if found:
-            mine.append((index, scheme, wire, found))
-    messages = [
-        sum(message_bytes(scheme, wire, found, rank, backward=backward) for _, scheme, wire, found in mine)
-        for backward in (False, True)
-    ]
-    workspaces = (_workspace(scheme, wire, s, rank) for _, scheme, wire, found in mine for s in found)
+def _rank(job: Job, shards: Shards, branches: Sequence[BranchPlan], shared: Sequence[_Shared], rank: int) -> RankPlan:
+    tokens = job.batch * shards.tokens_of(rank)
+    saved = tokens * (2 * (job.heads + job.key_heads) * job.head_dim * job.itemsize + 4 * job.heads)
+    both = training_bytes(tokens, job.heads, job.head_dim, kv_heads=job.key_heads, itemsize=job.itemsize)
+    held = (one._replace(segments=[s for s in one.segments if s.chunks_of(rank)]) for one in shared)
+    mine = [one for one in held if one.segments]
+    pairs, on_fetched = _pairs(job, shards, rank), 0
+    for one in mine:
+        for segment in one.segments:
+            own_rows, fetched = _pairs_in(one.wire, segment, rank)
+            if one.scheme == "all_to_all":  # some heads of all rows, instead of all heads of the rank's own rows
+                fetched = _pairs_of_heads(one.wire, segment, rank)
+                pairs += fetched - own_rows
+            on_fetched += fetched
     forward, backward = (
         sum((getattr(branch, stage)[rank] for branch in branches), start=Traffic(0, 0))
         for stage in ("forward", "backward")
     )
-    pairs, on_fetched = _pairs(job, shards, rank), 0
-    for _, scheme, wire, found in mine:
-        came = sum(_fetched_pairs(scheme, wire, segment, rank) for segment in found)
-        on_fetched += came
-        if scheme == "all_to_all":  # some heads of all rows of these segments, instead of all heads of its own rows
-            pairs += came - sum(_pairs_in(wire, segment, rank) for segment in found)
-    alone = pairs - on_fetched
+    returned = Traffic(*(max(0, one - other) for one, other in zip(backward, forward)))
+    flops = 4 * job.head_dim
+    alone, later = flops * (pairs - on_fetched), flops * on_fetched
     return RankPlan(
         tokens=shards.tokens_of(rank),
         saved=job.layers * saved,
         gradients=both - saved,
-        messages_forward=messages[0],
-        messages_backward=messages[1],
+        messages_forward=sum(message_bytes(*one[:3], rank, backward=False) for one in mine),
+        messages_backward=sum(message_bytes(*one[:3], rank, backward=True) for one in mine),
         sums=_sums(job, shards, mine, rank),
-        workspace=max(workspaces, default=0),
+        workspace=max((_workspace(one.scheme, one.wire, s, rank) for one in mine for s in one.segments), default=0),
         forward=forward,
         backward=backward,
-        flops=4 * one * pairs,
-        flops_on_fetched=4 * one * on_fetched,
-        seconds_forward=_seconds(job, alone, on_fetched, forward, Traffic(0, 0)),
-        seconds_backward=_seconds(
-            job, BACKWARD_WORK * alone, BACKWARD_WORK * on_fetched, forward, _less(backward, forward)
-        ),
+        flops=flops * pairs,
+        flops_on_fetched=later,
+        seconds_forward=_seconds(job, alone, later, forward, Traffic(0, 0)),
+        seconds_backward=_seconds(job, BACKWARD_WORK * alone, BACKWARD_WORK * later, forward, returned),
     )
 
 
-def _sums(job: Job, shards: Shards, mine: Exchanges, rank: int) -> int:
+def _sums(job: Job, shards: Shards, mine: Sequence[_Shared], rank: int) -> int:
     """dq, dk and dv of the shard in float32, if they are of a shorter dtype, and those of one more call beside them."""
     if not mine:
         return 0
-    swapped = frozenset(index for index, scheme, _, _ in mine if scheme == "all_to_all")
+    swapped = frozenset(one.branch for one in mine if one.scheme == "all_to_all")
     table = job.call.offsets(job.heads, job.key_heads)
-    documents = [(range(job.batch), 0, job.tokens)]
     calls = sorted(
         len(local.at)
         for chunk in shards.chunks_of(rank)
-        for local in local_calls(job.spec, table, shards, documents, job.batch, chunk, swapped)
+        for local in local_calls(job.spec, table, shards, job.documents, job.batch, chunk, swapped)
     )
-    whole = calls and calls[-1] == shards.tokens_of(rank)
-    beside = max(calls[:-1] if whole else calls, default=0)
-    sums = max(4, job.itemsize)
-    tokens = beside + (shards.tokens_of(rank) if job.itemsize < sums else 0)
-    return job.batch * tokens * (job.heads + 2 * job.key_heads) * job.head_dim * sums
+    tokens, itemsize = shards.tokens_of(rank), max(4, job.itemsize)
+    beside = max(calls[:-1] if calls[-1:] == [tokens] else calls, default=0)
+    summed = beside + (tokens if job.itemsize < itemsize else 0)
+    return job.batch * summed * (job.heads + 2 * job.key_heads) * job.head_dim * itemsize
 
 
 def _pairs(job: Job, shards: Shards, rank: int) -> int:
@@ -262,26 +265,23 @@ def _pairs(job: Job, shards: Shards, rank: int) -> int:
     return job.batch * pairs * (job.heads // job.key_heads)
 
 
-def _pairs_in(wire: Wire, segment: SharedSegment, rank: int, *, fetched: bool = False) -> int:
-    """The pairs of a rank's query rows in a shared segment: all, or those whose keys lie on other chunks."""
-    pairs, length = 0, segment.stop - segment.start
+def _pairs_in(wire: Wire, segment: SharedSegment, rank: int) -> tuple[int, int]:
+    """The pairs of a rank's query rows in a shared segment: all, and those whose keys lie on other chunks."""
+    pairs, fetched, length = 0, 0, segment.stop - segment.start
+    whole = Branch(length, wire.branch.dilation_rate)
     for offset, heads in Counter(o for o in wire.offsets if o is not None).items():
         for chunk in segment.chunks_of(rank):
             start, stop = (position - segment.start for position in segment.held(chunk))
-            earlier, until, every = (
-                grid_rows(position, wire.branch.dilation_rate, offset) for position in (start, stop, length)
-            )
-            mine = until - earlier
-            own = mine * (mine + 1) // 2 if wire.is_causal else mine * mine
-            other = mine * (earlier if wire.is_causal else every - mine)
-            pairs += heads * (other if fetched else own + other)
-    return len(segment.rows) * pairs * wire.groups
+            seen = visible_pairs(whole, offset, length, is_causal=wire.is_causal, start=start, stop=stop)
+            rows = len(segment.grid(chunk, whole.dilation_rate, offset))
+            pairs += heads * seen
+            fetched += heads * (seen - (rows * (rows + 1) // 2 if wire.is_causal else rows * rows))
+    several = len(segment.rows) * wire.groups
+    return several * pairs, several * fetched
 
 
-def _fetched_pairs(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> int:
-    """The pairs that a rank can compute only when rows of other chunks have come."""
-    if scheme != "all_to_all":
-        return _pairs_in(wire, segment, rank, fetched=True)
+def _pairs_of_heads(wire: Wire, segment: SharedSegment, rank: int) -> int:
+    """The pairs of all rows of a shared segment and the heads that a rank computes under all-to-all."""
     share, length = wire.head_share(segment, rank), segment.stop - segment.start
     whole = Branch(length, wire.branch.dilation_rate)
     pairs = sum(
@@ -313,15 +313,10 @@ def _workspace(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> in
     return most
 
 
-def _less(one: Traffic, other: Traffic) -> Traffic:
-    return Traffic(max(0, one.sent - other.sent), max(0, one.received - other.received))
-
-
 def _seconds(job: Job, alone: float, on_fetched: float, fetched: Traffic, returned: Traffic) -> float:
-    """Rows come while the rank computes its own pairs; then it attends to them; then gradients go home."""
-    link = job.link_gbps * 1e9 / 8
-    own, later = (4 * job.head_dim * pairs / (job.tflops * 1e12) for pairs in (alone, on_fetched))
-    return max(own, max(fetched) / link) + later + max(returned) / link
+    """Rows come while the rank computes its own pairs; then it attends to them; then gradients return."""
+    link, rate = job.link_gbps * 1e9 / 8, job.tflops * 1e12
+    return max(alone / rate, max(fetched) / link) + on_fetched / rate + max(returned) / link
 
 
 def _balance(job: Job, layout: str) -> float:

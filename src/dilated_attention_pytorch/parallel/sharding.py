@@ -98,7 +98,7 @@ class Shards:
     def cut(cls, tokens: int, ranks: int, layout: str = "contiguous") -> Shards:
         """A sequence as a layout cuts it by default."""
         check_token_layout(layout)
-        return cls.of((zigzag_lengths if layout == "zigzag" else even_lengths)(tokens, ranks), layout)
+        return cls.zigzag(tokens, ranks) if layout == "zigzag" else cls(even_lengths(tokens, ranks))
 
     @classmethod
     def of(cls, lengths: Sequence[int], layout: str = "contiguous") -> Shards:
@@ -107,33 +107,32 @@ class Shards:
         check_sequence("lengths", lengths, partial(check_whole, least=0, most=MOST_TOKENS))
         if layout == "contiguous":
             return cls(tuple(lengths))
-        balanced = zigzag_lengths(sum(lengths), len(lengths))
-        if tuple(lengths) != balanced:
+        shards = cls.zigzag(sum(lengths), len(lengths))
+        balanced = [*map(shards.tokens_of, range(len(lengths)))]
+        if [*lengths] != balanced:
             raise ValueError(
-                f"token_layout 'zigzag' fixes the tokens of each rank, for {sum(lengths)} tokens {list(balanced)}, got "
+                f"token_layout 'zigzag' fixes the tokens of each rank, for {sum(lengths)} tokens {balanced}, got "
                 f"{list(lengths)}: cut the sequence by zigzag_order and zigzag_lengths"
             )
-        return cls.zigzag(sum(lengths), len(lengths))
+        return shards
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return len(self.lengths if self.ranks is None else self._chunks)
+        return len(self._chunks)
 
     def rank_of(self, chunk: int) -> int:
         return chunk if self.ranks is None else self.ranks[chunk]
 
-    def chunks_of(self, rank: int) -> tuple[int, ...]:
+    def chunks_of(self, rank: int) -> list[int]:
         """The chunks that a rank holds, in the order in which they follow each other in its tensors."""
-        if self.ranks is None:
-            return (rank,)
         return self._chunks[rank]
 
     @cached_property
-    def _chunks(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, tuple[int, ...]] = {}
-        for chunk, rank in enumerate(self.ranks or ()):
-            found[rank] = (*found.get(rank, ()), chunk)
+    def _chunks(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for chunk in range(len(self.lengths)):
+            found.setdefault(self.rank_of(chunk), []).append(chunk)
         return found
 
     def held_at(self, chunk: int) -> range:
@@ -314,33 +313,31 @@ def zigzag_order(tokens: int, ranks: int) -> list[int]:
     """The tokens in rank order: entry `i` is the token at place `i` when the balanced shards follow each other.
 
     Of `2 * ranks` chunks of `ceil(tokens / (2 * ranks))` tokens, the last ones shorter, rank k has the chunks `k` and
-    `2 * ranks - 1 - k`; `zigzag_lengths` has the shards' lengths. Under causality the row at `p` of a global branch
-    sees about `p` keys: with one early chunk and its late mirror image, all ranks have equal work, where contiguous
+    `2 * ranks - 1 - k`; `zigzag_lengths` gives the lengths of the shards. Under causality the row at `p` of a global
+    branch sees about `p` keys: an early chunk and its late mirror image give all ranks equal work, whereas contiguous
     shards leave the last rank with nearly twice the mean.
 
     >>> zigzag_order(8, 2)
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    edges = Shards(even_lengths(tokens, 2 * ranks)).edges
-    chunks = [chunk for k in range(ranks) for chunk in (k, 2 * ranks - 1 - k)]
-    return [token for chunk in chunks for token in range(edges[chunk], edges[chunk + 1])]
+    shards = Shards.zigzag(tokens, ranks)
+    chunks = (chunk for rank in range(ranks) for chunk in shards.chunks_of(rank))
+    return [token for chunk in chunks for token in range(*shards.bounds(chunk))]
 
 
 @checked(tokens=_LISTED, ranks=_RANKS)
 def zigzag_places(tokens: int, ranks: int) -> list[int]:
     """The inverse of `zigzag_order`: entry `t` is the place of token `t`."""
-    places = [0] * tokens
-    for place, token in enumerate(zigzag_order(tokens, ranks)):
-        places[token] = place
-    return places
+    order = zigzag_order(tokens, ranks)
+    return sorted(range(tokens), key=order.__getitem__)
 
 
 @checked(tokens=SIZE, ranks=_RANKS)
 def zigzag_lengths(tokens: int, ranks: int) -> tuple[int, ...]:
-    """How many tokens each rank has in rank order.
+    """The number of tokens of each rank, in rank order.
 
     >>> zigzag_lengths(7, 2)
     (3, 4)
     """
-    chunks = even_lengths(tokens, 2 * ranks)
-    return tuple(chunks[k] + chunks[2 * ranks - 1 - k] for k in range(ranks))
+    shards = Shards.zigzag(tokens, ranks)
+    return tuple(map(shards.tokens_of, range(ranks)))

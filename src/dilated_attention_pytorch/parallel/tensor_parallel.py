@@ -1,7 +1,7 @@
 """Heads and feed-forward features over the ranks of a mesh's axis, through PyTorch's tensor-parallel plans.
 
-The first linear layers of a pair give each rank its share of the features, the second one sums over ranks; what lies
-between works on a share: attention on some of the heads, the LayerNorm with statistics of all ranks, dropout.
+The first linear layer of a pair gives each rank its share of the features, and the second one sums over ranks. What
+lies between works on a share: attention on some of the heads, LayerNorm with statistics of all ranks, and dropout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def indivisible(model: nn.Module, ranks: int) -> str | None:
-    """Why `ranks` cannot share the heads and features of a model, or None where they can."""
+    """Why `ranks` ranks cannot share the heads and features of a model; None if they can."""
     for name, module in model.named_modules():
         counts: dict[str, int] = {}
         if isinstance(module, MultiheadDilatedAttention):
@@ -65,7 +65,7 @@ def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def share_projections(module: MultiheadDilatedAttention, heads: Place | None) -> None:
-    """Cut the projections of one attention by heads over some ranks, which begin with the first one's weights."""
+    """Cut the projections of one attention by heads over some ranks; all start from the first rank's weights."""
     if heads is None or (ranks := heads.ranks()).size == 1:
         return
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,9 +78,9 @@ def share_projections(module: MultiheadDilatedAttention, heads: Place | None) ->
 
 
 class _EnterOnce:
-    """Hands query, key and value to the projections as one replicated tensor where they are one.
+    """Passes query, key and value that are one tensor to the projections as one replicated tensor.
 
-    So that its gradient, of which every rank has a part, is summed over ranks once instead of three times.
+    Every rank has a part of its gradient. This way the parts are summed over ranks once instead of three times.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -125,7 +125,7 @@ class SharedLayerNorm(nn.Module):
 
 
 class _LayerNormAcrossRanks(torch.autograd.Function):
-    """Two numbers a row travel each way: mean and variance, and the two means that the gradient is freed of."""
+    """Two numbers per row travel each way: mean and variance, and the two means that the gradient subtracts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ProcessGroup) -> Tensor:
@@ -156,9 +156,9 @@ class _LayerNormAcrossRanks(torch.autograd.Function):
 
 
 class SharedDropout(nn.Module):
-    """`nn.Dropout` on a rank's share of the features, where ranks that draw alike must drop independently.
+    """`nn.Dropout` on a rank's share of the features: ranks that draw the same random numbers drop independently.
 
-    Every rank draws one number, the same on all, so that they go on drawing alike.
+    Every rank draws a single number, so that the ranks stay in step.
     """
 
     def __init__(self, p: float, ranks: Place) -> None:
