@@ -17,13 +17,16 @@ Device = torch.device | str | None
 class Entry:
     """A value, the device that `get` returns it on by default, and what orders its readers on a GPU."""
 
-    __slots__ = ("bytes", "event", "hits", "home", "next", "on_gpu", "pinned", "size", "stream", "used", "value")
+    __slots__ = (
+        "bytes", "copies", "event", "hits", "home", "next", "on_gpu", "pinned", "size", "stream", "used", "value",
+    )  # fmt: skip
 
     def __init__(self, value: Any, home: torch.device | None = None) -> None:
         tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
         self.value = value
         self.home = home or (tensors[0].device if tensors else torch.device("cpu"))
         self.hits, self.used, self.pinned = 0, next(CLOCK), False
+        self.copies: dict[torch.device, Entry] = {}  # of a cache in two tiers: the hot ones
         self.next: Hashable = None  # the key that was asked for after this one
         self.bytes = sum(x.nbytes for x in tensors)
         self.size = 0  # bytes of the key and all of the value, set where a table stores it

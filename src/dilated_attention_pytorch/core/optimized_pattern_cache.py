@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, checked
-from dilated_attention_pytorch.core.entries import Device, Entry, copy_to
+from dilated_attention_pytorch.core.entries import CLOCK, Device, Entry, copy_to
+from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.pattern import on_grid
 from dilated_attention_pytorch.core.plans import PatternCache, refuse_device, shared_cache
 from dilated_attention_pytorch.core.profile import LOCK
@@ -72,11 +73,7 @@ class OptimizedPatternCache(PatternCache):
         )
         self.max_gpu_patterns, self.gpu_memory_limit_mb = max_gpu_patterns, gpu_memory_limit_mb
         self.enable_async, self.enable_prefetch = enable_async, enable_prefetch
-        # By key and device. It holds copies of entries of this cache, and their sizes are those of their tensors.
-        self._hot = PatternCache(
-            max_gpu_patterns, enable_stats=enable_stats, max_bytes=max(1, int(gpu_memory_limit_mb * 2**20))
-        )
-        self._prefetches = 0
+        self._gpu_hits = self._prefetches = 0
         self._asked_last = threading.local()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -94,27 +91,12 @@ class OptimizedPatternCache(PatternCache):
         """Copies of several patterns in the order of `keys`, None for a missing one; cold ones are copied together."""
         return self._copies(keys, target_device or hot_device())
 
-    def _find_patterns(self, keys: Sequence[Hashable], device: Device) -> list[Entry | None]:
-        assert device is not None
-        place = torch.device(device)
-        with LOCK:
-            cold = dict(zip(keys, super()._find_patterns(keys, place)))
-            found = cold | {key: hot for key in keys if cold[key] and (hot := self._hot._find((key, place)))}
-            copying = {
-                key: entry
-                for key, entry in cold.items()
-                if entry is not None and found[key] is entry and entry.hits > _HITS_OF_A_COLD_PATTERN
-            }
-            ahead = self._likely_next(keys, place)
-        copied = self._copy_to(place, copying | ahead)
-        return [copied.get(key) or found[key] for key in keys]
-
     @checked()
     def put(self, key: Hashable, pattern: Any, *, store_on_gpu: bool = False, pin: bool = False) -> None:
         """Keep a copy of a pattern on the CPU; `store_on_gpu` makes it hot at once, and `pin` keeps it for good."""
         entry = self._put(key, pattern)
         if store_on_gpu:
-            self._copy_to(_hot_place(entry), {key: entry})
+            self._heat([entry], _hot_place(entry))
         if pin:
             self.pin(key)
 
@@ -124,100 +106,112 @@ class OptimizedPatternCache(PatternCache):
         entry = self._cache.get(key)
         if entry is None:
             return False
-        self._copy_to(torch.device(device or _hot_place(entry)), {key: entry})
+        self._heat([entry], torch.device(device or _hot_place(entry)))
         return super().pin_pattern(key)
 
-    def pin(self, key: Hashable) -> None:
+    def reset_stats(self) -> None:
         with LOCK:
-            super().pin(key)
-            for hot in self._hot_keys(key):
-                self._hot._cache[hot].pinned = True
+            super().reset_stats()
+            self._gpu_hits = self._prefetches = 0
+
+    def get_stats(self) -> dict[str, Any]:
+        """As `PatternCache.get_stats`, and `gpu_hits, cpu_hits, gpu_patterns, gpu_memory_used_mb, prefetches`."""
+        with LOCK:
+            stats, hot, gpu_hits = super().get_stats(), self._hot(), self._gpu_hits * self.enable_stats
+            return stats | {
+                "gpu_hits": gpu_hits,
+                "cpu_hits": stats["hits"] - gpu_hits,
+                "gpu_patterns": len(hot),
+                "max_gpu_patterns": self.max_gpu_patterns,
+                "gpu_memory_used_mb": sum(copy.bytes for _, copy in hot) / 2**20,
+                "prefetches": self._prefetches,
+            }
+
+    def _find_patterns(self, keys: Sequence[Hashable], device: Device) -> list[Entry | None]:
+        assert device is not None
+        place = torch.device(device)
+        with LOCK:
+            cold = super()._find_patterns(keys, place)
+            found = [None if entry is None else self._find_hot(entry, place) or entry for entry in cold]
+            promoted = [x for x in dict.fromkeys(cold) if x and x in found and x.hits > _HITS_OF_A_COLD_PATTERN]
+            ahead = self._likely_next(keys, place)
+        made = dict(zip(promoted, self._heat([*promoted, *ahead], place)))
+        return [None if entry is None else made.get(entry, entry) for entry in found]
 
     def _find_shared(self, key: Hashable) -> Entry | None:
         with LOCK:
             cold = self._find(key)
-            hot = None if cold is None else self._hot._find((key, cold.home))
-        return hot if cold is None or hot is not None else self._copy_to(cold.home, {key: cold})[key]
+            hot = None if cold is None else self._find_hot(cold, cold.home)
+        return hot if cold is None or hot is not None else self._heat([cold], cold.home)[0]
+
+    def _find_hot(self, cold: Entry, place: torch.device) -> Entry | None:
+        copy = cold.copies.get(place)
+        if copy is not None:
+            copy.used = next(CLOCK)
+            self._gpu_hits += 1
+        return copy
 
     def _share(self, key: Hashable, entry: Entry) -> Entry:
         cold = Entry.copied(entry.value)
         with LOCK:
             earlier = self._cache.get(key)
             if earlier is None:
-                self._store(key, cold)
-                self._warm(key, cold.home, entry, cold)
+                if self._store(key, cold):
+                    self._keep_hot(cold, entry)
                 return entry
-        return self._hot._cache.get((key, cold.home)) or self._copy_to(cold.home, {key: earlier})[key]
+        return earlier.copies.get(earlier.home) or self._heat([earlier], earlier.home)[0]
 
-    def _drop(self, key: Hashable) -> Entry:
-        for hot in self._hot_keys(key):
-            self._hot._drop(hot)
-        return super()._drop(key)
-
-    def _hot_keys(self, key: Hashable) -> list[Hashable]:
-        return [hot for hot in self._hot._cache if hot[0] == key]  # type: ignore[index]
-
-    def clear(self) -> None:
-        with LOCK:
-            super().clear()
-            self._hot.clear()
-
-    def reset_stats(self) -> None:
-        with LOCK:
-            super().reset_stats()
-            self._hot.reset_stats()
-            self._prefetches = 0
-
-    def get_stats(self) -> dict[str, Any]:
-        """As `PatternCache.get_stats`, and `gpu_hits, cpu_hits, gpu_patterns, gpu_memory_used_mb, prefetches`."""
-        with LOCK:
-            stats, hot = super().get_stats(), self._hot.get_stats()
-            return stats | {
-                "evictions": stats["evictions"] + hot["evictions"],
-                "gpu_hits": hot["hits"],
-                "cpu_hits": stats["hits"] - hot["hits"],
-                "gpu_patterns": hot["size"],
-                "max_gpu_patterns": self.max_gpu_patterns,
-                "gpu_memory_used_mb": hot["bytes"] / 2**20,
-                "prefetches": self._prefetches,
-            }
-
-    def _likely_next(self, keys: Sequence[Hashable], place: torch.device) -> dict[Hashable, Entry]:
+    def _likely_next(self, keys: Sequence[Hashable], place: torch.device) -> list[Entry]:
         """The pattern that this thread asked for after the last of `keys` when it was here before, unless it is hot."""
         if not keys:
-            return {}
+            return []
         before, self._asked_last.key = getattr(self._asked_last, "key", None), keys[-1]
         if before in self._cache and before != keys[0]:
             self._cache[before].next = keys[0]
-        last, hot = self._cache.get(keys[-1]), self._hot
-        entry = None if last is None else self._cache.get(last.next)
-        if not self.enable_prefetch or last is None or entry is None or (last.next, place) in hot:
-            return {}
-        if len(hot) >= hot.max_size or hot._bytes + entry.bytes > (hot.max_bytes or 0):
-            return {}  # what is hot now is worth more than a guess
+        last = self._cache.get(keys[-1])
+        likely = None if last is None else self._cache.get(last.next)
+        if not self.enable_prefetch or likely is None or place in likely.copies:
+            return []
+        if not self._has_room(self._hot(), likely):
+            return []  # what is hot now is worth more than a guess
         self._prefetches += self.enable_stats
-        return {last.next: entry}
+        return [likely]
 
-    def _copy_to(self, place: torch.device, entries: Mapping[Hashable, Entry]) -> dict[Hashable, Entry]:
+    def _heat(self, entries: Sequence[Entry], place: torch.device) -> list[Entry]:
         """Hot copies of cold entries, made one after another on the copies' stream, and ready for any other stream."""
-        if not entries:
-            return {}
         aside = place.type == "cuda" and self.enable_async and not torch.cuda.is_current_stream_capturing()
         if aside and place not in self._streams:
             self._streams[place] = torch.cuda.Stream(place)
         with torch.cuda.stream(self._streams[place]) if aside else nullcontext():
-            made = {key: Entry(copy_to(entry.value, place), place) for key, entry in entries.items()}
+            copies = [Entry(copy_to(entry.value, place), place) for entry in entries]
         with LOCK:
-            for key, entry in made.items():
-                self._warm(key, place, entry, entries[key])
-        return made
+            for entry, copy in zip(entries, copies):
+                self._keep_hot(entry, copy)
+        return copies
 
-    def _warm(self, key: Hashable, place: torch.device, entry: Entry, cold: Entry) -> None:
-        """Take an entry into the hot tier, if its limits leave room beside what is pinned."""
-        if (key, place) in self._hot or self._cache.get(key) is not cold:
-            return  # another thread was faster, or the pattern was put anew meanwhile
-        entry.pinned = cold.pinned
-        self._hot._store((key, place), entry, entry.bytes)
+    def _keep_hot(self, cold: Entry, copy: Entry) -> None:
+        """Take a copy into the hot tier, if its limits leave room beside what is pinned."""
+        hot = self._hot()
+        free = sorted((one for one in hot if not one[0].pinned), key=lambda one: one[1].used, reverse=True)
+        evicted = []
+        while free and not self._has_room(hot, copy):
+            evicted.append(free.pop())
+            hot.remove(evicted[-1])
+        if copy.home in cold.copies or not self._has_room(hot, copy):
+            return
+        for other, oldest in evicted:
+            del other.copies[oldest.home]
+            self._evictions += 1
+            log.debug("evicted from the hot tier of the pattern cache: %d bytes", oldest.bytes)
+        cold.copies[copy.home] = copy
+
+    def _has_room(self, hot: list[tuple[Entry, Entry]], entry: Entry) -> bool:
+        limit = self.gpu_memory_limit_mb * 2**20
+        return len(hot) < self.max_gpu_patterns and sum(copy.bytes for _, copy in hot) + entry.bytes <= limit
+
+    def _hot(self) -> list[tuple[Entry, Entry]]:
+        """Every entry that is hot, with each of its hot copies."""
+        return [(entry, copy) for entry in self._cache.values() for copy in entry.copies.values()]
 
 
 @checked()
