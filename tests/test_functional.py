@@ -34,7 +34,7 @@ def tensors(**changes):
         ({"query": torch.ones(2, 8, 4, 4).int()}, TypeError, "query must be float32.*got torch.int32"),
         ({"key": (2, 9, 4, 4)}, ValueError, "agree in batch, tokens and head_dim.*no cross-attention"),
         ({"key": (2, 8, 3, 4), "value": (2, 8, 3, 4)}, ValueError, "H=4 and Hkv=3"),
-        ({"key": (2, 8, 2, 4)}, ValueError, "as many heads, got 2 and 4"),
+        ({"key": (2, 8, 2, 4)}, ValueError, "the same number of heads, got 2 and 4"),
         (dict.fromkeys(("query", "key", "value"), (2, 8, 4, 0)), ValueError, "heads and head_dim must be at least 1"),
     ],
 )

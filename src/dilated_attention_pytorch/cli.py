@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Continue a prompt with the model of a run; figures go to stderr.",
     )
     generate.set_defaults(command=_generate)
-    generate.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or one of save_pretrained")
+    generate.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or of save_pretrained")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads stdin")
     generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to generate (200)")
     for flag, kind, text in (
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--top-k", int, "draw from the K likeliest tokens"),
         ("--top-p", float, "draw from the fewest tokens that together have this probability"),
         ("--seed", int, "of the draws"),
-        ("--chunk", int, "tokens of the prompt to take at once (all)"),
+        ("--chunk", int, "tokens of the prompt to process at once (all)"),
     ):
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
@@ -82,7 +82,7 @@ def _add_report(commands: Any) -> None:
         "report",
         help="a training run as one HTML page",
         description="Settings, curves, checkpoints, samples and machines of a run as one HTML page that needs nothing "
-        "else; also of a run that is going on, was interrupted or is damaged, as far as it can be read.",
+        "else. Runs that are in progress, interrupted or damaged are shown as far as they can be read.",
     )
     report.set_defaults(command=_report)
     report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")

@@ -135,7 +135,7 @@ def read_checksums(path: Path) -> dict[str, Checksum]:
     try:
         own, lines = content.split(b"\n", 1)
         if own != b"%08x" % zlib.crc32(lines):
-            raise ValueError("its own checksum is another")
+            raise ValueError("its own checksum differs")
         rows = [line.split(" ", 2) for line in lines.decode().splitlines()]
         return {name: Checksum(int(crc, 16), int(size)) for crc, size, name in rows}
     except ValueError as error:

@@ -132,18 +132,17 @@ def dilated_attention(
         key, value: `(B, N, Hkv, D)`, where `Hkv` divides `H` (grouped-query attention).
         segment_lengths, dilation_rates: one entry per branch; any positive numbers, for any N.
         is_causal: a row sees only keys at or before its own position.
-        scale: of the scores; `D ** -0.5` by default.
+        scale: factor of the scores; `D ** -0.5` by default.
         dropout_p: probability of dropping an attention weight, drawn from PyTorch's generator.
         head_layout: which rows of a segment each head reads: `interleaved` (the paper), `blocked` (torchscale) or
             `grouped` (each head belongs to one branch).
         seqlens: `(B,)`, the lengths of right-padded rows.
         cu_seqlens: `(documents + 1,)`, cumulative lengths of documents packed into a single row.
         key_padding_mask: `(B, N)`, True = ignore; each row's valid tokens form one span.
-        spans: `(documents, 2)` from `document_spans`, when many calls share the lengths.
+        spans: `(documents, 2)` from `document_spans`, for lengths that many calls share.
         head_offset, total_heads: under head sharding, the global index of the first query head and their global number.
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
-        sparse_config: keep only some tiles of every branch, by a pattern; None keeps all. Lengths cannot be stated
-            with it.
+        sparse_config: keep only some tiles of every branch, by a pattern; None keeps all. It excludes lengths.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
         backend: `auto`, or the engine to run: `triton`, `eager` or `reference`.
         resources: a cache of tables and a pool of workspaces that calls share. None means neither, but with
@@ -209,7 +208,7 @@ def attention_rows(
 
     Arguments are those of `dilated_attention`; `rows` are positions in a batch row. The key of the result is
     `(batch row, row, query head)`. A key that several branches show has the sum of its weights. No `N x N` tensor is
-    made: memory is that of the lists. Dropout plays no part.
+    made: memory is that of the lists. Dropout is not applied.
 
     >>> q, k = torch.zeros(2, 1, 16, 2, 8).unbind(0)
     >>> found = attention_rows(q, k, [6], segment_lengths=[4, 8], dilation_rates=[1, 2], is_causal=True)
@@ -350,7 +349,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} {tuple(x.shape)}; rows of one sequence attend to each other, so there is no cross-attention"
             )
     if key.shape[2] != value.shape[2]:
-        raise ValueError(f"key and value must have as many heads, got {key.shape[2]} and {value.shape[2]}")
+        raise ValueError(f"key and value must have the same number of heads, got {key.shape[2]} and {value.shape[2]}")
     if query.shape[2] * query.shape[3] * key.shape[2] == 0:
         raise ValueError(
             f"heads and head_dim must be at least 1, got query {tuple(query.shape)} and key {tuple(key.shape)}"

@@ -75,10 +75,10 @@ class CacheRows:
     branches_by_heads: tuple[tuple[BranchRows, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "branches", self._branches())
         by_heads: dict[tuple[int, int], list[BranchRows]] = {}
-        for branch in self.branches:
+        for branch in (branches := self._branches()):
             by_heads.setdefault((branch.heads.start, branch.heads.stop), []).append(branch)
+        object.__setattr__(self, "branches", branches)
         object.__setattr__(self, "branches_by_heads", tuple(map(tuple, by_heads.values())))
 
     def _branches(self) -> tuple[BranchRows, ...]:
@@ -102,10 +102,7 @@ class CacheRows:
     @property
     def unread(self) -> int:
         """The row for tokens that no later query sees, so that shapes do not depend on positions."""
-        if not self.branches:
-            return 0
-        last = self.branches[-1]
-        return last.first + len(last.offsets) * last.capacity
+        return sum(len(branch.offsets) * branch.capacity for branch in self.branches)
 
     @property
     def total(self) -> int:

@@ -163,7 +163,7 @@ def check_instance(name: str, value: Any, kind: Any) -> Any:
 
 
 def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence[Any]:
-    """A list, tuple, range or array, of which `each` checks the entries.
+    """A list, tuple, range or array; `each` checks its entries.
 
     >>> check_sequence("rows", [0, 1.5], check_whole)
     Traceback (most recent call last):
@@ -264,7 +264,7 @@ def checked(
 def check_fields(instance: Any, **ranges: Mapping[str, float]) -> None:
     """Check every field of a dataclass by its annotation, as `checked` does, and keep the value that the check returns.
 
-    Ranges of numbers are `ranges`, or beside the fields (`core.settings.setting`).
+    Ranges of numbers are `ranges`, or those that `core.settings.setting` stores beside the fields.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Sizes:

@@ -27,7 +27,7 @@ def torchrun_restarts() -> int:
 
 
 def torchrun_cannot_restart_gloo() -> bool:
-    """Whether torchrun may restart ranks, but lends them its own store, in which gloo finds the dead ones."""
+    """Whether torchrun may restart ranks, but shares its own store with them, in which gloo finds the dead ranks."""
     lends = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return lends and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 

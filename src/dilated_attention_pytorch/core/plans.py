@@ -5,7 +5,7 @@ and bytes, evicts the least recently used entry, and is safe under threads and `
 its public face; `get_global_pattern_cache()` is the table of the whole process. A call with a cache of its own asks
 that one, through `Resources.remember`.
 
-- A kind is one of `KINDS`, which may bound it further. Statistics, profiles and `forget` go by kind.
+- A kind is one of `KINDS`, which may bound it further. Statistics, profiles and `forget` are by kind.
 - A key is hashable and compares by value. It holds no tensors: `spans_key` and `SameTensor` stand for them.
 - A value is shared by everyone who asks: never write to it. It stays on the device where it was made. Tensors in
   tuples, lists and dicts are ordered between CUDA streams; an object that holds tensors of its own must have them ready
@@ -166,7 +166,7 @@ class PatternCache:
     def remember(self, kind: str, key: Hashable, make: Callable[[], Value], profile: Profile | None = None) -> Value:
         """The value that `make` gave for this key, shared by all who ask: it must not be written to.
 
-        The module's docstring states the rules. `profile` is that of the module that asks.
+        The docstring of this file states the rules. `profile` belongs to the module that asks.
         """
         if torch.compiler.is_compiling():
             return make()
@@ -322,7 +322,7 @@ class PatternCache:
             if limit is not None and sum(kind_of(one) == kind for one in self._cache) >= limit:
                 self._evict(1, kind)
             if len(self._cache) >= self.max_size:
-                self._evict(max(1, self.max_size // 64))  # finding the oldest takes a look at all
+                self._evict(max(1, self.max_size // 64))  # several, because finding the oldest looks at every entry
             self._cache[key] = entry
             self._bytes += entry.size
         return True

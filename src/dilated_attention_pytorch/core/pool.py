@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 LEAST_THRESHOLD = 1 << 20
 # The threshold as a share of a device's memory. The host's allocator returns large buffers to the system, which clears
-# their pages anew. A GPU's allocator keeps them, so a pool pays only for buffers that it would have to search for:
+# their pages again. A GPU's allocator keeps them, so a pool pays only for buffers that it would have to search for:
 # 160 MiB of 80 GiB. The allocator of pinned memory keeps them too, rounded up to powers of two: 64 MiB of 128 GiB.
 _THRESHOLD_SHARES = {"cpu": 1 << 14, "cuda": 1 << 9, "pinned": 1 << 11}
 _MOST_BYTES = 2**62
@@ -100,10 +100,10 @@ class WorkspacePool:
         return self._shelf(place, check_flag("pinned", pinned)).threshold
 
     def lease(self, *, keep_after_error: bool = True, profile: Profile | None = None) -> AbstractContextManager[Loans]:
-        """`take(shape, dtype=, device=)` for the length of the block: uninitialised, from the pool where it serves.
+        """`take(shape, dtype=, device=)` within the block: an uninitialised buffer, from the pool or from PyTorch.
 
-        PyTorch's allocator serves where a workspace is below the threshold or beyond the limit, and while a CUDA graph
-        is captured, whose memory must be its own. `take.give_back(buffer)` ends a loan before the block does. Without
+        PyTorch allocates workspaces below the threshold or beyond the limit, and all of them while a CUDA graph is
+        captured, which must own its memory. `take.give_back(buffer)` ends a loan before the block does. Without
         `keep_after_error`, a block that fails leaves its buffers to whoever still uses them, such as a message under
         way, and the pool forgets them. `profile` notes the loans of a module.
         """

@@ -44,15 +44,11 @@ def document_spans(
         raise ValueError(f"{' and '.join(given)} both state the lengths: pass one of them")
     kind, value = next(iter(given.items()))
     check_tensor(kind, value)
-    if kind == "key_padding_mask":
-        if value.shape != (batch, tokens):
-            raise ValueError(
-                f"key_padding_mask must be (batch, tokens) = ({batch}, {tokens}), got {tuple(value.shape)}"
-            )
-    else:
+    if kind != "key_padding_mask":
         _check_whole_numbers(kind, value)
-    if kind == "seqlens" and value.shape != (batch,):
-        raise ValueError(f"seqlens must be (batch,) = ({batch},), got {tuple(value.shape)}")
+    shapes = {"seqlens": ("(batch,)", (batch,)), "key_padding_mask": ("(batch, tokens)", (batch, tokens))}
+    if kind in shapes and value.shape != shapes[kind][1]:
+        raise ValueError(f"{kind} must be {shapes[kind][0]} = {shapes[kind][1]}, got {tuple(value.shape)}")
     if kind == "cu_seqlens" and (value.dim() != 1 or value.shape[0] < 2):
         raise ValueError(f"cu_seqlens must be (documents + 1,) with at least one document, got {tuple(value.shape)}")
     if kind == "cu_seqlens" and batch != 1:
@@ -119,10 +115,8 @@ def _spans_of_mask(mask: Tensor) -> Tensor:
         raise TypeError(f"key_padding_mask must be bool, True = ignore, got {mask.dtype}")
     if not mask.numel():
         return torch.zeros(mask.shape[0], 2, dtype=torch.int64, device=mask.device)
-    valid = ~mask
-    count = valid.sum(-1)
-    start = valid.int().argmax(-1)
-    end = start + count
+    start = (~mask).int().argmax(-1)
+    end = start + (~mask).sum(-1)
     position = torch.arange(mask.shape[1], device=mask.device)
     hole = mask & (position >= start[:, None]) & (position < end[:, None])
     if hole.any():
@@ -152,16 +146,15 @@ def documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[slice
     """`(batch rows, start, length)` of every document that has tokens; whole rows of equal length come as one."""
     if spans is None:
         return [(slice(0, batch), 0, tokens)]
-    after = 0
-    for start, end in spans.tolist():
+    found, after = [], 0
+    for b, (start, end) in enumerate(spans.tolist()):
         if not (0 if batch > 1 else after) <= start <= end <= tokens:
             raise ValueError(
                 f"span [{start}, {end}) does not follow the one before it within a row of {tokens} tokens: "
                 "make spans with document_spans"
             )
         after = end
-    return [
-        (slice(b, b + 1) if batch > 1 else slice(0, 1), start, end - start)
-        for b, (start, end) in enumerate(spans.tolist())
-        if end > start
-    ]
+        row = b if batch > 1 else 0
+        if end > start:
+            found.append((slice(row, row + 1), start, end - start))
+    return found
