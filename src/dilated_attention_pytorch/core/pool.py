@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class WorkspacePool:
         place = device if isinstance(device, torch.device) else check_device("device", device)
         return self._shelf(place, check_flag("pinned", pinned)).threshold
 
-    def lease(self, *, keep_after_error: bool = True, profile: Profile | None = None) -> AbstractContextManager[Loans]:
+    def lease(self, *, keep_after_error: bool = True, profile: Profile | None = None) -> Loans:
         """`take(shape, dtype=, device=)` within the block: an uninitialised buffer, from the pool or from PyTorch.
 
         PyTorch allocates workspaces below the threshold or beyond the limit, and all of them while a CUDA graph is
@@ -279,31 +279,37 @@ class WorkspacePool:
 _COUNTS = ("peak_allocated", "allocation_count", "reuse_count", "live_buffers", "live_bytes", "cleanups")
 
 
-class Take(Protocol):
-    """Called as `torch.empty` is, which takes its place where there is no pool."""
+class Loans:
+    """Workspaces for the length of a block, taken as by `torch.empty`: here from PyTorch's allocator."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Loans:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        pass
 
     def __call__(
         self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False
-    ) -> Tensor: ...
+    ) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+
+    def give_back(self, *buffers: Tensor) -> None:
+        """End loans before the block does."""
 
 
-class Loans(Take, Protocol):
-    """What `lease` gives: `take`, and a way to end a loan before the block does."""
-
-    def give_back(self, *buffers: Tensor) -> None: ...
+Take = Loans  # for those who only take
 
 
-class _Lease:
-    """What one block borrows. A class: a generator and its closures would cost short calls what a pool saves."""
+class _Lease(Loans):
+    """What one block borrows from a pool."""
 
     __slots__ = ("_keep_after_error", "_pool", "_profile", "_taken")
 
     def __init__(self, pool: WorkspacePool, keep_after_error: bool, profile: Profile | None) -> None:
         self._pool, self._keep_after_error, self._profile = pool, keep_after_error, profile
         self._taken: dict[int, Tensor] = {}
-
-    def __enter__(self) -> _Lease:
-        return self
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
         end = self._pool.give_back if error is None or self._keep_after_error else self._pool.abandon
@@ -323,7 +329,7 @@ class _Lease:
                 return buffer
         if self._profile is not None:
             self._profile.add("workspaces left to PyTorch", count=1, bytes=_size(shape, dtype))
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return super().__call__(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
     def give_back(self, *buffers: Tensor) -> None:
         for buffer in buffers:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 from dilated_attention_pytorch.core.plans import PatternCache, Value
-from dilated_attention_pytorch.core.pool import Loans, Take, WorkspacePool
+from dilated_attention_pytorch.core.pool import Loans, WorkspacePool
 from dilated_attention_pytorch.core.profile import Profile
-
-Result = TypeVar("Result")
 
 # The lengths from which factories enable them. As `bench cache` and `bench pool` measure, packed batches gain by the
 # cache at every length, and low precision by the pool from 2,048 tokens on; but others cannot use what a pool holds.
@@ -35,30 +29,14 @@ class Resources(NamedTuple):
         """`make()`, from the cache if there is one; see `PatternCache.remember`."""
         return make() if self.cache is None else self.cache.remember(kind, key, make, self.profile)
 
-    def workspaces(self) -> AbstractContextManager[Take]:
+    def workspaces(self) -> Loans:
         """`take(shape, dtype=, device=)`: uninitialised workspaces, which must not be used after the block."""
-        return _from_allocator if self.pool is None else self.pool.lease(profile=self.profile)
+        return FROM_ALLOCATOR if self.pool is None else self.pool.lease(profile=self.profile)
 
-    def message_buffers(self) -> AbstractContextManager[Loans]:
+    def message_buffers(self) -> Loans:
         """As `workspaces`, with `take.give_back`; if the block fails, messages under way keep their buffers."""
-        return _from_allocator if self.pool is None else self.pool.lease(keep_after_error=False, profile=self.profile)
-
-    def retrying(self, run: Callable[[], Result]) -> Result:
-        """`run()`, which has no side effects; if memory runs out, once more after freeing the pool's idle buffers."""
-        return run() if self.pool is None else self.pool.retrying(run)
+        return FROM_ALLOCATOR if self.pool is None else self.pool.lease(keep_after_error=False, profile=self.profile)
 
 
-class _FromAllocator:
-    """Loans where there is no pool: PyTorch's allocator has a buffer back when its last tensor goes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.empty(*args, **kwargs)
-
-    def give_back(self, *buffers: Tensor) -> None:
-        pass
-
-
-FROM_ALLOCATOR: Loans = _FromAllocator()
-_from_allocator: AbstractContextManager[Loans] = nullcontext(FROM_ALLOCATOR)
-
+FROM_ALLOCATOR = Loans()
 NO_RESOURCES = Resources()
