@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import cases, contenders, encoders
+from benchmarks.charts import bars as draw_bars
 from benchmarks.contenders import FLOOR, OURS, Setup
 from benchmarks.harness import Case, measure
 from benchmarks.ratios import RATIOS, TARGETS, Row, beside_published, but_for_length, judge, memory, rows_of
@@ -124,7 +125,7 @@ def _times(suite: str, rows: Sequence[Row]) -> Table:
         if (ours := row.measured(OURS, "tflops")) is not None and (floor := row.measured(FLOOR, "tflops")) is not None
     ]
     if bars:
-        table.charts = [("TFLOP/s at the same FLOPs", lambda: plots.bars(bars, [OURS, FLOOR], "TFLOP/s"))]
+        table.charts = [("TFLOP/s at the same FLOPs", lambda: draw_bars(bars, [OURS, FLOOR], "TFLOP/s"))]
     return table
 
 
@@ -155,7 +156,7 @@ def _peak_memory(suite: str, rows: Sequence[Row]) -> Table:
         table.rows.append([row.case.title, *(number(size, 2, 1 << 30) or "-" for size in sizes), number(over, 2)])
         bars += [] if over is None else [(row.case.title, [over])]
     if bars:
-        chart = functools.partial(plots.bars, bars, [OURS], "times the floor", limits=[1.0, 1.1])
+        chart = functools.partial(draw_bars, bars, [OURS], "times the floor", limits=[1.0, 1.1])
         table.charts = [("Over the floor; lines at 1 and 1.1", chart)]
     return table
 

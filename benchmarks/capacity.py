@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
+from benchmarks.charts import bars as draw_bars
 from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
 from dilated_attention_pytorch.measuring import host_memory
 from dilated_attention_pytorch.models.config import ModelConfig
-from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.train.fitting import Fit, cheapest_fit, choices, longest_fits, step_flops
 from dilated_attention_pytorch.train.footprint import footprint
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, make_optimizer
@@ -185,7 +185,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
             if x.get("peak_bytes") and x["kind"] != "dense"
         ]
         if bars:
-            chart = partial(plots.bars, bars, ["measured", "memory model"], "GiB")
+            chart = partial(draw_bars, bars, ["measured", "memory model"], "GiB")
             table.charts = [("Peak memory", chart)]
         yield table
 

@@ -7,6 +7,7 @@ from types import ModuleType
 
 from dilated_attention_pytorch import core, nn, tools
 from dilated_attention_pytorch.models import longnet
+from dilated_attention_pytorch.nn import kv_cache
 from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.parallel import names
 from dilated_attention_pytorch.tools import show
@@ -24,6 +25,7 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "ring_multihead_dilated_attention": names,
     "improved_distributed_dilated_attention": names,
     "ring_improved_distributed_dilated_attention": names,
+    "nn.full_cache": kv_cache,
     "long_net": longnet,
     "inspect": tools,
     "inspect.pictures": plots,

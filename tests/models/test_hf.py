@@ -628,7 +628,7 @@ def test_transformers_that_is_too_old_is_refused(monkeypatch) -> None:
 
 def test_a_bounded_cache_refuses_what_it_is_not_for() -> None:
     model, x = build("llama"), tokens(2, 30)
-    with refused("cache is for a batch of 3, the keys are for 2"), torch.no_grad():
+    with refused("cache is for a batch of 3, the input is for 2"), torch.no_grad():
         model(x, past_key_values=dilated_cache(model, 3))
     with refused("has 2 layers, the model asks for layer 2"), torch.no_grad():
         cache = dilated_cache(model, 2)

@@ -21,9 +21,8 @@ from dilated_attention_pytorch.core.plans import remember_of
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
-from dilated_attention_pytorch.models.position_table import SlidePositions
 from dilated_attention_pytorch.models.slide_attention import on_slide
-from dilated_attention_pytorch.models.torchscale import TorchscaleAttention, load_torchscale_weights
+from dilated_attention_pytorch.models.torchscale import SlidePositions, TorchscaleAttention, load_torchscale_weights
 
 GIGAPATH = ([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16])
 # The same shape of pattern at a 128th of the length: several segments in several branches, and 1448 % 8 = 0.

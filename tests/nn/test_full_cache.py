@@ -7,7 +7,7 @@ import torch
 
 from dilated_attention_pytorch import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
-from dilated_attention_pytorch.nn.full_cache import attend_full_cache
+from dilated_attention_pytorch.nn.kv_cache import attend_full_cache
 
 
 @pytest.mark.parametrize("head_layout", ["interleaved", "blocked", "grouped"])

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from benchmarks.charts import bars
 from dilated_attention_pytorch.functional import attention_rows
 from dilated_attention_pytorch.models.slide_attention import on_slide
 from dilated_attention_pytorch.pages import plots
@@ -54,8 +55,8 @@ def test_a_chart_in_a_page_says_the_figures_of_what_is_pointed_at_in_the_pages_c
     assert "var(--ink)" in svg
     assert "#212529" not in svg
     assert "fill-opacity: 0" in svg  # the points of a curve without dots
-    bars = plots.inline_svg(plots.bars([("a", [1.0, 2.0]), ("b", [3.0, 4.0])], ["x", "y"], "GiB", [2.5]), "bars")
-    titles = [element.text for element in ElementTree.fromstring(bars).iter("title")]
+    drawn = plots.inline_svg(bars([("a", [1.0, 2.0]), ("b", [3.0, 4.0])], ["x", "y"], "GiB", [2.5]), "bars")
+    titles = [element.text for element in ElementTree.fromstring(drawn).iter("title")]
     assert titles == ["a, x: 1 GiB", "b, x: 3 GiB", "a, y: 2 GiB", "b, y: 4 GiB"]
 
 

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.models.generation import StreamSettings
 
 Model = TypeVar("Model", bound="_Pretrained")
+# Fields of the config that a layer takes under the same name.
+_OF_LAYERS = (
+    "d_model", "num_kv_heads", "dim_feedforward", "dropout", "attention_dropout", "activation", "layer_norm_eps",
+)  # fmt: skip
 _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
 
 
@@ -121,20 +125,8 @@ class _Pretrained(SharesResources, nn.Module):
 
     def _layer_settings(self, gamma: float) -> dict[str, Any]:
         c = self.config
-        return {
-            "d_model": c.d_model,
-            "nhead": c.num_heads,
-            **c.spec.keywords,
-            "dim_feedforward": c.dim_feedforward,
-            "dropout": c.dropout,
-            "attention_dropout": c.attention_dropout,
-            "activation": c.activation,
-            "layer_norm_eps": c.layer_norm_eps,
-            "gamma_init": gamma,
-            "num_kv_heads": c.num_kv_heads,
-            **self._shared,
-            **self._factory,
-        }
+        own = {name: getattr(c, name) for name in _OF_LAYERS} | {"nhead": c.num_heads, "gamma_init": gamma}
+        return own | c.spec.keywords | self._shared | self._factory
 
     def _placed(self, x: Tensor, **lengths: Tensor | None) -> dict[str, Any]:
         """The spans and the rotation for all layers, from `seqlens`, `cu_seqlens` or a padding mask."""

@@ -1,4 +1,7 @@
-"""torchscale's LongNet: replace its attention in a model such as Prov-GigaPath, or load its weights into ours."""
+"""torchscale's LongNet: replace its attention in a model such as Prov-GigaPath, or load its weights into ours.
+
+The position table of Prov-GigaPath's slide encoder is computed from its two axes instead of stored in 3 GB.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
-from dilated_attention_pytorch.models.position_table import compute_positions
 from dilated_attention_pytorch.models.weights import misfits
 from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.replacement import replace_parts
 
 Module = TypeVar("Module", bound=nn.Module)
 Exact = bool | Literal["forward"]
 
-# What marks torchscale's DilatedAttention, whichever copy of its code a model was built from.
+# What identifies torchscale's DilatedAttention in any copy of its code.
 _METHODS = ("dense_to_sparse", "sparse_to_dense", "gathering", "scattering")
 _PARTS = ("q_proj", "k_proj", "v_proj", "out_proj", "num_heads", "embed_dim", "args")
 
@@ -43,25 +46,20 @@ def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: s
             gradients, in one call for all branches.
         backend: `auto`, or the engine to run.
     """
-    if is_torchscale_attention(model) or isinstance(model, TorchscaleAttention):
+
+    def fits(part: nn.Module) -> bool:
+        return is_torchscale_attention(part) or isinstance(part, TorchscaleAttention)
+
+    if fits(model):
         raise ValueError("an attention has no parent to be swapped in: pass the model that holds it")
-    places = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if is_torchscale_attention(child) or isinstance(child, TorchscaleAttention)
-    ]
-    if not places:
+    if not any(map(fits, model.modules())):
         kinds = sorted({type(module).__name__ for module in model.modules() if "ttention" in type(module).__name__})
         raise ValueError(
             f"{type(model).__name__} has no torchscale DilatedAttention to swap (a module with "
             f"{', '.join(_METHODS)}, and segment_length and dilated_ratio in its args); its attentions are "
             f"{', '.join(kinds) or 'none'}"
         )
-    # An attention with several parents is swapped once, and no attention is swapped before all are known to fit.
-    swapped = {child: _swap(child, exact_torchscale, backend) for _, _, child in places}
-    for parent, name, child in places:
-        setattr(parent, name, swapped[child])
+    replace_parts(model, lambda part: _swap(part, exact_torchscale, backend) if fits(part) else part)
     compute_positions(model)
     return model
 
@@ -276,3 +274,102 @@ def _named(model: LongNet | LongNetLM, is_decoder: bool) -> Iterator[tuple[str, 
 def _pairs_apart(x: Tensor, head_dim: int) -> Tensor:
     """Reorder a projection for our rotation: torchscale turns neighbouring dimensions, we turn the halves of a head."""
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+class SlidePositions(nn.Module):
+    """Replaces the buffer `pos_embed` of Prov-GigaPath's slide encoder, `(1, 1 + grids ** 2, E)`; indexed like it.
+
+    Row 0, of the CLS token, is zero; row `1 + x * grids + y` joins the sines and cosines of `y` and of `x`. Only those
+    of a single axis, `(grids, E / 2)`, are stored.
+
+    >>> table = SlidePositions(embed_dim=8, grids=1000)
+    >>> table.shape, table[:, torch.tensor([[0, 1, 1001]]), :].shape
+    (torch.Size([1, 1000001, 8]), torch.Size([1, 1, 3, 8]))
+    """
+
+    axis: Tensor
+
+    def __init__(self, embed_dim: int, grids: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if embed_dim % 4:
+            raise ValueError(
+                f"a sine and a cosine of two axes take a multiple of 4 dimensions, got embed_dim={embed_dim}"
+            )
+        self.embed_dim, self.grids = embed_dim, grids
+        frequencies = 10_000.0 ** (-torch.arange(embed_dim // 4, dtype=torch.float64) / (embed_dim // 4))
+        angles = torch.arange(grids, dtype=torch.float64)[:, None] * frequencies
+        axis = torch.cat((angles.sin(), angles.cos()), dim=1).float()
+        self.register_buffer("axis", axis.to(device=device, dtype=dtype), persistent=False)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((1, 1 + self.grids**2, self.embed_dim))
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """`(..., E)` of positions `(...)`."""
+        tile = (positions - 1).clamp_min(0)
+        found = torch.cat((self.axis[tile % self.grids], self.axis[tile // self.grids]), dim=-1)
+        return found.masked_fill((positions == 0).unsqueeze(-1), 0.0)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        whole = slice(None)
+        if not (isinstance(index, tuple) and len(index) == 3 and index[0] == whole and index[2] == whole):
+            raise IndexError("the position table is computed by rows: index it as pos_embed[:, rows, :]")
+        rows = index[1]
+        if isinstance(rows, slice):
+            rows = torch.arange(self.shape[1], device=self.axis.device)[rows]
+        return self.rows(rows)[None]
+
+    def holds(self, table: Tensor) -> bool:
+        """Whether a stored table is this one, up to rounding."""
+        if table.shape != self.shape:
+            return False
+        if table.is_meta:
+            return True
+        tiles = table[0, 1:].unflatten(0, (self.grids, self.grids))
+        axis = self.axis.to(device=table.device, dtype=table.dtype)
+        # A strip at a time: all at once would take as much memory again.
+        strips = (strip.chunk(2, dim=1) for strip in tiles)
+        return not table[0, 0].any() and all(
+            _close(of_y, axis) and _close(of_x, axis[x].expand_as(of_x)) for x, (of_y, of_x) in enumerate(strips)
+        )
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, grids={self.grids}"
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=4 * torch.finfo(a.dtype).eps)
+
+
+def compute_positions(model: nn.Module) -> int:
+    """Replace every stored table of slide positions in `model`, and return their number; other tables stay.
+
+    State dicts with and without the table still load; a table of other values is refused.
+    """
+    found = 0
+    for module in list(model.modules()):
+        grids, table = getattr(module, "slide_ngrids", None), getattr(module, "pos_embed", None)
+        if not isinstance(grids, int) or not isinstance(table, Tensor) or table.requires_grad or table.dim() != 3:
+            continue
+        if table.shape[2] % 4:
+            continue
+        computed = SlidePositions(table.shape[2], grids, None if table.is_meta else table.device, table.dtype)
+        if not computed.holds(table):
+            continue
+        del module.pos_embed
+        module.pos_embed = computed
+        module.register_load_state_dict_pre_hook(_take_stored_table)
+        found += 1
+    return found
+
+
+def _take_stored_table(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    error_msgs: list[str] = rest[-1]
+    table = state_dict.pop(f"{prefix}pos_embed", None)
+    computed = module.pos_embed
+    if table is not None and isinstance(computed, SlidePositions) and not computed.holds(table):
+        error_msgs.append(
+            f"{prefix}pos_embed, {tuple(table.shape)}, is not the table of sines and cosines {tuple(computed.shape)} "
+            "that this model computes: load the weights first, then patch_gigapath, which keeps other tables"
+        )

@@ -53,7 +53,8 @@ def load_model(build: Callable[[], Model], layers: int, folder: Path, device: to
     if all(name in state for name, _ in model.named_buffers()):
         model.load_state_dict(state, assign=True)
     else:  # a subclass computes buffers that are not saved
-        model = build().to(device, _dtype_of(found))
+        dtype = next(tensor.dtype for tensor in found.values() if tensor.is_floating_point())
+        model = build().to(device, dtype)
         model.load_state_dict(state)
     return model
 
@@ -101,14 +102,10 @@ def _opened(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> Exception:
-    """The error to raise where safetensors could not read a file, unless the disk or the memory is at fault."""
+    """The error to raise if safetensors cannot read a file: its own if the disk or the memory is at fault."""
     if isinstance(error, (OSError, MemoryError)):
         return error
     return ValueError(f"{path} is broken or truncated ({error}): use another copy of the checkpoint")
-
-
-def _dtype_of(tensors: dict[str, Tensor]) -> torch.dtype:
-    return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
 def _without_ties(model: nn.Module) -> dict[str, Tensor]:

@@ -44,7 +44,8 @@ class DilatedAttention(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: one entry per branch.
-        max_length: instead of them: the longest sequence; `branches_for` chooses branches that connect all its tokens.
+        max_length: the longest sequence; instead of stated branches, `branches_for` chooses some that connect all its
+            tokens.
         softmax_scale: factor of the scores; `D ** -0.5` by default.
         attention_dropout: probability of dropping an attention weight while training.
         head_layout: `interleaved`, `blocked` or `grouped`.
@@ -181,13 +182,13 @@ class DilatedAttention(nn.Module):
         return {"spans": document_spans(query.shape[0], query.shape[1], **stated, cache=cache)}
 
     def _profiling(self) -> AbstractContextManager[Any]:
-        """Counts a call and names it in traces if profiling is on, except a compiled one."""
+        """Count a call and name it in traces if profiling is on and the call is not compiled."""
         if self._profile is None or torch.compiler.is_compiling():
             return _NOT_PROFILING
         return _counted_call(repr(self), self._profile)
 
     def _check_place(self, query: Tensor) -> None:
-        """Refuse inputs of another device or dtype than the stated ones."""
+        """Refuse inputs on another device or of another dtype than stated."""
         if self._place is None:
             return
         found = autocast_inputs(query)[0]

@@ -38,8 +38,8 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
         segment_lengths, dilation_rates: one entry per branch.
-        max_length: instead of them: the longest sequence; `branches_for` chooses branches that connect all its tokens
-            with this number of key/value heads.
+        max_length: the longest sequence; instead of stated branches, `branches_for` chooses some that connect all its
+            tokens with this number of key/value heads.
         dropout: of the attention weights, while training.
         bias: whether projections have a bias.
         layer_norm: whether a LayerNorm (with `layer_norm_eps`) precedes the output projection.

@@ -1,4 +1,4 @@
-"""Dilated attention in the place of PyTorch's, with its weights."""
+"""Replace PyTorch's attention in a model by dilated attention with the same weights."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def replace_attention(
         )
     model = replace_parts(model, replaced)
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder):  # which chose this when it was made, for the earlier attention
+        if isinstance(part, nn.TransformerEncoder):  # decided when it was made, for the earlier attention
             part.use_nested_tensor = False
     return model
 

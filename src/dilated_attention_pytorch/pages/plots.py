@@ -1,7 +1,7 @@
 """Every chart and picture of the project, drawn by matplotlib (the extra `viz`).
 
-Functions whose name begins with `write` make a file, `.svg` or `.png`. `bars` and `curves` return a figure, for
-`save`, or for `inline_svg`, which puts it into an HTML page in the page's own colours.
+Functions whose name begins with `write` write a file, `.svg` or `.png`. `curves` returns a figure for `save`, or for
+`inline_svg`, which embeds it in an HTML page in the page's own colours.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Points = Sequence[tuple[float, float]]
 Curves = Mapping[str, Points]
 Spans = Sequence[tuple[str, float, float]]
 
-# Colours by their names in the style sheet of a page, which has other ones for dark screens.
+# Colours by their names in the style sheet of a page, which replaces them on dark screens.
 COLOURS = {
     "ink": "#212529", "faint": "#dee2e6", "limit": "#c92a2a",
     "s0": "#1971c2", "s1": "#868e96", "s2": "#e8590c", "s3": "#9c36b5", "s4": "#2f9e44", "s5": "#c2255c",
 }  # fmt: skip
-_SERIES = [colour for name, colour in COLOURS.items() if name.startswith("s")]
+SERIES = [colour for name, colour in COLOURS.items() if name.startswith("s")]
 _SETTINGS: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "dilated-attention", "font.sans-serif": ["DejaVu Sans"], "font.size": 8,
     "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": False,
@@ -46,7 +46,7 @@ _SETTINGS: Any = {
     "grid.color": COLOURS["faint"], "axes.edgecolor": COLOURS["faint"], "axes.labelcolor": COLOURS["ink"],
     "text.color": COLOURS["ink"], "xtick.color": COLOURS["ink"], "ytick.color": COLOURS["ink"],
 }  # fmt: skip
-_TIP = "\u00a6"  # begins each text of an artist's id that `inline_svg` shows when it is pointed at
+TIP = "\u00a6"  # precedes each tooltip in an artist's id; `inline_svg` turns them into titles
 
 
 def check_picture(path: Path) -> None:
@@ -77,7 +77,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
 @styled
 def save(path: Path, figure: Figure) -> None:
-    """Write a figure as the kind of picture that its path names, whole or not at all."""
+    """Write a figure atomically, in the format of its suffix."""
     check_picture(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix[1:]
@@ -87,7 +87,7 @@ def save(path: Path, figure: Figure) -> None:
 
 @styled
 def inline_svg(figure: Figure, label: str) -> str:
-    """A figure as an `<svg>` element for a page: in the page's colours, with texts for what is pointed at."""
+    """A figure as an `<svg>` element with tooltips, in the colours of the page."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", transparent=True)
     root = ElementTree.fromstring(drawn.getvalue())
@@ -99,7 +99,7 @@ def inline_svg(figure: Figure, label: str) -> str:
         for element in parent.findall("metadata") + parent.findall("style"):  # the style would apply to the whole page
             parent.remove(element)
     for group in root.iter("g"):
-        _, *tips = group.attrib.pop("id", "").split(_TIP)
+        _, *tips = group.attrib.pop("id", "").split(TIP)
         for mark, tip in zip([*group.iter("use")] or [*group.iter("path")], tips):
             ElementTree.SubElement(mark, "title").text = tip
     root.set("role", "img")
@@ -108,28 +108,6 @@ def inline_svg(figure: Figure, label: str) -> str:
     for name, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{name})")
     return text
-
-
-@styled
-def bars(
-    groups: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], unit: str, limits: Sequence[float] = ()
-) -> Figure:
-    """Horizontal bars: one group per label, with one bar per series; dashed lines at `limits`."""
-    thick = 0.8 / len(series)
-    figure, axes = new_figure(9, 0.8 + len(groups) * (0.08 + 0.13 * len(series)))
-    for index, name in enumerate(series):
-        values = [values[index] for _, values in groups]
-        at = [row + (index + 0.5) * thick - 0.4 for row in range(len(groups))]
-        drawn = axes.barh(at, values, thick, label=name, color=_SERIES[index % len(_SERIES)])
-        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=7)
-        for bar, (label, _), value in zip(drawn, groups, values):
-            bar.set_gid(f"{_TIP}{label}, {name}: {value:.4g} {unit}")
-    axes.set(yticks=range(len(groups)), yticklabels=[label for label, _ in groups], xlabel=unit)
-    axes.set_ylim(len(groups) - 0.4, -0.6)
-    for limit in limits:
-        axes.axvline(limit, color=COLOURS["limit"], linestyle="--", linewidth=1)
-    figure.legend(loc="outside upper left", ncols=len(series))
-    return figure
 
 
 @styled
@@ -144,23 +122,23 @@ def curves(
     log: bool = False,
     width: float = 6.4,
 ) -> Figure:
-    """Curves by name over linear axes, or over logarithmic ones; what is pointed at says its figures.
+    """Named curves over linear or logarithmic axes; tooltips show the figures.
 
-    `limits` are dashed lines across, by name. A curve that `dots` names shows its points. `series` is the order of
-    colours, for charts that have some of the same curves.
+    `limits` are named dashed lines. Curves named in `dots` show their points. `series` is the order of colours, for
+    charts that share some curves.
     """
     figure, axes = new_figure(width, 3.4)
     order = list(series or curves)
     for name, points in curves.items():
-        colour, points = _SERIES[order.index(name) % len(_SERIES)], sorted(points)
-        shown = 1.0 if name in dots else 0.0  # a point that is not shown can still be pointed at
+        colour, points = SERIES[order.index(name) % len(SERIES)], sorted(points)
+        shown = 1.0 if name in dots else 0.0  # a hidden point still has a tooltip
         x, y = zip(*points)
         [line] = axes.plot(x, y, color=colour, label=name, marker="o", markersize=5, linewidth=1.5)
         line.set(markerfacecolor=(colour, shown), markeredgecolor="none")
-        line.set_gid("".join(f"{_TIP}{name}: {y:.4g} {y_unit} at {_at(x, x_unit)}" for x, y in points))
+        line.set_gid("".join(f"{TIP}{name}: {y:.4g} {y_unit} at {_at(x, x_unit)}" for x, y in points))
     for (name, level), dashes in zip((limits or {}).items(), cycle(("--", ":", "-."))):
         line = axes.axhline(level, color=COLOURS["limit"], linestyle=dashes, linewidth=1, label=f"{name}: {level:.4g}")
-        line.set_gid(f"{_TIP}{name}: {level:.4g} {y_unit}")
+        line.set_gid(f"{TIP}{name}: {level:.4g} {y_unit}")
     axes.set(xlabel=x_unit, ylabel=y_unit)
     axes.grid()
     if log:
@@ -173,7 +151,7 @@ def curves(
 
 
 def _at(x: float, unit: str) -> str:
-    """A place on the axis in words: `step 4`, but `512 tokens`."""
+    """A value of the axis in words: `step 4`, but `512 tokens`."""
     return f"{x:,.0f} {unit}" if unit.endswith("s") else f"{unit} {x:,.6g}"
 
 
@@ -203,13 +181,13 @@ def short(x: float) -> str:
 
 @styled
 def write_timeline(path: Path, curves: Curves, title: str, spans: Spans = ()) -> None:
-    """Bytes over seconds as a picture, in steps; `spans`, (name, from, to), are shaded by turns."""
+    """Draw bytes over seconds as steps; every other one of the `spans`, (name, from, to), is shaded."""
     check_picture(path)
     figure, axes = new_figure(9, 4.5)
     most = max((y for curve in curves.values() for _, y in curve), default=0)
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
     unit, scale = next((one for one in units if most >= one[1]), ("B", 1))
-    for (name, curve), colour in zip(curves.items(), _SERIES * len(curves)):
+    for (name, curve), colour in zip(curves.items(), SERIES * len(curves)):
         peak = max((y for _, y in curve), default=0)
         label = f"{name}, at most {peak / scale:.4g} {unit}"
         axes.step([x for x, _ in curve], [y / scale for _, y in curve], where="post", label=label, color=colour)
@@ -231,13 +209,13 @@ def write_density(
     notes: Sequence[str],
     axes: tuple[str, str] = ("queries", "keys"),
 ) -> None:
-    """A map of who sees whom as a picture, darker where a cell's rows see more of its keys, with notes below.
+    """Draw which rows see which keys, darker where a cell's rows see more of its keys, with notes below.
 
     `axes` names the rows and columns.
     """
     check_picture(path)
     figure, plot = new_figure(8, 1 + 7.4 * len(shares) / len(shares[0]) + 0.16 * len(notes))
-    # What is seen at all is drawn: a dilated branch shows a small share of its cells.
+    # Even a small share is visible: a dilated branch covers few pairs of a cell.
     ink = [[0.0 if share <= 0 else min(1.0, 0.15 + 0.85 * share**0.5) for share in row] for row in shares]
     plot.imshow(ink, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     plot.set(title=title, ylabel=axes[0], xticks=[], yticks=[])
@@ -249,7 +227,7 @@ def write_density(
 def write_rows(
     path: Path, found: Mapping[tuple[int, int, int], RowWeights], tokens: int, title: str = "attention weights"
 ) -> None:
-    """What `functional.attention_rows` found, as a picture: one strip per row and head, darker for larger weights."""
+    """Draw what `functional.attention_rows` found: one strip per row and head, darker for larger weights."""
     if not found:
         raise ValueError("there is no row to draw: name rows in attention_rows")
     strips: list[list[float]] = []
@@ -275,7 +253,7 @@ def write_slide(
     tile_size: int = 256,
     title: str = "attention of the CLS token",
 ) -> None:
-    """Weights of tiles, `(tiles,)`, as a picture of the slide: each tile at its place, darker for larger weights."""
+    """Draw weights of tiles, `(tiles,)`, on the slide: each tile at its place, darker for larger weights."""
     if weights.dim() != 1:
         raise ValueError(
             f"a picture shows one weight per tile, got {tuple(weights.shape)}: take one layer and head, or a mean"
@@ -286,7 +264,7 @@ def write_slide(
 
 
 def slide_shares(grid: Tensor, most: int = 192) -> list[list[float]]:
-    """A grid of weights at no more than `most` x `most` cells, divided by the largest: the strongest tile of each."""
+    """The largest weight in each of at most `most` x `most` cells, divided by the largest of all."""
     shown = F.adaptive_max_pool2d(grid[None], (min(grid.shape[0], most), min(grid.shape[1], most)))[0]
     return (shown / shown.max().clamp_min(torch.finfo(torch.float32).tiny)).tolist()
 

@@ -86,7 +86,7 @@ def _add_fields(parser: argparse.ArgumentParser, kind: type) -> None:
 def add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine has, what is broken on it and what to switch on",
+        help="report what this machine has, what is broken on it and what to enable",
         description="Hardware, versions, backends, known pitfalls and missing extras; status 1 if something is broken.",
     )
     parser.set_defaults(command=_doctor)

@@ -1,4 +1,4 @@
-"""Why memory ran out, what slows a run or makes its numbers unstable: read and timed in the live process."""
+"""Why memory ran out, and what slows a run or makes its numbers unstable, measured in the live process."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _EIGHT_BIT_SHARE = 2.03 / 8  # bytes of AdamW's state per parameter, in 8 bits a
 
 @checked(largest=COUNT)
 def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10, quiet: bool = False) -> Report:
-    """Report what holds memory now, and what to do about it, by the bytes that each option would free.
+    """Report what holds memory now, and the options to free it, largest first.
 
     Args:
-        error: the error that was caught; by default the one that is being handled, if there is one. Without an error
-            the report describes the process as it is.
+        error: the error that was caught; by default the one being handled, if any. Without an error the report
+            describes the process as it is.
         largest: how many of the largest live tensors to list.
         quiet: return the report without printing it.
     """
@@ -115,7 +115,7 @@ def _wanted_bytes(error: BaseException) -> int | None:
 
 
 def _oom_causes(reading: MemoryReading, gpu: GpuMemory | None, wanted: int | None) -> Iterator[Finding]:
-    """What takes memory beside the run's own tensors."""
+    """What takes memory besides the run's own tensors."""
     if sys.exc_info()[1] is not None:
         yield pitfall(
             "the error is still being handled: its traceback keeps the tensors of the failed call alive",
@@ -154,7 +154,7 @@ def _oom_causes(reading: MemoryReading, gpu: GpuMemory | None, wanted: int | Non
 
 
 def _oom_options(there: list[LiveTensor], roles: dict[str, int], hidden: int) -> Iterator[Finding]:
-    """What would make the run's own tensors smaller, as far as they show it."""
+    """What would make the run's own tensors smaller."""
     activations = roles["activation"] + hidden
     wide = sum(x.bytes for x in there if x.role == "optimizer state" and x.dtype == "float32" and x.bytes >= 1 << 14)
     if wide:
@@ -206,13 +206,13 @@ def _oom_options(there: list[LiveTensor], roles: dict[str, int], hidden: int) ->
 
 @checked()
 def diagnose_performance_issues(step: Callable[[], object] | None = None, *, quiet: bool = False) -> Report:
-    """Report what slows this process, fragments its memory or makes its numbers unstable, as far as it shows.
+    """Report what slows this process, fragments its memory or makes its numbers unstable.
 
     It looks at threads, settings, caches, live modules, gradients and loaders, and times short matrix products.
 
     Args:
-        step: one step of the run. It is called twice: the second time under torch.profiler, which tells how long it
-            takes, how much of that time the GPU works, and which operators take it.
+        step: one step of the run. It is called twice, the second time under torch.profiler, which measures its time,
+            the share of it that the GPU works, and the operators that take it.
         quiet: return the report without printing it.
     """
     reading = read_memory()

@@ -1,4 +1,4 @@
-"""The command `doctor`: what this machine has, what is broken on it, and what to switch on."""
+"""The command `doctor`: what this machine has, what is broken on it, and what to enable."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SMALL_SHM = 1 << 30
 
 
 def doctor() -> Report:
-    """Hardware, versions, backends and environment; what is broken, what to beware of, what to switch on."""
+    """Report hardware, versions, backends and environment, and what is broken, risky or worth enabling."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = host_memory()
     facts: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def missing_extras() -> dict[str, list[str]]:
 
 
 def _requirements() -> Iterator[tuple[str, Requirement]]:
-    """(extra, requirement) as the project states them for this Python and system, without those of development."""
+    """(extra, requirement) of the project for this Python and system, without the extra `test`."""
     from packaging.requirements import Requirement
 
     checkout = _checkout()
@@ -136,7 +136,7 @@ def _requirements() -> Iterator[tuple[str, Requirement]]:
 
 
 def _checkout() -> Path | None:
-    """The project's folder, if it runs from one."""
+    """The folder of the repository, if the package runs from one."""
     folder = Path(__file__).parents[3]
     return folder if (folder / "pyproject.toml").exists() and (folder / "src").exists() else None
 
@@ -158,7 +158,7 @@ def _processor(device: str) -> Iterator[Finding]:
 
 
 def bfloat16_product_fails() -> str | None:
-    """How a bfloat16 product on the CPU fails, or None. A process of its own tries it, because it may be killed."""
+    """How a bfloat16 product on the CPU fails, or None; tried in its own process, which the processor may kill."""
     done = subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True, text=True)
     if done.returncode == 0:
         return None

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.pages.plots import check_picture, write_timeline
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes on one GPU: in tensors now and at the peak, reserved by PyTorch's allocator, free and in total."""
+    """Bytes on one GPU: allocated to tensors, reserved by PyTorch's allocator, peak, free and total."""
 
     device: int
     allocated: int
@@ -97,7 +97,7 @@ def _read_gpu(index: int) -> GpuMemory:
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """Memory that a tensor of Python's holds; views share one entry. `role` is one of `ROLES`."""
+    """Memory that a live tensor holds; views share one entry. `role` is one of `ROLES`."""
 
     bytes: int
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ def live_tensors() -> list[LiveTensor]:
         if storage is None:
             continue
         key = str(x.device), storage.data_ptr()
-        # The role of the memory is that of a view with a role, else of the largest view.
+        # Views with a role decide the role of their memory, else the largest view does.
         if key not in found or _rank(x, roles) > _rank(found[key][1], roles):
             found[key] = storage.nbytes(), x
     listed = [
@@ -180,8 +180,8 @@ def _rank(x: Tensor, roles: dict[int, str]) -> tuple[bool, int]:
 
 
 def live_objects(*kinds: type) -> Iterator[Any]:
-    """All live objects of these kinds in this process."""
-    known: dict[type, bool] = {}  # by type: `isinstance` would run the code of lazy objects and proxies
+    """All live objects of these classes in this process."""
+    known: dict[type, bool] = {}  # by type, because `isinstance` would run code of lazy objects and proxies
     for one in gc.get_objects():
         kind = type(one)
         if kind not in known:
@@ -221,11 +221,11 @@ def global_pools() -> list[WorkspacePool]:
 
 
 def memory_cleanup() -> int:
-    """Free what nobody needs, and return the bytes that the GPU driver and the operating system got back.
+    """Free unused memory, and return the bytes given back to the GPU driver and the operating system.
 
-    Garbage goes first, because it may hold memory; then the idle workspaces of the global pools and the patterns of
-    the global caches; last what PyTorch's and the C library's allocators keep for later. Nothing that is in use is
-    touched, and cached patterns are made again when they are needed.
+    Garbage is collected first, because it may hold memory. Then the idle workspaces of the global pools and the
+    patterns in the global caches are freed, and last what the allocators of PyTorch and the C library hold in reserve.
+    Nothing in use is touched; patterns are made again when they are needed.
 
     >>> memory_cleanup() >= 0
     True
@@ -250,7 +250,7 @@ def memory_cleanup() -> int:
 def monitor_memory_realtime(
     interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None, quiet: bool = False
 ) -> MemoryMonitor:
-    """Print what memory is in use now; as a context manager, sample it every `interval` seconds until the block ends.
+    """Print the memory in use; as a context manager, sample it every `interval` seconds until the block ends.
 
     Args:
         interval: seconds between samples.
@@ -277,7 +277,7 @@ class MemoryMonitor:
         self, interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None
     ) -> None:
         if picture is not None:
-            check_picture(Path(picture))  # now, rather than after hours
+            check_picture(Path(picture))  # fail now, not after hours
         self.interval = interval
         self.readings: list[MemoryReading] = []
         self._out = None if out is None else Path(out)

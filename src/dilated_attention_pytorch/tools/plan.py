@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from dilated_attention_pytorch.core.reach import reach_lines
 from dilated_attention_pytorch.measuring import size
 from dilated_attention_pytorch.models.config import ModelConfig
-from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, Plan, RankPlan
+from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, Plan
 from dilated_attention_pytorch.parallel.wire import Traffic
 from dilated_attention_pytorch.train.fitting import Fit
 from dilated_attention_pytorch.train.footprint import KINDS, parameter_count
@@ -26,19 +26,15 @@ _WORDS = {
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values: the job, each branch of the rank that receives most, each rank, and the totals."""
-    job = {field.name: getattr(plan.job, field.name) for field in fields(Job) if field.name != "spec"}
-    spec = {"segment_lengths": plan.job.spec.segment_lengths, "dilation_rates": plan.job.spec.dilation_rates}
+    job = {name: value for name, value in vars(plan.job).items() if name != "spec"} | plan.job.spec.keywords
     modelled = ("sums", "workspace", "seconds_forward", "seconds_backward")
     ranks = []
     for rank in plan.ranks:
-        values = {
-            name: value._asdict() if isinstance(value, Traffic) else value
-            for name, value in ((field.name, getattr(rank, field.name)) for field in fields(RankPlan))
-        }
+        values = {name: value._asdict() if isinstance(value, Traffic) else value for name, value in vars(rank).items()}
         guessed = {name: values.pop(name) for name in modelled} | {"peak": rank.peak}
         ranks.append({"computed": values, "modelled": guessed})
     return {
-        "job": job | spec | {"head_layout": plan.job.spec.head_layout},
+        "job": job,
         "computed": {
             "branches": [
                 asdict(one.branch)

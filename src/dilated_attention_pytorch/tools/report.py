@@ -19,7 +19,7 @@ class Finding:
     """One measured fact, and what to do about it.
 
     `broken` fails now, `pitfall` costs time or fails later, `option` is something to gain. `saves_bytes` is the memory
-    that the way out frees, where that is known beforehand. A check leaves `topic` to `under`.
+    that the way out frees, if known. `under` sets the topic.
     """
 
     level: Level
@@ -35,7 +35,7 @@ option = partial(Finding, "option")
 
 
 def under(topic: str, *checks: Iterable[Finding]) -> list[Finding]:
-    """The findings of some checks, with their topic."""
+    """The findings of some checks, under a topic."""
     return [replace(finding, topic=topic) for check in checks for finding in check]
 
 

@@ -20,7 +20,7 @@ from dilated_attention_pytorch.models.hf.masks import (
     read_mask,
 )
 from dilated_attention_pytorch.models.hf.pattern import is_no_window, read_pattern
-from dilated_attention_pytorch.nn.full_cache import attend_full_cache, reordered
+from dilated_attention_pytorch.nn.kv_cache import attend_full_cache, reordered
 
 NAME = "dilated"
 

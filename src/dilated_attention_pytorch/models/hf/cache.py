@@ -54,19 +54,19 @@ class DilatedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[0] != self.batch_size:
-            raise ValueError(
-                f"the cache is for a batch of {self.batch_size}, the keys are for {key_states.shape[0]}: make it with "
-                f"dilated_cache(model, batch={key_states.shape[0]}); beams and returned sequences count as rows"
-            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.announce(key_states.shape[2])
+        self.announce(key_states.shape[0], key_states.shape[2])
         setattr(key_states, _ANNOUNCED, self)
         return key_states, value_states
 
-    def announce(self, new: int) -> None:
+    def announce(self, batch: int, new: int) -> None:
         """Count new tokens before attention; `attended` confirms them."""
+        if batch != self.batch_size:
+            raise ValueError(
+                f"the cache is for a batch of {self.batch_size}, the input is for {batch}: make it with "
+                f"dilated_cache(model, batch={batch}); beams and returned sequences count as rows"
+            )
         if self._awaits_attention:
             raise ValueError(
                 f"the newest of the {self.tokens} tokens that this cache counts never reached it: either its model's "

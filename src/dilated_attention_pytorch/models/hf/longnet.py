@@ -32,8 +32,7 @@ from dilated_attention_pytorch.models.hf.masks import (
 )
 from dilated_attention_pytorch.models.hf.pattern import FIELD, pattern_values, read_pattern
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.nn.full_cache import reordered
-from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+from dilated_attention_pytorch.nn.kv_cache import reordered
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
 _DEFAULTS = ModelConfig()
@@ -194,7 +193,7 @@ class LongNetModel(LongNetPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache(B)
         if past_key_values is not None:
-            self._check_cache(past_key_values, B)
+            self._check_cache(past_key_values)
         packed = asked.get("cu_seq_lens_q")
         if past_key_values is None or not torch.compiler.is_compiling():
             packed = self._packed(B, N, attention_mask, position_ids, packed)
@@ -259,7 +258,7 @@ class LongNetModel(LongNetPreTrainedModel):
         mask = None if attention_mask is None else attention_mask.bool()
         return read_mask(dilated_mask(B, N, N, before, before, attention_mask=mask, device=device))
 
-    def _check_cache(self, cache: DilatedCache, B: int) -> None:
+    def _check_cache(self, cache: DilatedCache) -> None:
         if not isinstance(cache, DilatedCache):
             raise ValueError(
                 f"a LongNet's cache is bounded, got {type(cache).__name__}: make it with dilated_cache(model, "
@@ -271,23 +270,17 @@ class LongNetModel(LongNetPreTrainedModel):
                 f"the cache is for {len(cache.layers)} layers of {cache.layers[0].spec}, the model has "
                 f"{len(self.longnet.layers)} of {spec}: make it with dilated_cache(model, batch)"
             )
-        if cache.layers[0].batch_size != B:
-            raise ValueError(
-                f"the cache is for a batch of {cache.layers[0].batch_size}, the input is for {B}: make it with "
-                f"dilated_cache(model, batch={B})"
-            )
 
     def _next(self, x: Tensor, told: Told, cache: DilatedCache, states: list[Tensor] | None) -> Tensor:
         B, N = x.shape[:2]
-        held: list[DilatedKVCache] = []
-        fresh: list[DilatedKVCache] | None = None
-        for i, layer in enumerate(cache.layers):
-            if layer.held is None:
-                fresh = fresh or self.longnet.new_cache(B, rewindable=layer.rewindable)
-                layer.held = fresh[i]
-            layer.announce(N)
+        if cache.layers[0].held is None:
+            fresh = self.longnet.new_cache(cache.layers[0].batch_size, rewindable=cache.layers[0].rewindable)
+            for layer, one in zip(cache.layers, fresh):
+                layer.held = one
+        for layer in cache.layers:
+            layer.announce(B, N)
             layer.go_on(told, N)
-            held.append(layer.held)
+        held = [layer.held for layer in cache.layers if layer.held is not None]
         hidden = self.longnet.hidden(x, cache=held, states=states)
         for layer in cache.layers:
             layer.attended()

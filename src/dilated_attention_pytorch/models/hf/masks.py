@@ -12,10 +12,10 @@ dense mask has. Its shape tells its kind:
 - `(B, 2, 1 + n, 1)`: the same, and where the queries begin, if there are earlier tokens;
 - `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
 - `(1, 1, 3, 0)`: the same, stated by an `attention_mask` of ones;
-- `(1, 1, 1, 0)`: something that dilated attention cannot honour. It is refused where it is used, not where it is made,
-  because some models make masks that no layer uses.
+- `(1, 1, 1, 0)`: a mask that dilated attention cannot honour. It is refused when a layer uses it, because some models
+  make masks that no layer uses.
 
-It is never None: another attention would then see ahead, whereas it fails on these shapes.
+It is never None: with None another attention would see ahead, but it fails on these shapes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def dilated_mask(
             return ordered
     spans = _spans(attention_mask, batch_size, q_length, q_offset, device)
     if first:
-        if not torch.compiler.is_compiling() and _are_whole(spans, q_length):
+        if not torch.compiler.is_compiling() and bool((spans == spans.new_tensor([0, q_length])).all()):
             return _without_numbers(_WHOLE_BY_MASK, device)
         return _with_numbers(_SPANS, spans)
     begin = torch.as_tensor(q_offset, device=spans.device).expand(batch_size, 1)
@@ -210,10 +210,6 @@ def _ordered(real: Tensor, before: int, new: int) -> Tensor | None:
     numbers = torch.cat([padded, real.int().argsort(dim=1, stable=True)], dim=1)  # (B, 1 + n)
     planes = [numbers, torch.full_like(numbers, before)] if before else [numbers]
     return torch.stack(planes, dim=1).unsqueeze(-1)
-
-
-def _are_whole(spans: Tensor, tokens: int) -> bool:
-    return bool(((spans[:, 0] == 0) & (spans[:, 1] == tokens)).all())
 
 
 def _packed_documents(
