@@ -13,7 +13,7 @@ from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf.cache import layer_of
 from dilated_attention_pytorch.models.hf.masks import (
-    Told,
+    MaskFacts,
     dilated_mask,
     of_one_document,
     packed_by_positions,
@@ -54,23 +54,23 @@ def dilated_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **asked: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Rows `(B, m, H, D)` of query `(B, H, m, D)` over key and value `(B, Hkv, n, D)`, as transformers lays them out.
 
     The pattern is `module.config.dilated_attention`; `attention_mask` is one of `dilated_mask`'s.
     """
     config = getattr(module, "config", None)
-    _refuse_what_cannot_be_honoured(config, query, asked)
+    _refuse_what_cannot_be_honoured(config, query, keywords)
     spec = read_pattern(config)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True) is not False)
-    told = read_mask(attention_mask)
+    facts = read_mask(attention_mask)
     layer = layer_of(key)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if (layer is not None or told.begin is not None) and not is_causal:
+    if (layer is not None or facts.begin is not None) and not is_causal:
         raise ValueError("new tokens after earlier ones are causal, this attention is bidirectional: use no cache")
-    order = told.order if told.begin is None else None
+    order = facts.order if facts.begin is None else None
     if order is not None:
         q, k, v = (reordered(x, order) for x in (q, k, v))
     if layer is not None:
@@ -79,36 +79,38 @@ def dilated_attention_forward(
                 f"a bounded cache is for inference, without attention dropout (it is {dropout}): call eval()"
             )
         if torch.compiler.is_compiling():
-            q = _of_one_document(q, told, asked)
-        elif told.begin is None:
-            told = told._replace(documents=_stated_documents(q.shape[0], q.shape[1], told, asked))
-        out = layer.attend(q, k, v, told, spec, scaling)
-    elif told.begin is None:
+            q = _of_one_document(q, facts, keywords)
+        elif facts.begin is None:
+            facts = facts._replace(documents=_stated_documents(q.shape[0], q.shape[1], facts, keywords))
+        out = layer.attend(q, k, v, facts, spec, scaling)
+    elif facts.begin is None:
         settings = {**spec.keywords, "is_causal": is_causal, "scale": scaling, "dropout_p": dropout}
-        out = _whole(q, k, v, told, asked, settings)
+        out = _whole(q, k, v, facts, keywords, settings)
     else:
-        assert told.spans is not None
-        start = told.spans[:, 0]
-        out = attend_full_cache(q, k, v, told.begin, start, spec, order=told.order, scale=scaling, dropout_p=dropout)
+        assert facts.spans is not None
+        start = facts.spans[:, 0]
+        out = attend_full_cache(q, k, v, facts.begin, start, spec, order=facts.order, scale=scaling, dropout_p=dropout)
     return (out if order is None else reordered(out, order.argsort(1))), None
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, told: Told, asked: dict[str, Any], settings: dict[str, Any]) -> Tensor:
+def _whole(
+    q: Tensor, k: Tensor, v: Tensor, facts: MaskFacts, keywords: dict[str, Any], settings: dict[str, Any]
+) -> Tensor:
     """Attention of all tokens so far to themselves."""
     B, N = q.shape[:2]
-    spans, documents = told.spans, told.documents
+    spans, documents = facts.spans, facts.documents
     has_room = k.shape[1] != N
     if has_room:
-        if not (told.is_whole or spans is not None) or k.shape[1] < N:
+        if not (facts.is_whole or spans is not None) or k.shape[1] < N:
             raise ValueError(
                 f"{N} queries and {k.shape[1]} keys came without a mask that says where the queries lie: "
                 'cross-attention and models that make masks of their own cannot use attn_implementation="dilated"'
             )
         k, v = k[:, :N], v[:, :N]  # a static cache has room for later tokens
     if has_room and torch.compiler.is_compiling():
-        q = _of_one_document(q, told, asked)
+        q = _of_one_document(q, facts, keywords)
     else:
-        documents = _stated_documents(B, N, told, asked)
+        documents = _stated_documents(B, N, facts, keywords)
     if documents is not None:
         spans = documents
         q, k, v = (x.reshape(1, B * N, *x.shape[2:]) for x in (q, k, v))
@@ -116,18 +118,18 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, told: Told, asked: dict[str, Any], s
     return out.reshape(B, N, *out.shape[2:])
 
 
-def _stated_documents(batch: int, tokens: int, told: Told, asked: dict[str, Any]) -> Tensor | None:
+def _stated_documents(batch: int, tokens: int, facts: MaskFacts, keywords: dict[str, Any]) -> Tensor | None:
     """Packed documents, stated by `cu_seq_lens_q`, by the mask, or by positions in a forward that fills a cache."""
-    lengths, positions = asked.get("cu_seq_lens_q"), asked.get("position_ids")
+    lengths, positions = keywords.get("cu_seq_lens_q"), keywords.get("position_ids")
     if lengths is not None:
-        if told.is_by_mask:
+        if facts.is_by_mask:
             raise ValueError("attention_mask and cu_seq_lens_q both state the documents: pass one of them")
         return plans.remember_of(
             "lengths", lengths, (batch, tokens), lambda: document_spans(batch, tokens, cu_seqlens=lengths)
         )
-    if told.documents is not None or told.is_by_mask:
-        return told.documents
-    if told.is_whole and torch.compiler.is_compiling():  # each layer would read the positions again
+    if facts.documents is not None or facts.is_by_mask:
+        return facts.documents
+    if facts.is_whole and torch.compiler.is_compiling():  # each layer would read the positions again
         return None
     if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1:
         return plans.remember_of(
@@ -136,18 +138,18 @@ def _stated_documents(batch: int, tokens: int, told: Told, asked: dict[str, Any]
     return None
 
 
-def _of_one_document(q: Tensor, told: Told, asked: dict[str, Any]) -> Tensor:
+def _of_one_document(q: Tensor, facts: MaskFacts, keywords: dict[str, Any]) -> Tensor:
     """The queries of a traced forward that fills a cache; packed documents are refused as it runs."""
-    if asked.get("cu_seq_lens_q") is not None:
+    if keywords.get("cu_seq_lens_q") is not None:
         raise ValueError("cu_seq_lens_q states packed documents, which a compiled model beside a cache does not honour")
-    positions, tokens = asked.get("position_ids"), q.shape[1]
+    positions, tokens = keywords.get("position_ids"), q.shape[1]
     states_documents = positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1
-    return of_one_document(q, positions) if states_documents and not told.is_by_mask else q
+    return of_one_document(q, positions) if states_documents and not facts.is_by_mask else q
 
 
-def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, asked: dict[str, Any]) -> None:
+def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, keywords: dict[str, Any]) -> None:
     for name, way_out in _CANNOT_HONOUR.items():
-        wanted = asked.get(name)
+        wanted = keywords.get(name)
         if name == "sliding_window" and is_no_window(wanted):
             continue
         if wanted is not None and wanted is not False:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from dilated_attention_pytorch.core.checks import checked, shown
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import autocast_inputs
-from dilated_attention_pytorch.models.hf.masks import Told
+from dilated_attention_pytorch.models.hf.masks import MaskFacts
 from dilated_attention_pytorch.models.hf.pattern import read_pattern
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
@@ -80,7 +80,7 @@ class DilatedLayer(CacheLayerMixin):
         self._awaits_attention = False
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, told: Told, spec: DilatedSpec, scale: float | None
+        self, query: Tensor, key: Tensor, value: Tensor, facts: MaskFacts, spec: DilatedSpec, scale: float | None
     ) -> Tensor:
         """The rows `(B, m, H, D)` of the tokens that `update` announced."""
         if spec != self.spec:
@@ -97,28 +97,28 @@ class DilatedLayer(CacheLayerMixin):
                 dtype=kept.dtype,
                 device=kept.device,
             )
-        self.go_on(told, query.shape[1])
+        self.go_on(facts, query.shape[1])
         rows = self.held.attend(query, key, value, scale=scale)
         self.attended()
         return rows
 
-    def go_on(self, told: Told, new: int) -> None:
+    def go_on(self, facts: MaskFacts, new: int) -> None:
         """Set where each row's tokens begin, from the mask of the `new` tokens."""
         before = self.tokens - new
         assert self.held is not None
-        if told.documents is not None:
+        if facts.documents is not None:
             raise ValueError("a bounded cache has one document in each row: leave it out for packed documents")
-        if told.begin is None and before:
+        if facts.begin is None and before:
             raise ValueError(
                 f"the model gave its attention no mask, so that nothing says where the {new} new tokens lie after the "
                 f"{before} in the cache: such a model cannot use it"
             )
-        if told.spans is None:
+        if facts.spans is None:
             self.held.go_on_from(before)
             return
-        if not self._ends_with_new(told, new):
+        if not self._ends_with_new(facts, new):
             raise ValueError("a bounded cache goes on at the end of every row: pad on the left, or use another cache")
-        lengths = before - told.spans[:, 0]
+        lengths = before - facts.spans[:, 0]
         if self._is_first and before and not torch.compiler.is_compiling():
             moved = (lengths != self.held.lengths) & (self.held.lengths > 0)
             if bool(moved.any()):
@@ -128,14 +128,14 @@ class DilatedLayer(CacheLayerMixin):
                 )
         self.held.lengths.copy_(lengths)
 
-    def _ends_with_new(self, told: Told, new: int) -> bool:
-        assert told.spans is not None
-        if told.begin is None:
-            return not bool((told.spans[:, 1] != new).any())
-        if told.order is None:
+    def _ends_with_new(self, facts: MaskFacts, new: int) -> bool:
+        assert facts.spans is not None
+        if facts.begin is None:
+            return not bool((facts.spans[:, 1] != new).any())
+        if facts.order is None:
             return True
-        place = torch.arange(self.tokens - new, self.tokens, device=told.order.device)
-        return not bool(((told.order[:, -new:] != place) & (place >= told.spans[:, :1])).any())
+        place = torch.arange(self.tokens - new, self.tokens, device=facts.order.device)
+        return not bool(((facts.order[:, -new:] != place) & (place >= facts.spans[:, :1])).any())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, self.tokens  # `update` returns only the new keys

@@ -24,7 +24,7 @@ from transformers.utils import can_return_tuple
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.hf.cache import DilatedCache
 from dilated_attention_pytorch.models.hf.masks import (
-    Told,
+    MaskFacts,
     dilated_mask,
     of_one_document,
     packed_by_positions,
@@ -98,9 +98,9 @@ _OF_THE_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 _LONGER_DRAFTS = 64  # tokens by which transformers' schedules may lengthen an assistant's first draft
 
 
-def refuse_unknown(asked: dict[str, Any], known: set[str]) -> None:
+def refuse_unknown(keywords: dict[str, Any], known: set[str]) -> None:
     """Raise for keywords that would have no effect, such as those of other models."""
-    unknown = sorted(name for name, value in asked.items() if value is not None and name not in known)
+    unknown = sorted(name for name, value in keywords.items() if value is not None and name not in known)
     if unknown:
         raise TypeError(f"a LongNet does not take {', '.join(unknown)}: leave it out")
 
@@ -173,7 +173,7 @@ class LongNetModel(LongNetPreTrainedModel):
         past_key_values: DilatedCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **asked: Any,
+        **keywords: Any,
     ) -> BaseModelOutputWithPast:
         """`attention_mask` states padding; `position_ids` that begin again, or `cu_seq_lens_q`, packed documents.
 
@@ -182,8 +182,8 @@ class LongNetModel(LongNetPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("a LongNet takes either input_ids or inputs_embeds: pass one of them")
-        refuse_unknown(asked, _TAKEN)
-        if asked.get("output_attentions") or self.config.output_attentions:
+        refuse_unknown(keywords, _TAKEN)
+        if keywords.get("output_attentions") or self.config.output_attentions:
             raise ValueError("a LongNet does not return attentions: leave out output_attentions")
         x = self.longnet.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         B, N = x.shape[:2]
@@ -194,16 +194,16 @@ class LongNetModel(LongNetPreTrainedModel):
             past_key_values = self.new_cache(B)
         if past_key_values is not None:
             self._check_cache(past_key_values)
-        packed = asked.get("cu_seq_lens_q")
+        packed = keywords.get("cu_seq_lens_q")
         if past_key_values is None or not torch.compiler.is_compiling():
             packed = self._packed(B, N, attention_mask, position_ids, packed)
         elif attention_mask is None and position_ids is not None and N > 1:
             x = of_one_document(x, position_ids.expand(B, N))
-        told = self._told(B, N, attention_mask, past_key_values, x.device)
-        order = told.order if told.begin is None else None
+        facts = self._mask_facts(B, N, attention_mask, past_key_values, x.device)
+        order = facts.order if facts.begin is None else None
         if order is not None:
             x = reordered(x, order)
-        wanted = asked.get("output_hidden_states")
+        wanted = keywords.get("output_hidden_states")
         states: list[Tensor] | None = [] if (self.config.output_hidden_states if wanted is None else wanted) else None
         if past_key_values is None:
             padding = None if attention_mask is None else ~attention_mask.bool()
@@ -211,7 +211,7 @@ class LongNetModel(LongNetPreTrainedModel):
                 padding = reordered(padding, order)
             hidden = self.longnet.hidden(x, key_padding_mask=padding, cu_seqlens=packed, states=states)
         elif packed is None:
-            hidden = self._next(x, told, past_key_values, states)
+            hidden = self._next(x, facts, past_key_values, states)
         else:
             raise ValueError("a bounded cache has one document in each row: leave it out for packed documents")
         every = None if states is None else (*states, hidden)
@@ -244,17 +244,17 @@ class LongNetModel(LongNetPreTrainedModel):
             raise ValueError(f"packed documents come in one row, got {batch}: put the rows one after another")
         return torch.cat([documents[:1, 0], documents[:, 1]])
 
-    def _told(
+    def _mask_facts(
         self, B: int, N: int, attention_mask: Tensor | None, cache: DilatedCache | None, device: torch.device
-    ) -> Told:
+    ) -> MaskFacts:
         """What the mask says about the rows of a cache, or about padding between tokens."""
         before = 0 if cache is None else cache.get_seq_length()
         if attention_mask is not None and attention_mask.dim() == 4:
             return read_mask(attention_mask)
         if attention_mask is None and not before:
-            return Told()
+            return MaskFacts()
         if cache is None and torch.compiler.is_compiling():
-            return Told()
+            return MaskFacts()
         mask = None if attention_mask is None else attention_mask.bool()
         return read_mask(dilated_mask(B, N, N, before, before, attention_mask=mask, device=device))
 
@@ -271,7 +271,7 @@ class LongNetModel(LongNetPreTrainedModel):
                 f"{len(self.longnet.layers)} of {spec}: make it with dilated_cache(model, batch)"
             )
 
-    def _next(self, x: Tensor, told: Told, cache: DilatedCache, states: list[Tensor] | None) -> Tensor:
+    def _next(self, x: Tensor, facts: MaskFacts, cache: DilatedCache, states: list[Tensor] | None) -> Tensor:
         B, N = x.shape[:2]
         if cache.layers[0].held is None:
             fresh = self.longnet.new_cache(cache.layers[0].batch_size, rewindable=cache.layers[0].rewindable)
@@ -279,7 +279,7 @@ class LongNetModel(LongNetPreTrainedModel):
                 layer.held = one
         for layer in cache.layers:
             layer.announce(B, N)
-            layer.go_on(told, N)
+            layer.go_on(facts, N)
         held = [layer.held for layer in cache.layers if layer.held is not None]
         hidden = self.longnet.hidden(x, cache=held, states=states)
         for layer in cache.layers:
@@ -316,19 +316,19 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **asked: Any,
+        **keywords: Any,
     ) -> CausalLMOutputWithPast:
         """Logits `(B, N, vocab)`, or of the last `logits_to_keep` tokens; with `labels`, the loss too."""
-        refuse_unknown(asked, _TAKEN | _OF_THE_LOSS)
-        told = {name: asked.pop(name) for name in _TAKEN if name in asked} | {"return_dict": True}
+        refuse_unknown(keywords, _TAKEN | _OF_THE_LOSS)
+        passed = {name: keywords.pop(name) for name in _TAKEN if name in keywords} | {"return_dict": True}
         out = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **told
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **passed
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **asked)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **keywords)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )

@@ -36,7 +36,7 @@ _SPANS, _SPANS_AND_BEGIN, _DOCUMENTS = (3, 2), (4, 3), (5, 2)
 _UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK = (1, 0), (2, 0), (3, 0)
 
 
-class Told(NamedTuple):
+class MaskFacts(NamedTuple):
     """The content of a mask: at most one of `spans` and `documents`."""
 
     spans: Tensor | None = None  # (B, 2), of tokens in the stated `order`
@@ -47,23 +47,25 @@ class Told(NamedTuple):
     is_by_mask: bool = False  # an `attention_mask` stated it; then positions do not state documents
 
 
-def read_mask(mask: Tensor | None) -> Told:
+def read_mask(mask: Tensor | None) -> MaskFacts:
     """The content of a mask that `dilated_mask` made; other masks are refused."""
     if mask is None:
-        return Told()
+        return MaskFacts()
     if mask.dim() == 4 and mask.dtype == torch.int64 and mask.shape[1] in (1, 2) and mask.shape[2] > mask.shape[3] == 1:
         order = mask[:, 0, 1:, 0]
         spans = torch.stack([mask[:, 0, 0, 0], torch.full_like(mask[:, 0, 0, 0], order.shape[1])], dim=1)
-        return Told(spans=spans, order=order, begin=mask[0, 1, 0, 0] if mask.shape[1] == 2 else None, is_by_mask=True)
+        return MaskFacts(
+            spans=spans, order=order, begin=mask[0, 1, 0, 0] if mask.shape[1] == 2 else None, is_by_mask=True
+        )
     kind = tuple(mask.shape[2:]) if mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype == torch.int64 else None
     if kind in (_WHOLE, _WHOLE_BY_MASK):
-        return Told(is_whole=True, is_by_mask=kind == _WHOLE_BY_MASK)
+        return MaskFacts(is_whole=True, is_by_mask=kind == _WHOLE_BY_MASK)
     if kind == _SPANS:
-        return Told(spans=mask[:, 0, 0], is_by_mask=True)
+        return MaskFacts(spans=mask[:, 0, 0], is_by_mask=True)
     if kind == _SPANS_AND_BEGIN:
-        return Told(spans=mask[:, 0, 0, :2], begin=mask[0, 0, 0, 2], is_by_mask=True)
+        return MaskFacts(spans=mask[:, 0, 0, :2], begin=mask[0, 0, 0, 2], is_by_mask=True)
     if kind == _DOCUMENTS:
-        return Told(documents=mask[:, 0, 0])
+        return MaskFacts(documents=mask[:, 0, 0])
     if kind != _UNSUPPORTED:
         raise ValueError(
             f'attn_implementation="dilated" takes masks of its own mask function, got {mask.dtype} '
