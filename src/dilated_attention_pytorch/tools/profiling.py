@@ -232,11 +232,11 @@ def benchmark_implementations(
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model in implementations.items():
         check_instance(f"implementations[{name!r}]", model, nn.Module)
-        place, kind = _home(model, device, dtype)
+        target = _device_and_dtype(model, device, dtype)
         results[name] = {}
         for key, shape in zip(keys, shapes):
             try:
-                results[name][key] = _time(model, shape, place, kind, num_runs, backward)
+                results[name][key] = _time(model, shape, *target, num_runs, backward)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -260,23 +260,23 @@ def _shape(config: Mapping[str, int]) -> dict[str, int]:
     return shape
 
 
-def _home(
+def _device_and_dtype(
     model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[torch.device, torch.dtype]:
     parameter = next(model.parameters(), None)
     if parameter is not None:
-        place = parameter.device if device is None else torch.device(device)
-        if (place.type, place.index or 0) != (parameter.device.type, parameter.device.index or 0):
-            raise ValueError(f"{type(model).__name__} is on {parameter.device}, not on {place}: move it there first")
-        return place, parameter.dtype if dtype is None else dtype
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return place, dtype or (torch.float16 if place.type == "cuda" else torch.float32)
+        device = parameter.device if device is None else torch.device(device)
+        if (device.type, device.index or 0) != (parameter.device.type, parameter.device.index or 0):
+            raise ValueError(f"{type(model).__name__} is on {parameter.device}, not on {device}: move it there first")
+        return device, parameter.dtype if dtype is None else dtype
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return device, dtype or (torch.float16 if device.type == "cuda" else torch.float32)
 
 
 def _time(
-    model: nn.Module, shape: Mapping[str, int], place: torch.device, dtype: torch.dtype, runs: int, backward: bool
+    model: nn.Module, shape: Mapping[str, int], device: torch.device, dtype: torch.dtype, runs: int, backward: bool
 ) -> dict[str, Any]:
-    inputs = _inputs(model, shape, place, dtype, backward)
+    inputs = _inputs(model, shape, device, dtype, backward)
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
@@ -284,8 +284,8 @@ def _time(
             if backward:
                 output.sum().backward()
 
-    with _gradients_set_aside(model), torch.cuda.device(place) if place.type == "cuda" else nullcontext():
-        timing = measure(run, place.type, calls=runs)
+    with _gradients_set_aside(model), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        timing = measure(run, device.type, calls=runs)
         peak = timing.peak_bytes if timing.peak_bytes is not None else _peak_of_tensors(run)
     return {
         "avg_time": timing.mean / 1e3,
@@ -298,14 +298,14 @@ def _time(
 
 
 def _inputs(
-    model: nn.Module, shape: Mapping[str, int], place: torch.device, dtype: torch.dtype, backward: bool
+    model: nn.Module, shape: Mapping[str, int], device: torch.device, dtype: torch.dtype, backward: bool
 ) -> tuple[Tensor, ...]:
     B, N, E, H = (shape[key] for key in ("batch_size", "seq_len", "embed_dim", "num_heads"))
     if isinstance(model, LongNetLM):
-        return (torch.randint(model.config.vocab_size, (B, N), device=place),)
+        return (torch.randint(model.config.vocab_size, (B, N), device=device),)
     if isinstance(model, DilatedAttention):
-        return tuple(torch.randn(B, N, H, E // H, device=place, dtype=dtype, requires_grad=backward) for _ in range(3))
-    x = torch.randn(B, N, E, device=place, dtype=dtype, requires_grad=backward)
+        return tuple(torch.randn(B, N, H, E // H, device=device, dtype=dtype, requires_grad=backward) for _ in range(3))
+    x = torch.randn(B, N, E, device=device, dtype=dtype, requires_grad=backward)
     needed = _needed(model)
     if len(needed) not in (0, 1, 3):
         raise ValueError(
