@@ -477,13 +477,15 @@ def test_what_does_not_fit_the_cache_is_refused_before_it_is_touched() -> None:
     assert not cache.values.requires_grad
     with pytest.raises(ValueError, match="without a cache: use 'eager'"):
         cache.attend(q.detach(), k, v, backend="reference")
-    with pytest.raises(ValueError, match="numbers of left-padded tokens"):
+    with pytest.raises(ValueError, match=r"padding must be \(2,\), one number per row, got \(3,\)"):
         cache.reset(torch.tensor([1, 2, 3]))
-    with pytest.raises(ValueError, match=r"numbers of left-padded tokens.* got torch\.bool"):
+    with pytest.raises(TypeError, match=r"padding must hold whole numbers, got torch\.bool"):
         cache.reset(torch.tensor([True, False]))
-    with pytest.raises(ValueError, match=r"rewind takes one number of tokens or \(2,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"numbers of left-padded tokens, at least 0, got \[1, -1\]"):
+        cache.reset(torch.tensor([1, -1]))
+    with pytest.raises(ValueError, match=r"tokens must be \(2,\), one number per row, got \(3,\)"):
         cache.rewind(torch.tensor([0, 0, 0]))
-    with pytest.raises(ValueError, match="rows to continue from"):
+    with pytest.raises(ValueError, match=r"rows must be \(2,\), one number per row, got \(1,\)"):
         cache.reorder(torch.tensor([0]))
     with pytest.raises(ValueError, match="must divide num_heads"):
         DilatedKVCache([4], [1], batch=1, num_heads=4, num_kv_heads=3, head_dim=4)

@@ -106,15 +106,10 @@ class DilatedKVCache:
         if padding is None:
             self.lengths.zero_()
         else:
-            _check_values("padding", padding)
-            counts = padding.shape == (self.batch,) and not padding.is_floating_point() and padding.dtype != torch.bool
-            if not counts or bool((padding < 0).any()):
-                raise ValueError(
-                    f"padding must be the numbers of left-padded tokens, ({self.batch},), each at least 0; "
-                    f"got {padding.dtype} {tuple(padding.shape)}"
-                )
-            self.lengths.copy_(-padding)
-            before = tuple((-padding).tolist())
+            before = tuple((-self._check_per_row("padding", padding).long()).tolist())
+            if max(before) > 0:
+                raise ValueError(f"padding must be numbers of left-padded tokens, at least 0, got {padding.tolist()}")
+            self.lengths.copy_(-padding.long())
         self._longest.copy_(self.lengths)
         self._note_recording(self.lengths)
         self._count(before)
@@ -186,16 +181,11 @@ class DilatedKVCache:
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last tokens: one number for all rows, or `(B,)`; waits for the device."""
-        if isinstance(tokens, Tensor):
-            _check_values("tokens", tokens)
+        if isinstance(tokens, Tensor) and tokens.dim():
+            self._check_per_row("tokens", tokens)
         else:
-            check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
-        back = torch.as_tensor(tokens, device=self.lengths.device)
-        if back.is_floating_point() or back.dtype == torch.bool:
-            raise TypeError(f"rewind takes whole numbers of tokens, got {back.dtype}")
-        if back.shape not in ((), (self.batch,)):
-            raise ValueError(f"rewind takes one number of tokens or ({self.batch},), got {tuple(back.shape)}")
-        back = back.expand(self.batch)
+            tokens = check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
+        back = torch.as_tensor(tokens, device=self.lengths.device).expand(self.batch)
         found = list(zip(back.tolist(), self.lengths.tolist(), self._longest.tolist()))
         for b, (count, length, longest) in enumerate(found):
             if not 0 <= count <= max(length, 0):
@@ -213,16 +203,23 @@ class DilatedKVCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Make row `b` a copy of row `rows[b]`, in place, as beam search does."""
-        if _check_values("rows", rows).shape != (self.batch,) or rows.is_floating_point() or rows.dtype == torch.bool:
-            raise ValueError(
-                f"reorder takes the ({self.batch},) rows to continue from, got {rows.dtype} {tuple(rows.shape)}"
-            )
+        self._check_per_row("rows", rows)
         if rows.device.type == "cpu" and is_plain(rows) and not all(0 <= row < self.batch for row in rows.tolist()):
             raise ValueError(f"reorder takes rows from 0 to {self.batch - 1}, got {rows.tolist()}")
         for state in (self.keys, self.values, self.lengths, self._longest):
             state.copy_(state.index_select(0, rows))
         self._note_recording(self.lengths)
         self._known = None
+
+    def _check_per_row(self, name: str, x: Any) -> Tensor:
+        """Refuse anything but a tensor that has one whole number per row."""
+        if check_tensor(name, x).is_meta and not torch.compiler.is_compiling():
+            raise ValueError(f"{name} must have values, got a tensor on the device meta")
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{name} must hold whole numbers, got {x.dtype}")
+        if x.shape != (self.batch,):
+            raise ValueError(f"{name} must be ({self.batch},), one number per row, got {tuple(x.shape)}")
+        return x
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         mine = (self.batch, self.num_heads, self.num_kv_heads, self.head_dim)
@@ -250,13 +247,6 @@ class DilatedKVCache:
             f"head_dim={self.head_dim}, head_layout={self.spec.head_layout!r}, rewindable={self.rewindable}, "
             f"dtype={self.keys.dtype}, device={str(self.keys.device)!r})"
         )
-
-
-def _check_values(name: str, x: Any) -> Tensor:
-    """Refuse anything but a tensor with values."""
-    if check_tensor(name, x).device.type == "meta" and not torch.compiler.is_compiling():
-        raise ValueError(f"{name} must have values, got a tensor on the device meta")
-    return x
 
 
 def attend_full_cache(
