@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -23,8 +23,8 @@ def test_the_written_gradient_is_the_one_of_autograd(seed, rates) -> None:
     do, dl = torch.randn_like(out), torch.randn_like(lse)
     loss = (out * do).sum() + (lse * dl)[lse != -torch.inf].sum()
     expected = torch.autograd.grad(loss, (q, k, v))
-    found = reference_backward(do, dl, *(x.detach() for x in (q, k, v)), call, spans, seed)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    found = reference_backward(call, Inputs(q.detach(), k.detach(), v.detach(), spans, seed), do, dl)
+    torch.testing.assert_close(tuple(found), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_key_that_two_branches_show_counts_twice() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, allowed_pairs
-from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs
 from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
@@ -67,20 +67,11 @@ def reference_forward(
     return out, lse
 
 
-def reference_backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: Call,
-    spans: Tensor | None = None,
-    seed: Tensor | None = None,
-    layout: BlockLayout | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def reference_backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
     """The gradients of query, key and value in float64, by the chain rule on the formula above."""
-    B, N, H, D = query.shape
-    grad_out, query, key, value = (x.double() for x in (grad_out, query, key, value))
+    B, N, H, D = inputs.query.shape
+    seed, layout, spans = inputs.seed, inputs.layout, inputs.spans
+    grad_out, query, key, value = (x.double() for x in (grad_out, *inputs[:3]))
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     group = H // key.shape[2]
     for b, tokens in _rows_of_documents(spans, B, N):
@@ -96,7 +87,7 @@ def reference_backward(
         dq[b, tokens] = _sum("ghij,jhd->ihd", d_scores, k, sees)
         dk[b, tokens] = _sum("ghij,ihd->jhd", d_scores, query[b, tokens], sees).unflatten(1, (-1, group)).sum(2)
         dv[b, tokens] = _sum("ghij,ihd->jhd", weights * kept, do, sees).unflatten(1, (-1, group)).sum(2)
-    return dq, dk, dv
+    return Grads(dq, dk, dv)
 
 
 def _rows_of_documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[int, slice]]:

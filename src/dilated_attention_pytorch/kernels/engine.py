@@ -46,9 +46,8 @@ class Reference:
     def gradients(
         self, call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, resources: Resources
     ) -> Grads:
-        query, key, value, spans, seed, layout = saved.inputs
-        grads = reference_backward(grad_out, grad_lse, query, key, value, call, spans, seed, layout)
-        return Grads(*(x.to(query.dtype) for x in grads))
+        grads = reference_backward(call, saved.inputs, grad_out, grad_lse)
+        return Grads(*(x.to(saved.inputs.query.dtype) for x in grads))
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
