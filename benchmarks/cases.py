@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness import Case
 from benchmarks.suite import Options
-from dilated_attention_pytorch.core.reach import branches_for
+from dilated_attention_pytorch.core.spec import branches_for
 
 USUAL: dict[str, Any] = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 PAPER: dict[str, Any] = {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 6, 12)}

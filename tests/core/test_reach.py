@@ -16,7 +16,7 @@ from dilated_attention_pytorch import (
     ReachWarning,
     branches_for,
 )
-from dilated_attention_pytorch.core import reach as reach_module
+from dilated_attention_pytorch.core import spec as spec_module
 from dilated_attention_pytorch.core.pattern import dense_mask
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.reach import COUNTED_TOKENS, reach_lines, reach_shares
@@ -30,7 +30,7 @@ TOKENS = [*range(1, 70, 4), 97, 128, 129, 130, 200, 257, 300]
 
 @pytest.fixture
 def nothing_warned(monkeypatch) -> None:
-    monkeypatch.setattr(reach_module, "_warned", set())
+    monkeypatch.setattr(spec_module, "_warned", set())
     get_global_pattern_cache().forget("call")  # what is remembered is not checked again
 
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.core import reach as reach_module
+from dilated_attention_pytorch.core import spec as spec_module
 from dilated_attention_pytorch.core.call import Call
-from dilated_attention_pytorch.core.reach import ReachWarning
-from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, ReachWarning
 
 LAYOUTS = ["interleaved", "blocked", "grouped"]
 
@@ -51,7 +50,7 @@ def test_specs_are_values() -> None:
 
 
 def test_a_spec_that_leaves_rows_uncovered_warns_once_with_their_share(monkeypatch) -> None:
-    monkeypatch.setattr(reach_module, "_warned", set())
+    monkeypatch.setattr(spec_module, "_warned", set())
     with pytest.warns(ReachWarning, match="50% of the"):
         DilatedSpec.of([8, 16], [2, 4])
     with warnings.catch_warnings():

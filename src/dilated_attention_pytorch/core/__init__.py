@@ -31,11 +31,11 @@ from dilated_attention_pytorch.core.pool import (
     get_global_memory_pool,
     reset_global_memory_pool,
 )
-from dilated_attention_pytorch.core.reach import ReachWarning, branches_for, reach_shares
+from dilated_attention_pytorch.core.reach import reach_shares
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, HeadLayout
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, HeadLayout, ReachWarning, branches_for
 
 __all__ = [
     "PATTERN_TYPES",

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_divides, check_fields
-from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.settings import setting
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
 
 Positions = Literal["rotary", "xpos", "none"]
 

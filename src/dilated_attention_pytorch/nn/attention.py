@@ -16,10 +16,9 @@ from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.plans import PatternCache, get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import WorkspacePool, get_global_memory_pool
 from dilated_attention_pytorch.core.profile import Profile
-from dilated_attention_pytorch.core.reach import stated_branches
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
 from dilated_attention_pytorch.functional import autocast_inputs, check_backend, dilated_attention, refuse_dense_mask
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 

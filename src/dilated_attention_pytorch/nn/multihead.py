@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import check_divides, check_flag, check_tensor, checked
-from dilated_attention_pytorch.core.reach import stated_branches
+from dilated_attention_pytorch.core.spec import stated_branches
 from dilated_attention_pytorch.nn.attention import (
     AttentionSettings,
     DilatedAttention,

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from dilated_attention_pytorch.core.checks import check_sequence, check_whole, import_optional
 from dilated_attention_pytorch.core.environment import under_torchrun, world_size
-from dilated_attention_pytorch.core.reach import branches_for
+from dilated_attention_pytorch.core.spec import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import (
