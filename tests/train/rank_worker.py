@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from dilated_attention_pytorch import cli
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.train import loop
 from dilated_attention_pytorch.train.ranks import exit_process
 from dilated_attention_pytorch.train.step import Stepper
 
@@ -23,32 +22,32 @@ EXACT = "--accumulate 2 --checkpointing selective --offload --mlp-tile 5 --loss-
 
 def at_step(number: int, act) -> None:
     """Let rank 1 act just before a step."""
-    real = loop._step
+    real = Stepper.step
 
-    def step_with_act(stepper, corpus, config, step, ranks):
+    def step_with_act(stepper, batch, step):
         if step == number and RANK == 1:
             act()
-        return real(stepper, corpus, config, step, ranks)
+        return real(stepper, batch, step)
 
-    loop._step = step_with_act
+    Stepper.step = step_with_act
 
 
 def share(folder: Path, flags: list[str]) -> None:
     """Several runs in one launch, and the errors that every rank must tell."""
-    real = loop._step
+    real = Stepper.step
     assert main([*flags, "--out", str(folder / "fsdp"), "--monitors", "jsonl"]) == 0
     assert main([*flags, "--out", str(folder / "ddp"), "--engine", "ddp"]) == 0
     assert main(["train", "--resume", str(folder / "from-one"), "--engine", "fsdp"]) == 0
     at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
     assert main([*flags, "--out", str(folder / "stopped")]) == 128 + signal.SIGTERM
-    loop._step = real
+    Stepper.step = real
     assert main(["train", "--resume", str(folder / "stopped"), "--engine", "ddp"]) == 0
     assert main([*flags, "--out", str(folder / "fsdp-exact"), *EXACT]) == 0
     assert main([*flags, "--out", str(folder / "ddp-exact"), "--engine", "ddp", *EXACT]) == 0
     assert main([*flags, "--out", str(folder / "sequence-exact"), "--sequence-parallel", "2", *EXACT]) == 0
     at_step(5, lambda: signal.raise_signal(signal.SIGTERM))
     assert main([*flags, "--out", str(folder / "fp16"), "--precision", "fp16", *EXACT]) == 128 + signal.SIGTERM
-    loop._step = real
+    Stepper.step = real
     assert main(["train", "--resume", str(folder / "fp16"), "--accumulate", "1"]) == 0
     broken_on_one_rank(folder, flags)
 
@@ -92,7 +91,7 @@ def hang(folder: Path, flags: list[str]) -> None:
 
 def four(folder: Path, flags: list[str]) -> None:
     """Four ranks resume what two began, and share sequences, heads and parameters in several ways."""
-    real = loop._step
+    real = Stepper.step
     assert main(["train", "--resume", str(folder / "four")]) == 0
     assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "4", "--monitors", "jsonl"]) == 0
     assert main([*flags, "--out", str(folder / "sequence-data"), "--sequence-parallel", "2"]) == 0
@@ -100,7 +99,7 @@ def four(folder: Path, flags: list[str]) -> None:
     assert main([*flags, "--out", str(folder / "sequence-tensor-exact"), *both, *EXACT]) == 0
     at_step(5, lambda: signal.raise_signal(signal.SIGTERM))
     assert main([*flags, "--out", str(folder / "sequence-tensor"), *both]) == 128 + signal.SIGTERM
-    loop._step = real
+    Stepper.step = real
     assert main(["train", "--resume", str(folder / "sequence-tensor")]) == 0
     assert main(["train", "--resume", str(folder / "one-to-tensor"), *both]) == 0
     assert main(["train", "--resume", str(folder / "one-to-ddp"), "--sequence-parallel", "2", "--engine", "ddp"]) == 0

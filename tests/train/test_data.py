@@ -427,7 +427,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone() -> None:
     stepper = Stepper(
         model, torch.optim.SGD(model.parameters()), TrainConfig(pack=True), Ranks(device=torch.device("cpu"))
     )
-    assert stepper.evaluate(batch) == pytest.approx(total / batch.targets, rel=1e-5)
+    assert stepper.validate([batch]) == pytest.approx(total / batch.targets, rel=1e-5)
 
 
 def test_documents_are_files_but_for_held_out_blocks(documents) -> None:
@@ -625,15 +625,15 @@ def test_a_token_file_that_becomes_shorter_ends_the_run_after_a_save(tmp_path, c
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     again = ("--data", tmp_path / "a.txt", "--steps", 6, *FLAGS, "--checkpoint-every", 100)
     assert run(*again, "--out", tmp_path / "whole") == 0
-    real = loop._step
+    real = Stepper.step
 
     def step_and_cut(*given):
-        if given[3] == 3:
+        if given[2] == 3:
             for path in (tmp_path / "token-cache").glob("*/*.tokens.bin"):
                 os.truncate(path, 10)
         return real(*given)
 
-    monkeypatch.setattr(loop, "_step", step_and_cut)
+    monkeypatch.setattr(Stepper, "step", step_and_cut)
     assert run(*again, "--out", tmp_path / "cut") == 1
     assert "training.tokens.bin became shorter while it was in use" in capsys.readouterr().err
     assert [path.name for path in list_checkpoints(tmp_path / "cut")] == ["step-00000003"]

@@ -19,7 +19,8 @@ from dilated_attention_pytorch import files
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_scaler
-from dilated_attention_pytorch.train.step import LossScale, Outcome, Stepper, record_of
+from dilated_attention_pytorch.train.ranks import Ranks
+from dilated_attention_pytorch.train.step import Outcome, Stepper, Update, record_of
 
 from .test_train import FLAGS
 
@@ -126,9 +127,14 @@ def test_float16_overflows_halve_the_scale_and_its_state_is_kept(folder, flags, 
 
 
 def test_a_scale_of_float32_does_nothing() -> None:
-    scale = LossScale(make_scaler(MemoryOptions(), "cpu"), torch.device("cpu"))
-    assert not scale.update(math.inf)
-    assert scale.value == 1.0
+    weight = torch.nn.Parameter(torch.ones(2))
+    scaler, ranks = make_scaler(MemoryOptions(), "cpu"), Ranks(device=torch.device("cpu"))
+    update = Update(torch.nn.ParameterList([weight]), torch.optim.SGD([weight]), ranks, 1.0, scaler)
+    outcome = update([(weight * math.inf).sum()])
+    assert outcome.is_broken
+    assert not outcome.is_overflow
+    assert scaler.get_scale() == 1.0
+    assert weight.tolist() == [1.0, 1.0]
 
 
 def test_broken_steps_are_skipped_reported_and_end_the_run_when_there_are_too_many(

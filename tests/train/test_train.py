@@ -138,7 +138,7 @@ def test_a_second_process_asks_for_the_lock_before_it_reads(tmp_path, text, caps
 
     with claim(folder):
         monkeypatch.setattr(loop, "open_corpus", read)
-        monkeypatch.setattr(loop, "_is_to_resume", read)
+        monkeypatch.setattr(loop._Trainer, "_is_to_resume", read)
         for again in (("--resume", folder), ("--data", text, "--out", folder, "--steps", 2, *FLAGS)):
             assert run(*again) == 1
             assert f"process {os.getpid()} is training in {folder}: wait" in capsys.readouterr().err
@@ -181,14 +181,14 @@ def test_checkpoints_stay_where_they_are_if_none_can_be_read(tmp_path, text, cap
 
 
 def test_sigterm_finishes_the_step_and_saves(tmp_path, text, capsys, monkeypatch) -> None:
-    real = loop._step
+    real = Stepper.step
 
     def terminated(*arguments):
         for _ in range(2):  # one of them may come through a parent
             signal.raise_signal(signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(loop, "_step", terminated)
+    monkeypatch.setattr(Stepper, "step", terminated)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 128 + signal.SIGTERM
     assert "stopped after step 1; continue with --resume" in capsys.readouterr().out
     assert [path.name for path in checkpoints.list_checkpoints(tmp_path / "run")] == ["step-00000001"]
@@ -219,7 +219,7 @@ def test_a_run_that_is_killed_after_a_save_has_the_records_of_all_steps(tmp_path
 
 
 def test_a_run_with_no_step_left_is_examined_where_it_was_not(tmp_path, text, monkeypatch) -> None:
-    monkeypatch.setattr(loop, "_step", lambda *given, step=loop._step: signal.raise_signal(2) or step(*given))
+    monkeypatch.setattr(Stepper, "step", lambda *given, step=Stepper.step: signal.raise_signal(2) or step(*given))
     again = ("--data", text, "--out", tmp_path / "run", "--auto-resume", *FLAGS)
     assert run(*again, "--steps", 6) == 130  # after one step, without a validation
     monkeypatch.undo()
@@ -264,10 +264,10 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, text, capsys, mo
     assert run("--resume", tmp_path / "run", "--steps", 4) == 0
 
 
-@pytest.mark.parametrize("moment", ["_step", "validate"])
+@pytest.mark.parametrize("moment", ["step", "validate"])
 def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(tmp_path, text, monkeypatch, moment) -> None:
     assert run("--data", text, "--out", tmp_path / "whole", "--steps", 6, *FLAGS) == 0
-    real, calls, before = getattr(loop, moment), [], signal.getsignal(signal.SIGINT)
+    real, calls, before = getattr(Stepper, moment), [], signal.getsignal(signal.SIGINT)
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -275,9 +275,9 @@ def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(tmp_path, text, monke
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
-    monkeypatch.setattr(loop, moment, interrupted)
+    monkeypatch.setattr(Stepper, moment, interrupted)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 130
-    stopped = 1 if moment == "_step" else 2
+    stopped = 1 if moment == "step" else 2
     assert checkpoints.list_checkpoints(tmp_path / "run")[-1].name == f"step-{stopped:08d}"
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.undo()
@@ -291,7 +291,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(loop, "_step", twice)
+    monkeypatch.setattr(Stepper, "step", twice)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS) == 130
     assert checkpoints.list_checkpoints(tmp_path / "run") == []
 

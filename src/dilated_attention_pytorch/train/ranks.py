@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeVar
@@ -128,29 +128,29 @@ class Ranks:
         """
         from torch.distributed.tensor import DTensor
 
-        limit *= scale
-        shards: dict[int, list[Tensor]] = {}  # by how many ranks have the same one
-        for gradient in (parameter.grad for parameter in model.parameters()):
-            if isinstance(gradient, DTensor):
-                cut = math.prod(
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        if self.mesh is None or not sharded:
+            norm = nn.utils.get_total_norm(gradients)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        else:
+            # On the local shards: DTensor would redistribute the norm, which can abort when a CPU process exits.
+            by_copies: dict[int, list[Tensor]] = {}
+            for gradient in sharded:
+                shards = [
                     gradient.device_mesh.size(axis)
                     for axis, placement in enumerate(gradient.placements)
                     if not placement.is_replicate()
-                )
-                shards.setdefault(dist.get_world_size() // cut, []).append(gradient.to_local())
-        if self.mesh is None or not shards:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-            shards[1] = [p.grad for p in model.parameters() if p.grad is not None]
-            _divide(shards, scale)
-            return norm.item() / scale
-        # On the local shards: DTensor would redistribute the norm, which can abort when a CPU process exits.
-        squares = [nn.utils.get_total_norm(alike).square() / copies for copies, alike in shards.items()]
-        square = torch.stack(squares).sum()
-        dist.all_reduce(square)
-        norm = square.sqrt()
-        for alike in shards.values():
-            torch._foreach_mul_(alike, (limit / (norm + 1e-6)).clamp(max=1.0))
-        _divide(shards, scale)
+                ]
+                by_copies.setdefault(dist.get_world_size() // math.prod(shards), []).append(gradient.to_local())
+            squares = [nn.utils.get_total_norm(alike).square() / copies for copies, alike in by_copies.items()]
+            square = torch.stack(squares).sum()
+            dist.all_reduce(square)
+            norm = square.sqrt()
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        torch._foreach_mul_(local, (limit * scale / (norm + 1e-6)).clamp(max=1.0))
+        if scale != 1.0:
+            torch._foreach_div_(local, scale)
         return norm.item() / scale
 
     def bytes_received(self, branches: int) -> list[int]:
@@ -173,6 +173,10 @@ class Ranks:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         return torch.stack(rows)
+
+    def mean(self, losses: Iterable[Tensor]) -> float:
+        """The sum of this rank's losses, averaged over ranks."""
+        return self.gather(torch.stack(list(losses)).sum().item()).mean().item()
 
     def gather_objects(self, value: Result) -> list[Result]:
         """Each rank's small object, on every rank."""
@@ -221,12 +225,6 @@ def _that_travels(error: Exception) -> Exception:
     except Exception:  # whatever a class of another library does
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _divide(gradients: Mapping[int, list[Tensor]], scale: float) -> None:
-    if scale != 1.0:
-        for alike in gradients.values():
-            torch._foreach_div_(alike, scale)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +43,8 @@ from dilated_attention_pytorch.train.memory import (
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
 from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
-from dilated_attention_pytorch.train.zero import import_deepspeed
+from dilated_attention_pytorch.train.step import Update
+from dilated_attention_pytorch.train.zero import import_deepspeed, start_deepspeed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -128,7 +129,7 @@ def optimize_large_model(
             "pass use_deepspeed=False"
         )
     device = _device_of(model)
-    deepspeed = import_deepspeed(Ranks(device=device))
+    deepspeed = import_deepspeed(device)
     if not dist.is_initialized():
         if not under_torchrun():
             raise ValueError("DeepSpeed works on ranks: start the program by torchrun, or pass use_deepspeed=False")
@@ -139,14 +140,7 @@ def optimize_large_model(
         config["fp16"] = {"enabled": True}
         options = dataclasses.replace(options, precision="fp32")
     model = _prepare(model, options, hardware)
-    if options.precision != "fp32":
-        # Within the model: DeepSpeed switches off what is around it.
-        autocast: Any = options.autocast(device)
-        model.forward = autocast(model.forward)
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=_make_adamw(model, fused=True), config=config, dist_init_required=False
-    )
-    return engine, optimizer
+    return start_deepspeed(model, _make_adamw(model, fused=True), config, options, device)
 
 
 @checked()
@@ -405,46 +399,35 @@ class _Step:
                 f"{type(model).__name__} makes its own steps: call its backward(loss) and step() in a loop, with "
                 "train.memory.loss"
             )
-        if options is None:
-            options = options_of(model)
-        if options is None:
-            scaled = scaler is not None and scaler.is_enabled()
-            options = MemoryOptions(precision="fp16" if scaled else "fp32")
-        self._model, self._optimizer, self._options = model, optimizer, options
-        self._device = _device_of(model)
-        self._scaler = make_scaler(options, self._device) if scaler is None else scaler
-        self._compute_loss, self._clip_norm = compute_loss, clip_norm
+        is_scaled = scaler is not None and scaler.is_enabled()
+        self._options = options or options_of(model) or MemoryOptions(precision="fp16" if is_scaled else "fp32")
+        self._model, self._device, self._compute_loss = model, _device_of(model), compute_loss
+        self._update = Update(
+            model,
+            optimizer,
+            Ranks(device=self._device),
+            math.inf if clip_norm is None else clip_norm,
+            make_scaler(self._options, self._device) if scaler is None else scaler,
+        )
         model.train()
 
     def __call__(self, batches: Sequence[Batch]) -> float:
-        from torch.distributed.tensor import DTensor
+        outcome = self._update(self._losses([_unpack(batch, self._device) for batch in batches]))
+        if outcome.is_broken and not outcome.is_overflow:  # the weights have not moved
+            self._model.zero_grad(set_to_none=True)
+            raise FloatingPointError(
+                f"the loss is {outcome.loss} and the gradient's norm {outcome.gradient_norm}: lower the learning rate, "
+                "or look at the batch"
+            )
+        return outcome.loss
 
-        parts = [_unpack(batch, self._device) for batch in batches]
+    def _losses(self, parts: Sequence[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> Iterator[Tensor]:
         counted = [int((labels != IGNORED).sum()) for _, labels, _ in parts]
         if not sum(counted):
             raise ValueError("a step wants a label that counts, and all of its labels are -100")
-        self._optimizer.zero_grad(set_to_none=True)
-        value = 0.0
         for (tokens, labels, lengths), count in zip(parts, counted):
             if count:
-                share = self._loss(tokens, labels, lengths) * (count / sum(counted))
-                self._scaler.scale(share).backward()
-                value += share.item()
-        if not math.isfinite(value):  # a broken step must not reach the weights
-            raise FloatingPointError(f"the loss is {value}: lower the learning rate, or look at the batch")
-        self._scaler.unscale_(self._optimizer)
-        most = math.inf if self._clip_norm is None else self._clip_norm
-        norm = nn.utils.clip_grad_norm_(self._model.parameters(), most)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not norm.isfinite() and not self._scaler.is_enabled():  # which leaves such a step out by itself
-            self._optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(
-                f"the gradient's norm is {norm.item()} at a loss of {value}: lower the learning rate, or look at the "
-                "batch"
-            )
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        return value
+                yield self._loss(tokens, labels, lengths) * (count / sum(counted))
 
     def _loss(self, tokens: Tensor, labels: Tensor, lengths: dict[str, Any]) -> Tensor:
         if self._compute_loss is None:

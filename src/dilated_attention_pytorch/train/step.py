@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.train.config import TrainConfig
-from dilated_attention_pytorch.train.data import NO_TARGET, Batch
+from dilated_attention_pytorch.train.data import Batch
 from dilated_attention_pytorch.train.memory import loss as memory_loss
 from dilated_attention_pytorch.train.memory import make_scaler, set_learning_rate
 from dilated_attention_pytorch.train.ranks import Ranks
@@ -80,33 +80,54 @@ def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: i
     )
 
 
-class LossScale:
-    """PyTorch's `GradScaler`, which sees the norm of the gradients instead of all of them.
+class Update:
+    """One update of a model that ranks share; every rank calls it, in the same order.
 
-    The norm is the same on all ranks, and not finite if one gradient of one rank is not, so all ranks scale alike.
-    Without float16 the scale is 1.
+    PyTorch's `GradScaler` sees the norm of the gradients instead of the gradients. The norm is the same on all ranks,
+    and not finite if one gradient of one rank is not, so all ranks scale alike. Without float16 the scale is 1.
     """
 
-    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
-        self._scaler = scaler
-        self._norm = nn.Parameter(torch.zeros((), device=device))
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        clip_norm: float,
+        scaler: torch.amp.GradScaler,
+    ) -> None:
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self._clip_norm, self._scaler = clip_norm, scaler
+        self._norm = nn.Parameter(torch.zeros((), device=ranks.device))
         self._shown = torch.optim.SGD([self._norm])
 
-    def scale(self, loss: Tensor) -> Tensor:
-        return self._scaler.scale(loss)
+    def __call__(self, losses: Iterable[Tensor]) -> Outcome:
+        """Move the weights along the clipped gradient of the sum of losses, averaged over ranks, unless it is broken.
 
-    @property
-    def value(self) -> float:
-        return self._scaler.get_scale()
+        There is one loss per micro-batch, computed after the backward pass of the one before.
+        """
+        values: list[Tensor] = []
 
-    def update(self, norm: float) -> bool:
-        """Halve the scale after an overflow, raise it after many steps without one; returns whether there was one."""
-        if not self._scaler.is_enabled():
-            return False
-        self._norm.grad = torch.full_like(self._norm, norm)
-        self._scaler.unscale_(self._shown)
-        self._scaler.update()
-        return not math.isfinite(norm)
+        def noted() -> Iterator[Tensor]:
+            for loss in losses:
+                values.append(loss.detach())
+                yield loss
+
+        if isinstance(self._model, ZeroModel):
+            norm = self._model.update(noted())
+            return Outcome(self._ranks.mean(values), norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        for loss in noted():
+            self._scaler.scale(loss).backward()
+        norm = self._ranks.clip_gradients(self._model, self._clip_norm, self._scaler.get_scale())
+        value = self._ranks.mean(values)
+        outcome = Outcome(value, norm, self._scaler.is_enabled() and math.isfinite(value) and not math.isfinite(norm))
+        if self._scaler.is_enabled():  # halved after an overflow, raised after many steps without one
+            self._norm.grad = torch.full_like(self._norm, norm)
+            self._scaler.unscale_(self._shown)
+            self._scaler.update()
+        if not outcome.is_broken:
+            self._optimizer.step()
+        return outcome
 
 
 class Stepper:
@@ -115,68 +136,43 @@ class Stepper:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, ranks: Ranks) -> None:
         self.model, self._optimizer, self._config, self._ranks = model, optimizer, config, ranks
         self.scaler = make_scaler(config.memory, ranks.device)
-        self._scale = LossScale(self.scaler, ranks.device)
+        self._update = Update(model, optimizer, ranks, config.clip_norm, self.scaler)
 
     @property
     def packed_rows(self) -> int:
         """The number of rows of a packed batch, one per micro-batch and rank; 0 without packing."""
         return self._ranks.data_ranks * self._config.accumulate if self._config.pack else 0
 
-    def step(self, batch: Batch, learning_rate: float) -> Outcome:
-        """Move the weights along the gradient of a batch that all ranks drew alike."""
-        set_learning_rate(self._optimizer, learning_rate)
-        # The last micro-batch is told, for ranks exchange gradients with it.
-        parts = list(self._parts(batch))
-        losses: list[Tensor] = []
-        if isinstance(self.model, ZeroModel):
-            norm = self.model.update(self._remember(losses, self.loss(*part)) for part in parts)
-            return Outcome(self._mean(losses), norm)
-        self._optimizer.zero_grad(set_to_none=True)
-        for part in parts:
-            with self._ranks.accumulating(self.model, last=part is parts[-1]):
-                loss = self._remember(losses, self.loss(*part))
-                self._scale.scale(loss).backward()
-        norm = self._ranks.clip_gradients(self.model, self._config.clip_norm, self._scale.value)
-        value = self._mean(losses)
-        is_overflow = self._scale.update(norm) and math.isfinite(value)
-        outcome = Outcome(value, norm, is_overflow)
-        if not outcome.is_broken:
-            self._optimizer.step()
-        return outcome
+    def step(self, batch: Batch, step: int) -> Outcome:
+        """Take a step of the run with a batch that all ranks drew alike."""
+        # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never
+        # stopped.
+        torch.manual_seed(self._config.seed * 1_000_003 + step + (self._ranks.token_rank << 40))
+        set_learning_rate(self._optimizer, self._config.learning_rate_at(step))
+        return self._update(self._losses(batch))
 
-    def evaluate(self, batch: Batch) -> float:
-        """The loss of a batch, without a gradient."""
+    def validate(self, batches: Sequence[Batch]) -> float:
+        """The mean loss of batches, without dropout and gradients."""
+        self.model.eval()
         with torch.no_grad():
-            return self._mean([self.loss(*part) for part in self._parts(batch)])
+            losses = [self._ranks.mean(self._losses(batch)) for batch in batches]
+        self.model.train()
+        return sum(losses) / len(losses)
 
     def loss(self, tokens: Tensor, following: Tensor, share: float, lengths: dict[str, Any]) -> Tensor:
         """The loss of a micro-batch: summed over micro-batches, its mean over ranks is the mean over all tokens.
 
         `share` is the average number of targets per rank: shards of a sequence may differ in length.
         """
-        summed = memory_loss(
-            self.model,
-            tokens,
-            following,
-            self._config.memory,
-            ignore_index=NO_TARGET,
-            reduction="sum",
-            **lengths,
-        )
-        return summed / share
+        options = self._config.memory
+        return memory_loss(self.model, tokens, following, options, reduction="sum", **lengths) / share
 
-    def _parts(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, float, dict[str, Tensor]]]:
-        """This rank's micro-batches of a batch."""
-        ranks, pieces = self._ranks, self._config.accumulate
+    def _losses(self, batch: Batch) -> Iterator[Tensor]:
+        """The losses of this rank's micro-batches, each to be used before the next one is computed."""
+        ranks, count = self._ranks, self._config.accumulate
         share = max(batch.targets, 1) / (ranks.data_ranks * ranks.axis("sequence"))
-        micro = zip(ranks.part(batch.tokens).chunk(pieces), ranks.part(batch.following).chunk(pieces))
-        for piece, (own, next_ones) in enumerate(micro):
-            yield own, next_ones, share, batch.lengths(ranks.data_rank * pieces + piece, ranks.device)
-
-    @staticmethod
-    def _remember(losses: list[Tensor], loss: Tensor) -> Tensor:
-        losses.append(loss.detach())
-        return loss
-
-    def _mean(self, losses: list[Tensor]) -> float:
-        return self._ranks.gather(torch.stack(losses).sum().item()).mean().item()
+        parts = zip(ranks.part(batch.tokens).chunk(count), ranks.part(batch.following).chunk(count))
+        for number, (tokens, following) in enumerate(parts):
+            lengths = batch.lengths(ranks.data_rank * count + number, ranks.device)
+            with ranks.accumulating(self.model, last=number == count - 1):
+                yield self.loss(tokens, following, share, lengths)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.options import Zero
+from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.ranks import Ranks
 
@@ -38,7 +39,7 @@ def check_zero(zero: Zero, ranks: Ranks) -> None:
     """Refuse, on all ranks and before the run begins, what DeepSpeed cannot do here."""
     if ranks.mesh is None:
         raise ValueError("the engine deepspeed wants to be started by torchrun: add --ranks P, or --ranks 1")
-    import_deepspeed(ranks)
+    import_deepspeed(ranks.device)
     if zero.nvme_path is not None:
         failures = [reason for reason in ranks.gather_objects(_nvme_problem(zero.nvme_path)) if reason]
         if failures:
@@ -48,34 +49,21 @@ def check_zero(zero: Zero, ranks: Ranks) -> None:
 class ZeroModel(nn.Module):
     """A model that DeepSpeed trains with a given AdamW; every rank calls every method, in the same order."""
 
-    def __init__(
-        self,
-        plain: LongNetLM,
-        optimizer: torch.optim.Optimizer,
-        zero: Zero,
-        ranks: Ranks,
-        *,
-        batch_size: int,
-        clip_norm: float,
-        accumulate: int,
-        memory: MemoryOptions,
-    ) -> None:
+    def __init__(self, plain: LongNetLM, optimizer: torch.optim.Optimizer, config: TrainConfig, ranks: Ranks) -> None:
         super().__init__()
-        deepspeed = import_deepspeed(ranks)
-        self._stage, self._device, self._accumulate = zero.stage, ranks.device, accumulate
-        if memory.precision != "fp32":
-            # Within the model: DeepSpeed switches off what is around it.
-            autocast: Any = memory.autocast(ranks.device)
-            plain.forward = autocast(plain.forward)  # type: ignore[method-assign]
+        assert config.zero is not None
+        self._stage, self._device, self._accumulate = config.zero.stage, ranks.device, config.accumulate
         self._optimizer = optimizer
         # By name, for DeepSpeed puts its own flat tensors into the optimizer's groups.
         names = {parameter: name for name, parameter in plain.named_parameters()}
         self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        config = zero.config(batch_size=batch_size, clip_norm=clip_norm, accumulate=accumulate)
-        self._engine, *_ = deepspeed.initialize(
-            model=plain, optimizer=optimizer, config=config, dist_init_required=False
+        settings = config.zero.config(
+            batch_size=config.batch_size // ranks.data_ranks // config.accumulate,
+            clip_norm=config.clip_norm,
+            accumulate=config.accumulate,
         )
+        self._engine, _ = start_deepspeed(plain, optimizer, settings, config.memory, ranks.device)
 
     def forward(self, tokens: Tensor, **how: Any) -> Tensor:
         return self._engine(tokens, **how)
@@ -210,9 +198,27 @@ class ZeroModel(nn.Module):
         return next(iter(self._optimizer.state.values()))["step"].detach().to("cpu", copy=True)
 
 
-def import_deepspeed(ranks: Ranks) -> Any:
+def start_deepspeed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    memory: MemoryOptions,
+    device: torch.device,
+) -> tuple[Any, torch.optim.Optimizer]:
+    """DeepSpeed's engine of a model and the optimizer that it makes of a given one, under the options' autocast."""
+    if memory.precision != "fp32":
+        # Within the model: DeepSpeed switches off what is around it.
+        autocast: Any = memory.autocast(device)
+        model.forward = autocast(model.forward)
+    engine, sharded, *_ = import_deepspeed(device).initialize(
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
+    )
+    return engine, sharded
+
+
+def import_deepspeed(device: torch.device) -> Any:
     # Else it takes a GPU wherever there is one.
-    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     deepspeed = import_optional("deepspeed", "deepspeed", "the engine deepspeed")
     # On CPUs it would compile an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
