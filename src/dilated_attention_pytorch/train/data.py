@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -151,46 +152,30 @@ def open_corpus(
     tqdm, or something like it. What is in `cache`, in the folders `apart` and in those of other runs is no text.
     """
     ranks = Ranks(device=torch.device("cpu")) if ranks is None else ranks
-    work = _prepared(paths, ByteTokenizer() if tokenizer is None else tokenizer, cache.absolute(), progress, apart)
-    while (written := ranks.on_first(lambda: _work_for_a_turn(work))) is None:
+    tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+    work = _prepared(paths, tokenizer, cache.absolute(), progress, apart)
+    while (written := ranks.on_first(lambda: next(work))) is None:
         pass  # ranks that wait must hear from the first one now and then
-    found = open_token_files(written.folder)
+    folder, name, facts = written
+    found = open_token_files(folder)
     seen = ranks.gather_objects(found is not None)
     if found is None or not all(seen):
         raise FileNotFoundError(
-            f"rank {seen.index(False)} does not see the token files in {written.folder}: name a folder that the "
-            "machines of all ranks share with --token-cache"
+            f"rank {seen.index(False)} does not see the token files in {folder}: name a folder that the machines of "
+            "all ranks share with --token-cache"
         )
-    made = f"{written.bytes:,} bytes"
-    if written.vocab_size is not None:
-        made += f", {len(found.training) + len(found.validation):,} tokens of {written.vocab_size:,}"
-    if min(len(found.training), len(found.validation)) <= length:
+    training, validation = len(found.training), len(found.validation)
+    if tokenizer.content is not None:
+        facts.append(f"{training + validation:,} tokens of {tokenizer.vocab_size:,}")
+    if not found.lossless:
+        facts.append("of a tokenizer that loses some of the text, which bits per byte do not count")
+    source = f"{name} ({', '.join(facts)})"
+    if min(training, validation) <= length:
         raise ValueError(
-            f"the corpus is too short: {made} in {written.files:,} files of {written.source} leave "
-            f"{len(found.training):,} for training and {len(found.validation):,} for validation, and a sequence takes "
-            f"{length + 1:,}: give more text with --data or a smaller --sequence-length"
+            f"the corpus is too short: {source} leaves {training:,} for training and {validation:,} for validation, "
+            f"and a sequence takes {length + 1:,}: give more text with --data or a smaller --sequence-length"
         )
-    lossy = "" if found.lossless else "; the tokenizer loses some of the text, and bits per byte do not count that"
-    source = f"{written.source} ({written.files:,} files, {made}{lossy})"
     return Corpus(found.training, found.validation, source, found.byte_pairs, found.content)
-
-
-class _Written(NamedTuple):
-    """What ranks are told of token files and of the text in them; `vocab_size` is None for bytes."""
-
-    folder: Path
-    source: str
-    files: int
-    bytes: int
-    vocab_size: int | None
-
-
-def _work_for_a_turn(work: Iterator[_Written | None]) -> _Written | None:
-    until = time.monotonic() + _TURN_SECONDS
-    for result in work:
-        if result is not None or time.monotonic() > until:
-            return result
-    raise AssertionError("the work ends with its result")
 
 
 def _prepared(
@@ -199,8 +184,8 @@ def _prepared(
     cache: Path,
     progress: Callable[..., Any] | None,
     apart: Sequence[Path],
-) -> Iterator[_Written | None]:
-    """Write token files unless they are there, undamaged: yields None while there is more to do, then the result."""
+) -> Iterator[tuple[Path, str, list[str]] | None]:
+    """Write token files unless they are there, undamaged: yields None now and then, last their folder and text."""
     text = Text.of(*_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))
     folder = cache / text.fingerprint(tokenizer)
     sweep_token_files(cache)
@@ -208,25 +193,29 @@ def _prepared(
     if is_whole:
         size = sum(file.stat().st_size for file in folder.iterdir())
         try:
-            yield from _shown(check_token_files(folder), size, "checking", progress)
+            yield from _in_turns(check_token_files(folder), size, "checking", progress)
         except DamagedFile as damage:
             print(f"tokens   written again, because in {folder} {damage}", flush=True)
             drop_token_files(folder)
             is_whole = False
     if not is_whole:
-        yield from _shown(write_token_files(text, tokenizer, folder), text.bytes, "tokens", progress)
-    vocab_size = None if tokenizer.content is None else tokenizer.vocab_size
-    yield _Written(folder, text.source, len(text.files), text.bytes, vocab_size)
+        yield from _in_turns(write_token_files(text, tokenizer, folder), text.bytes, "tokens", progress)
+    yield folder, text.source, [f"{len(text.files):,} files", f"{text.bytes:,} bytes"]
 
 
-def _shown(steps: Iterator[int], total: int, what: str, progress: Callable[..., Any] | None) -> Iterator[None]:
-    if progress is None:
-        yield from (None for _ in steps)
-        return
-    with progress(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+def _in_turns(steps: Iterator[int], total: int, what: str, progress: Callable[..., Any] | None) -> Iterator[None]:
+    """Take steps of so many bytes, and yield after each turn of a few seconds."""
+    until = time.monotonic() + _TURN_SECONDS
+    with contextlib.ExitStack() as shown:
+        bar = progress and shown.enter_context(
+            progress(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True)
+        )
         for taken in steps:
-            bar.update(taken)
-            yield
+            if bar is not None:
+                bar.update(taken)
+            if time.monotonic() > until:
+                yield
+                until = time.monotonic() + _TURN_SECONDS
 
 
 def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
