@@ -126,9 +126,8 @@ def _report(arguments: argparse.Namespace) -> None:
 def _generate(arguments: argparse.Namespace) -> None:
     import torch
 
-    from dilated_attention_pytorch.train.checkpoint import list_checkpoints, load_newest
     from dilated_attention_pytorch.train.ranks import find_device
-    from dilated_attention_pytorch.train.run_folder import holds_run
+    from dilated_attention_pytorch.train.run_folder import holds_run, list_checkpoints, load_newest
     from dilated_attention_pytorch.train.tokenizer import saved_tokenizer
 
     checkpoints = list_checkpoints(arguments.run)

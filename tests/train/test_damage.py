@@ -17,7 +17,6 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.files import CHECKSUMS, DamagedFile
 from dilated_attention_pytorch.models import ModelConfig
 from dilated_attention_pytorch.train import checkpoint as checkpoints
-from dilated_attention_pytorch.train import shards
 from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints
 from dilated_attention_pytorch.train.ranks import Ranks, join_ranks
 
@@ -156,7 +155,7 @@ def test_an_error_of_the_disk_or_the_memory_is_no_damage(run, monkeypatch, error
     def fail(*_, **__):
         raise error
 
-    for module, name in ((files, "_summing"), (shards, "load"), (shards, "set_model_state_dict")):
+    for module, name in ((files, "_summing"), (checkpoints, "load"), (checkpoints, "set_model_state_dict")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
             with pytest.raises(OSError, match=r"not because it is damaged .*: nothing was renamed"):

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.train.checkpoint import list_saved
 from dilated_attention_pytorch.train.report import write_run_report
-from dilated_attention_pytorch.train.run_folder import read_run
+from dilated_attention_pytorch.train.run_folder import list_saved, read_run
 
 from ..thorough import examples
 

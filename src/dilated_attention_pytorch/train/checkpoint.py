@@ -1,33 +1,44 @@
 """Checkpoints of a run: folders that appear whole or not at all, newest last.
 
 `checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and `state/`, which resuming
-needs: each rank writes its own shards, and any number of ranks reads them. One process saves before it goes on; ranks
-save while training goes on. `checksums.txt` has the checksum of every file, which is checked before anything is loaded.
+needs: each rank writes its own shards, and any number of ranks reads them, through `torch.distributed.checkpoint`. One
+process saves before it goes on; ranks save while training goes on. `checksums.txt` has the checksum of every file,
+which is checked before anything is loaded.
 
 The state is model, optimizer (with its learning rate), the loss scale of float16 and step. Batches, learning rates and
 random numbers are functions of (seed, step, token rank), so that the step is their position, whatever the number of
-ranks. `shards` writes and reads the state; importing it takes a second, so that is left to the first save.
+ranks.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import shutil
-import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.files import (
@@ -35,8 +46,6 @@ from dilated_attention_pytorch.files import (
     Checksum,
     DamagedFile,
     checking,
-    free_bytes,
-    is_full,
     read_checksums,
     sum_files,
     sync_folder,
@@ -46,62 +55,25 @@ from dilated_attention_pytorch.files import (
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import save_tensors, untied_names
 from dilated_attention_pytorch.train.ranks import Ranks
+from dilated_attention_pytorch.train.run_folder import (
+    COMPLETE,
+    DAMAGED,
+    SHARDS,
+    is_complete,
+    last_checkpoint,
+    list_checkpoints,
+    naming_a_full_disk,
+    not_saved,
+    one_line,
+    partial_checkpoints,
+    step_folders,
+)
+from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
 Result = TypeVar("Result")
 
-_SHARDS = "state"
-_DAMAGED = "damaged-"
 _CHECKPOINT = "a checkpoint"
-_COMPLETE = f"{_SHARDS}/.metadata"  # PyTorch writes it when every rank's shards are there
-
-
-def list_checkpoints(run: Path) -> list[Path]:
-    """Checkpoints that were saved to the end, oldest first."""
-    return [folder for folder in _step_folders(run) if _is_complete(folder)]
-
-
-def load_newest(folders: Sequence[Path], device: torch.device) -> tuple[Path, LongNetLM]:
-    """The last of these folders that is not damaged, and its model; prints which ones it passes over."""
-    *older, folder = folders
-    try:
-        return folder, LongNetLM.from_pretrained(folder, device=device)
-    except DamagedFile as damage:
-        if not older:
-            raise
-        print(f"passed over {damage}", file=sys.stderr)
-        return load_newest(older, device)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint's folder as it lies there, whole or not."""
-
-    path: Path
-    step: int
-    state: Literal["whole", "unfinished", "damaged"]
-    bytes: int
-    files: tuple[str, ...]
-
-
-def list_saved(run: Path) -> list[Saved]:
-    """All folders that saves have left, by step, including those that were cut off or set aside as damaged."""
-    found = []
-    for folder in (run / "checkpoints").glob("*step-*"):
-        number = re.search(r"step-(\d+)", folder.name)
-        if number is None or not folder.is_dir():
-            continue
-        state: Literal["whole", "unfinished", "damaged"] = "whole" if _is_complete(folder) else "unfinished"
-        if folder.name.startswith(_DAMAGED):
-            state = "damaged"
-        elif folder.name.startswith("."):
-            state = "unfinished"
-        try:
-            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            names = tuple(sorted(path.name for path in folder.iterdir()))
-        except FileNotFoundError:  # the run is going on, and has dropped or renamed it
-            continue
-        found.append(Saved(folder, int(number[1]), state, size, names))
-    return sorted(found, key=lambda one: (one.step, one.path.name))
+_ALONE = "alone"  # marks what a process without a group wrote
 
 
 class Checkpointer:
@@ -139,42 +111,24 @@ class Checkpointer:
         Weights that are not finite are an error: they would push out the last ones that are. On ranks this returns when
         the state is copied, and `settle` tells how the save ended; at most one save is under way.
         """
-        from dilated_attention_pytorch.train.shards import (
-            gather_state,
-            local_weights,
-            read_model,
-            save_now,
-            start_saving,
-            wait_written,
-        )
-
         self.settle()
         folder = self._run / "checkpoints" / f"step-{step:08d}"
-        state = gather_state(self._model, self._optimizer, self._rest(), step)
-        finite = all(bool(weight.isfinite().all()) for weight in local_weights(state))
+        state = self._state(step, alone=self._group is None)
+        finite = all(bool(_local(weight).isfinite().all()) for weight in state["model"].values())
         if not self._ranks.gather(finite).all():
             raise FloatingPointError(
                 f"the weights are not finite after step {step}, which no further step can mend, so they are not saved: "
-                f"lower --learning-rate; {_kept(self._run)}"
+                f"lower --learning-rate; {last_checkpoint(self._run)}"
             )
-        partial = self._ranks.on_first(lambda: _open_partial(self._run, folder))
+        unfinished = self._ranks.on_first(lambda: _open_unfinished(self._run, folder))
         config = self._plain.config.to_json()  # as it is now: the next stage may have another pattern
-        shards = partial / _SHARDS
+        writer = _SummingWriter(unfinished / SHARDS)
         if self._group is None:
-
-            def write() -> dict[str, Tensor]:
-                save_now(state, shards)
-                return {name: state["model"][name].detach().contiguous() for name in self._names}
-
-            self._finish(write, partial, folder, config)
+            own = {name: state["model"][name].detach().contiguous() for name in self._names}
+            self._finish(lambda: save(state, storage_writer=writer, no_dist=True), unfinished, folder, config, own)
         else:
-            written = start_saving(state, shards, self._group)
-
-            def wait() -> dict[str, Tensor]:
-                wait_written(written)
-                return read_model(self._names, shards) if self._ranks.first else {}
-
-            self._saving = self._thread.submit(self._finish, wait, partial, folder, config)
+            written: Any = async_save(state, storage_writer=writer, process_group=self._group)
+            self._saving = self._thread.submit(self._finish, written.result, unfinished, folder, config)
 
     @property
     def failed(self) -> bool:
@@ -187,7 +141,7 @@ class Checkpointer:
             return
         error = self._saving.exception()
         self._saving = None
-        failures = [reason for reason in self._ranks.gather_objects(error and _line(error)) if reason]
+        failures = [reason for reason in self._ranks.gather_objects(error and one_line(error)) if reason]
         if failures:
             raise OSError(failures[0])
 
@@ -199,16 +153,16 @@ class Checkpointer:
 
     def restore(self) -> int:
         """Load the newest checkpoint that is whole; prints which ones it passes over, and returns its step."""
-        found, cut_off = self._ranks.on_first(lambda: (_step_folders(self._run), _partials(self._run)))
+        found, cut_off = self._ranks.on_first(lambda: (step_folders(self._run), partial_checkpoints(self._run)))
         passed: list[Path] = []
-        for partial in cut_off:
-            self._say(f"passed over {partial}: its save was cut off")
+        for unfinished in cut_off:
+            self._say(f"passed over {unfinished}: its save was cut off")
         for folder in reversed(found):
             has_checksums, damage = self._on_all(self._check, folder)
             if not damage:
                 if not has_checksums:
                     self._say(f"{folder} has no {CHECKSUMS}: damage in it may go unnoticed")
-                step, damage = self._on_all(self._load if has_checksums else self._load_unchecked, folder)
+                step, damage = self._on_all(partial(self._load, has_checksums=has_checksums), folder)
             if not damage:
                 self._ranks.on_first(lambda: _set_aside(passed))
                 return step
@@ -226,7 +180,7 @@ class Checkpointer:
             error = caught
         damage = str(error) if isinstance(error, DamagedFile) else ""
         # A rank may read its shards well where another cannot.
-        told = self._ranks.gather_objects((damage, "" if error is None or damage else _line(error)))
+        told = self._ranks.gather_objects((damage, "" if error is None or damage else one_line(error)))
         for _, failure in told:
             if failure:
                 raise OSError(
@@ -239,32 +193,43 @@ class Checkpointer:
         if self._ranks.first:
             print(line, flush=True)
 
-    def _finish(self, write: Callable[[], dict[str, Tensor]], partial: Path, folder: Path, config: str) -> None:
+    def _finish(
+        self,
+        write: Callable[[], object],
+        unfinished: Path,
+        folder: Path,
+        config: str,
+        weights: dict[str, Tensor] | None = None,
+    ) -> None:
         """When all ranks have written, the first one adds the whole weights and publishes."""
         try:
-            weights = write()
+            try:
+                with _alone():
+                    write()
+            except CheckpointException as error:
+                raise OSError(_first_failure(error)) from next((one for one, _ in error.failures.values()), error)
             if self._ranks.first:
-                save_tensors(weights, config, partial)
-                self._publish(partial, folder)
+                save_tensors(_read_weights(self._names, unfinished) if weights is None else weights, config, unfinished)
+                self._publish(unfinished, folder)
         except Exception as error:  # a full disk is a different one to each library that writes
-            raise _not_saved(self._run, _CHECKPOINT, error) from error
+            raise not_saved(self._run, _CHECKPOINT, error) from error
         finally:
             if self._ranks.first:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _publish(self, partial: Path, folder: Path) -> None:
+    def _publish(self, unfinished: Path, folder: Path) -> None:
         for name, content in self._beside.items():
-            write_whole(partial / name, methodcaller("write_bytes", content))
+            write_whole(unfinished / name, methodcaller("write_bytes", content))
         sums: dict[str, Checksum] = {}
-        for noted in (partial / _SHARDS).glob(f"*.{CHECKSUMS}"):  # by each rank, of its own files
-            sums |= {f"{_SHARDS}/{name}": one for name, one in read_checksums(noted).items()}
+        for noted in (unfinished / SHARDS).glob(f"*.{CHECKSUMS}"):  # by each rank, of its own files
+            sums |= {f"{SHARDS}/{name}": one for name, one in read_checksums(noted).items()}
             noted.unlink()
-        sums |= sum_files(partial, [name for name in _files(partial) if name not in sums])
-        write_checksums(partial / CHECKSUMS, sums)
-        sync_folder(partial / _SHARDS)
+        sums |= sum_files(unfinished, [name for name in _files(unfinished) if name not in sums])
+        write_checksums(unfinished / CHECKSUMS, sums)
+        sync_folder(unfinished / SHARDS)
         if folder.exists():
             shutil.rmtree(folder)
-        partial.rename(folder)
+        unfinished.rename(folder)
         for changed in (folder.parent, self._run):
             sync_folder(changed)
         log.debug("saved checkpoint %s", folder)
@@ -275,8 +240,8 @@ class Checkpointer:
         """Compare this rank's share of the files with their checksums; whether there are any."""
         if (folder / "state.pt").is_file():
             raise DamagedFile("it has state.pt, which earlier versions wrote and this one does not read")
-        if not _is_complete(folder):
-            raise DamagedFile(f"it has no {_COMPLETE}, so its save was cut off")
+        if not is_complete(folder):
+            raise DamagedFile(f"it has no {COMPLETE}, so its save was cut off")
         ranks = 1 if self._ranks.mesh is None else self._ranks.mesh.size()
         if not (folder / CHECKSUMS).is_file():
             sum_files(folder, _files(folder)[self._ranks.rank :: ranks])  # an error of the disk shows here as one
@@ -286,89 +251,174 @@ class Checkpointer:
         deque(checking(folder, {name: sums[name] for name in own}), maxlen=0)
         return True
 
-    def _load_unchecked(self, folder: Path) -> int:
+    def _load(self, folder: Path, has_checksums: bool) -> int:
+        """Restore what any number of ranks wrote; returns the step that was finished."""
         try:
-            return self._load(folder)
+            if isinstance(self._model, ZeroModel):
+                return _load_zero(self._model, folder)
+            return self._load_state(folder)
         except Exception as error:
             # An error of the disk or the memory is no damage; PyTorch has no class of its own for main memory.
             disk = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
             memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
-            if disk or memory:
+            if has_checksums or disk or memory:
                 raise
-            raise DamagedFile(_line(error)) from error
+            raise DamagedFile(one_line(error)) from error
 
-    def _load(self, folder: Path) -> int:
-        from dilated_attention_pytorch.train.shards import load_shards
-
-        rest = self._rest()
-        step = load_shards(self._model, self._optimizer, rest, folder / _SHARDS, self._group)
+    def _load_state(self, folder: Path) -> int:
+        model, optimizer = self._model, self._optimizer
+        alone = _ALONE in FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+        state = self._state(0, alone=alone)
+        state.pop(_ALONE, None)
+        kept = (value for own in optimizer.state.values() for value in own.values())
+        if alone and self._group is not None and any(_in_8_bits(value) is not None for value in kept):
+            raise ValueError(
+                "one process wrote the 8-bit state of its optimizer, which ranks cannot cut: resume it alone"
+            )
+        _read(state, folder, self._group)
+        set_model_state_dict(model, state["model"])
+        before = {parameter: dict(own) for parameter, own in optimizer.state.items()}
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        for parameter, restored in optimizer.state.items():
+            for key, value in before[parameter].items():
+                if (own := _in_8_bits(value)) is not None:
+                    if not isinstance(restored[key], dict):  # else its tensors were read in place
+                        own.copy_(_local(restored[key]))
+                    restored[key] = value
         if self._scaler.is_enabled():
-            self._scaler.load_state_dict(rest["scaler"])
-        return step
+            self._scaler.load_state_dict(state["scaler"])
+        return int(state["step"])
 
-    def _rest(self) -> dict[str, Any]:
-        return {"scaler": self._scaler.state_dict()} if self._scaler.is_enabled() else {}
+    def _state(self, step: int, *, alone: bool) -> dict[str, Any]:
+        """This rank's part of the state by name, as one process that is `alone` writes it, or as ranks do."""
+        rest: dict[str, Any] = {"step": torch.tensor(step)}
+        if alone:
+            rest[_ALONE] = torch.tensor(1)
+        if self._scaler.is_enabled():
+            rest["scaler"] = self._scaler.state_dict()
+        if isinstance(self._model, ZeroModel):
+            return {**self._model.state(), **rest}
+        weights = get_model_state_dict(self._model)
+        moments: Any = get_optimizer_state_dict(self._model, self._optimizer)
+        by_name = {
+            name: {key: _in_plain_tensors(value, weights[name], alone=alone) for key, value in state.items()}
+            for name, state in moments["state"].items()
+        }
+        return {"model": weights, "optimizer": {**moments, "state": by_name}, **rest}
 
 
-def _step_folders(run: Path) -> list[Path]:
-    return sorted((run / "checkpoints").glob("step-*"))
+class _SummingWriter(FileSystemWriter):
+    """Writes a rank's shards, and beside them their checksums."""
 
-
-def _partials(run: Path) -> list[Path]:
-    return sorted((run / "checkpoints").glob(".step-*.partial"))
-
-
-def _is_complete(folder: Path) -> bool:
-    return (folder / _COMPLETE).is_file()
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        folder = Path(self.path)
+        write_checksums(folder / f"{plan.storage_data.prefix}.{CHECKSUMS}", sum_files(folder, names))
+        return written
 
 
 def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _open_partial(run: Path, folder: Path) -> Path:
+def _open_unfinished(run: Path, folder: Path) -> Path:
     """Sweep what killed saves left, and make the folder in which `folder` is prepared."""
-    for stale in _partials(run):
+    for stale in partial_checkpoints(run):
         shutil.rmtree(stale)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     with naming_a_full_disk(run, _CHECKPOINT):
-        partial.mkdir(parents=True)
-    return partial
+        unfinished.mkdir(parents=True)
+    return unfinished
 
 
 def _set_aside(passed: list[Path]) -> None:
     """Rename damaged checkpoints after an older one is loaded, so that they do not count among the newest."""
     for folder in passed:
-        aside = folder.with_name(f"{_DAMAGED}{folder.name}")
+        aside = folder.with_name(f"{DAMAGED}{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
         sync_folder(folder.parent)
 
 
-@contextmanager
-def naming_a_full_disk(run: Path, what: str) -> Iterator[None]:
-    """Around writing `what` into a run's folder: the error of a full disk also names the last checkpoint."""
+def _load_zero(model: ZeroModel, folder: Path) -> int:
+    """Restore a model of DeepSpeed's, one whole parameter at a time."""
+
+    def read(name: str, shape: torch.Size) -> Values:
+        values = Values(*(torch.empty(shape) for _ in Values._fields))
+        moments = {"exp_avg": values.exp_avg, "exp_avg_sq": values.exp_avg_sq}
+        _read({"model": {name: values.weight}, "optimizer": {"state": {name: moments}}}, folder)
+        return values
+
+    step, updates = torch.tensor(0), torch.tensor(0.0)
+    _read({"step": step, "optimizer": {"state": {model.groups[0][0]: {"step": updates}}}}, folder)
+    model.restore(int(updates), read)
+    return int(step)
+
+
+def _read_weights(names: Sequence[str], folder: Path) -> dict[str, Tensor]:
+    """The whole weights of these names, from the shards of all ranks."""
+    metadata = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    tensors = {}
+    for name in names:
+        found = metadata[f"model.{name}"]
+        assert isinstance(found, TensorStorageMetadata)
+        tensors[name] = torch.empty(found.size, dtype=found.properties.dtype)
+    _read({"model": tensors}, folder)
+    return tensors
+
+
+def _read(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Fill the tensors of `state`; without a group, by this process alone."""
     try:
+        with _alone():
+            load(state, checkpoint_id=folder / SHARDS, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        kinds = [type(failure) for failure, _ in error.failures.values()]
+        if any(issubclass(kind, (OSError, MemoryError)) and kind is not FileNotFoundError for kind in kinds):
+            raise OSError(f"{SHARDS}/ cannot be read ({_first_failure(error)})") from error
+        raise ValueError(f"{SHARDS}/ is broken or truncated ({_first_failure(error)})") from error
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as no_dist asks
         yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise _not_saved(run, what, error) from error
 
 
-def _not_saved(run: Path, what: str, error: Exception) -> OSError:
-    room = ""
-    if is_full(run, error):
-        room = f"the disk of {run} is full ({free_bytes(run):,} bytes free are not enough), so make room; "
-    return OSError(f"{what} could not be saved ({_line(error)}): {room}{_kept(run)}")
+def _first_failure(error: CheckpointException) -> str:
+    for rank, (failure, _) in error.failures.items():
+        return f"rank {rank}: {type(failure).__name__}: {failure}"
+    return str(error)
 
 
-def _kept(run: Path) -> str:
-    if found := list_checkpoints(run):
-        step = int(found[-1].name.removeprefix("step-"))
-        return f"the run's last complete checkpoint is of step {step}, from which --resume {run} goes on"
-    return "the run has no complete checkpoint yet"
+def _local(value: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _in_8_bits(value: Any) -> Any:
+    """The tensor of this rank that torchao keeps in 8 bits, or None if it is a plain one."""
+    local = _local(value)
+    return local if hasattr(local, "__tensor_flatten__") else None
+
+
+def _in_plain_tensors(value: Any, parameter: Any, *, alone: bool) -> Any:
+    """Part of the optimizer's state for saving: 8-bit numbers as their codes and scales, or on ranks as float32.
+
+    Their blocks belong to the shard of a rank, and another number of ranks has other shards.
+    """
+    from torch.distributed.tensor import DTensor
+
+    own = _in_8_bits(value)
+    if own is None:
+        return value
+    if alone:
+        return {name: getattr(own, name) for name in own.__tensor_flatten__()[0]}
+    own = own.dequantize()
+    if not isinstance(parameter, DTensor):
+        return own
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

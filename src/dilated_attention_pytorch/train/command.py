@@ -19,14 +19,13 @@ from dilated_attention_pytorch.core.checks import check_sequence, check_whole, i
 from dilated_attention_pytorch.core.environment import under_torchrun, world_size
 from dilated_attention_pytorch.core.spec import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions
-from dilated_attention_pytorch.train.checkpoint import list_checkpoints
 from dilated_attention_pytorch.train.config import (
-    OF_A_STAGE,
     PATTERN,
     PRESETS,
     SMALL_MODEL,
     TABLES,
     TrainConfig,
+    check_beside_stages,
     may_change,
     override,
     read_settings,
@@ -35,6 +34,7 @@ from dilated_attention_pytorch.train.config import (
 from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, expand_presets
 from dilated_attention_pytorch.train.ranks import RESTARTABLE, Stopped, torchrun_arguments
+from dilated_attention_pytorch.train.run_folder import list_checkpoints
 from dilated_attention_pytorch.train.stages import Stage, read_stages
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 
@@ -159,7 +159,7 @@ def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, 
         for name in {"steps", "sequence_length"} & together.keys():
             check_whole(name, together[name], least=1)
         if check_sequence("stages", together.get("stages", ())):
-            _check_beside_stages(together)
+            check_beside_stages(Stage.of(together["stages"][0]), {**together, **together["model"]})
         tokenizer = together.get("tokenizer")
         vocabulary = {} if tokenizer is None else {"vocab_size": read_tokenizer(tokenizer).vocab_size}
         before = override(
@@ -182,16 +182,6 @@ def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, A
         pattern = branches_for(tokens, heads, shortest=SMALL_MODEL.segment_lengths[0])
         before |= override({}, {"model": dict(zip(PATTERN, pattern))})
     return before
-
-
-def _check_beside_stages(together: dict[str, Any]) -> None:
-    """Refuse what contradicts the stages, even where it is the default."""
-    first = Stage.of(together["stages"][0])
-    for names, stated in ((OF_A_STAGE, together), (PATTERN, together["model"])):
-        for name in names:
-            value, decided = stated.get(name), getattr(first, name)
-            if value is not None and (tuple(value) if isinstance(value, list) else value) != decided:
-                raise ValueError(f"stages say what {name} is, {decided} at first, got {value} beside them")
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,18 +111,20 @@ class TrainConfig:
         for name in ("tokenizer", "token_cache"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.path.abspath(getattr(self, name)))
-        self._begin_with_first_stage()
-        self._check_engine()
-        if self.batch_size % self.accumulate:
-            raise ValueError(
-                f"accumulate cuts a batch into micro-batches of one size: {self.accumulate} must divide the "
-                f"batch_size, which is {self.batch_size}"
-            )
+        object.__setattr__(self, "steps", self.steps or sum(stage.steps for stage in stages) or 250)
+        if stages:  # the run begins with the settings of the first one
+            stated = {name: getattr(self, name) for name in OF_A_STAGE}
+            defaults = {name: type(self).__dataclass_fields__[name].default for name in OF_A_STAGE}
+            check_beside_stages(stages[0], {name: one for name, one in stated.items() if one != defaults[name]})
+            for name in OF_A_STAGE:
+                object.__setattr__(self, name, getattr(stages[0], name))
+            object.__setattr__(self, "model", with_pattern(self.model, stages[0]))
+        if self.engine == "deepspeed":
+            object.__setattr__(self, "zero", self.zero or Zero())
+        for why, is_so in self._refused().items():
+            if is_so:
+                raise ValueError(why)
         parse_address(self.prometheus_address)
-        if self.tokenizer is None and self.model.vocab_size != 256:
-            raise ValueError(
-                f"without a tokenizer text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}"
-            )
         for number, stage in enumerate(self.stages, start=1):
             own = {name: getattr(stage, name) for name in OF_A_STAGE}
             try:  # each must be valid as a run of its own
@@ -130,60 +132,35 @@ class TrainConfig:
             except ValueError as error:
                 raise ValueError(f"stage {number}: {error}") from None
 
-    def _begin_with_first_stage(self) -> None:
-        """Take the first stage's settings as the run's own; refuse other values."""
-        stages = self.stages
-        object.__setattr__(self, "steps", self.steps or sum(stage.steps for stage in stages) or 250)
-        if not stages:
-            return
-        for name in OF_A_STAGE:
-            stated, first = getattr(self, name), getattr(stages[0], name)
-            if stated not in (first, type(self).__dataclass_fields__[name].default):
-                raise ValueError(f"stages say what {name} is, {first} at first, got {stated} beside them: leave it out")
-            object.__setattr__(self, name, first)
-        object.__setattr__(self, "model", with_pattern(self.model, stages[0]))
-
-    def _check_engine(self) -> None:
-        """Refuse what an engine cannot do; what a device cannot do is refused when the model is on it."""
-        memory = self.memory
-        if self.engine != "fsdp" and self.tensor_parallel > 1:
-            raise ValueError(
-                f"engine {self.engine} wants every parameter alike on all ranks, and tensor_parallel="
-                f"{self.tensor_parallel} cuts them: use engine fsdp, or tensor_parallel 1"
-            )
-        if self.tensor_parallel > 1:
-            for name in ("float8", "structured_sparsity"):
-                if getattr(memory, name):
-                    raise ValueError(
-                        f"{name} replaces linear layers whole, and tensor_parallel={self.tensor_parallel} cuts them: "
-                        f"use tensor_parallel 1, or leave {name} out"
-                    )
-        if self.engine != "deepspeed":
-            if self.zero is not None:
-                raise ValueError(f"ZeRO's stage and offload are of the engine deepspeed, and this one is {self.engine}")
-            return
-        zero = self.zero or Zero()
-        object.__setattr__(self, "zero", zero)
-        if memory.optimizer != "adamw":
-            raise ValueError(
-                f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} "
-                "keeps another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'"
-            )
-        if memory.precision == "fp16":
-            raise ValueError(
-                "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine "
-                "deepspeed does by itself: use 'bf16', or engine fsdp or ddp"
-            )
-        if memory.parameters != "fp32":
-            raise ValueError(
-                f"the engine deepspeed shards float32 parameters, and parameters={memory.parameters!r} are not: "
-                "use engine fsdp or ddp, or parameters 'fp32'"
-            )
-        if memory.mlp_tile and zero.stage == 3:
-            raise ValueError(
-                "mlp_tile takes gradients of weights that ZeRO stage 3 has freed by then: use stage 1 or 2, "
-                "engine fsdp, or checkpointing without mlp_tile"
-            )
+    def _refused(self) -> dict[str, bool]:
+        """Whether the run has what cannot be combined, by the reason. A model refuses what its device cannot do."""
+        memory, engine, tensor = self.memory, self.engine, self.tensor_parallel
+        deepspeed, tiles_in_stage_3 = engine == "deepspeed", memory.mlp_tile and self.zero and self.zero.stage == 3
+        whole = [name for name in ("float8", "structured_sparsity") if getattr(memory, name)]
+        return {
+            f"engine {engine} wants every parameter alike on all ranks, and tensor_parallel={tensor} cuts them: use "
+            "engine fsdp, or tensor_parallel 1": engine != "fsdp" and tensor > 1,
+            f"{', '.join(whole)} replaces linear layers whole, and tensor_parallel={tensor} cuts them: use "
+            f"tensor_parallel 1, or leave {', '.join(whole)} out": bool(whole) and tensor > 1,
+            f"ZeRO's stage and offload are of the engine deepspeed, and this one is {engine}": (
+                self.zero is not None and not deepspeed
+            ),
+            f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} keeps "
+            "another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'": (
+                deepspeed and memory.optimizer != "adamw"
+            ),
+            "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine deepspeed "
+            "does by itself: use 'bf16', or engine fsdp or ddp": deepspeed and memory.precision == "fp16",
+            f"the engine deepspeed shards float32 parameters, and parameters={memory.parameters!r} are not: use engine "
+            "fsdp or ddp, or parameters 'fp32'": deepspeed and memory.parameters != "fp32",
+            "mlp_tile takes gradients of weights that ZeRO stage 3 has freed by then: use stage 1 or 2, engine fsdp, "
+            "or checkpointing without mlp_tile": bool(tiles_in_stage_3),
+            f"accumulate cuts a batch into micro-batches of one size: {self.accumulate} must divide the batch_size, "
+            f"which is {self.batch_size}": self.batch_size % self.accumulate > 0,
+            f"without a tokenizer text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}": (
+                self.tokenizer is None and self.model.vocab_size != 256
+            ),
+        }
 
     def stage_at(self, step: int) -> tuple[Stage, int]:
         """The stage of a step, and the step's number within it; without stages, the run is one stage."""
@@ -227,12 +204,7 @@ class TrainConfig:
     def from_dict(cls, values: Any, source: Path) -> TrainConfig:
         """The config that `dataclasses.asdict` made `values` of; `source` is named in errors."""
         try:
-            values = dict(values)
-            if values.get("zero"):
-                values["zero"] = Zero(**values["zero"])
-            if "memory" in values:  # older runs have none
-                values["memory"] = MemoryOptions(**values["memory"])
-            return cls(model=ModelConfig.from_dict(values.pop("model"), source), **values)
+            return cls(**{**override({}, values), "model": ModelConfig.from_dict(values["model"], source)})
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(str(error)) from None
 
@@ -285,6 +257,14 @@ def override(before: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, 
         except (TypeError, ValueError) as error:
             raise ValueError(f"[{name}]: {error}") from None
     return result
+
+
+def check_beside_stages(first: Stage, stated: Mapping[str, Any]) -> None:
+    """Refuse settings of a run or of its model that contradict its first stage."""
+    for name in (*OF_A_STAGE, *PATTERN):
+        value, decided = stated.get(name), getattr(first, name)
+        if value is not None and (tuple(value) if isinstance(value, list) else value) != decided:
+            raise ValueError(f"stages say what {name} is, {decided} at first, got {value} beside them: leave it out")
 
 
 def settings_of(options: RunOptions, ranks: int = 1) -> dict[str, Any]:

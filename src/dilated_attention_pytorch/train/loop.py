@@ -19,7 +19,7 @@ from torch import nn
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import sweep_partials, write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
-from dilated_attention_pytorch.train.checkpoint import Checkpointer, list_checkpoints, naming_a_full_disk
+from dilated_attention_pytorch.train.checkpoint import Checkpointer
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.data import Batch, open_corpus
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
@@ -32,6 +32,8 @@ from dilated_attention_pytorch.train.run_folder import (
     CORPUS,
     claim,
     has_sample,
+    list_checkpoints,
+    naming_a_full_disk,
     read_metrics,
     record_start,
     write_metrics,

@@ -1,4 +1,4 @@
-"""The files in a run's folder beside its checkpoints, and how they are read back, also from a run that was cut off.
+"""What a run's folder holds, and how it is read back, also from a run that was cut off.
 
 config.json          the effective settings
 corpus.json          what the text is: a resumed run refuses another
@@ -18,19 +18,25 @@ import errno
 import json
 import math
 import os
+import re
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from dilated_attention_pytorch.files import json_line, write_whole
+import torch
+
+from dilated_attention_pytorch.files import DamagedFile, free_bytes, is_full, json_line, write_whole
 from dilated_attention_pytorch.measuring import machine
-from dilated_attention_pytorch.train.checkpoint import Saved, list_saved, naming_a_full_disk
+from dilated_attention_pytorch.models.longnet import LongNetLM
 
 CONFIG, CORPUS = "config.json", "corpus.json"
 METRICS, LOG, STARTS, LOCK = "metrics.jsonl", "log.jsonl", "environment.jsonl", "lock"
+SHARDS, DAMAGED = "state", "damaged-"  # the state in a checkpoint, and how the name of a damaged checkpoint begins
+COMPLETE = f"{SHARDS}/.metadata"  # PyTorch writes it when every rank's shards are there
 
 
 def holds_run(folder: Path) -> bool:
@@ -119,6 +125,96 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
     return records
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints that were saved to the end, oldest first."""
+    return [folder for folder in step_folders(run) if is_complete(folder)]
+
+
+def load_newest(folders: Sequence[Path], device: torch.device) -> tuple[Path, LongNetLM]:
+    """The last of these folders that is not damaged, and its model; prints which ones it passes over."""
+    *older, folder = folders
+    try:
+        return folder, LongNetLM.from_pretrained(folder, device=device)
+    except DamagedFile as damage:
+        if not older:
+            raise
+        print(f"passed over {damage}", file=sys.stderr)
+        return load_newest(older, device)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's folder as it lies there, whole or not."""
+
+    path: Path
+    step: int
+    state: Literal["whole", "unfinished", "damaged"]
+    bytes: int
+    files: tuple[str, ...]
+
+
+def list_saved(run: Path) -> list[Saved]:
+    """All folders that saves have left, by step, including those that were cut off or set aside as damaged."""
+    found = []
+    for folder in (run / "checkpoints").glob("*step-*"):
+        number = re.search(r"step-(\d+)", folder.name)
+        if number is None or not folder.is_dir():
+            continue
+        state: Literal["whole", "unfinished", "damaged"] = "whole" if is_complete(folder) else "unfinished"
+        if folder.name.startswith(DAMAGED):
+            state = "damaged"
+        elif folder.name.startswith("."):
+            state = "unfinished"
+        try:
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            names = tuple(sorted(path.name for path in folder.iterdir()))
+        except FileNotFoundError:  # the run is going on, and has dropped or renamed it
+            continue
+        found.append(Saved(folder, int(number[1]), state, size, names))
+    return sorted(found, key=lambda one: (one.step, one.path.name))
+
+
+def step_folders(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+def partial_checkpoints(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob(".step-*.partial"))
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / COMPLETE).is_file()
+
+
+@contextmanager
+def naming_a_full_disk(run: Path, what: str) -> Iterator[None]:
+    """Around writing `what` into a run's folder: the error of a full disk also names the last checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise not_saved(run, what, error) from error
+
+
+def not_saved(run: Path, what: str, error: Exception) -> OSError:
+    room = ""
+    if is_full(run, error):
+        room = f"the disk of {run} is full ({free_bytes(run):,} bytes free are not enough), so make room; "
+    return OSError(f"{what} could not be saved ({one_line(error)}): {room}{last_checkpoint(run)}")
+
+
+def last_checkpoint(run: Path) -> str:
+    if found := list_checkpoints(run):
+        step = int(found[-1].name.removeprefix("step-"))
+        return f"the run's last complete checkpoint is of step {step}, from which --resume {run} goes on"
+    return "the run has no complete checkpoint yet"
+
+
+def one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass
