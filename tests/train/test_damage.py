@@ -175,8 +175,7 @@ def test_generation_from_a_run_passes_over_a_damaged_checkpoint_and_names_it(tmp
 def test_all_files_of_a_run_have_the_same_permissions_and_names_are_synced(tmp_path, text, monkeypatch) -> None:  # noqa: F811
     synced = []
     real = files.sync_folder
-    for module in (files, checkpoints):
-        monkeypatch.setattr(module, "sync_folder", lambda folder: synced.append(Path(folder)) or real(folder))
+    monkeypatch.setattr(files, "sync_folder", lambda folder: synced.append(Path(folder)) or real(folder))
     run = tmp_path / "run"
     before = os.umask(0o027)
     try:

@@ -246,8 +246,8 @@ def test_token_files_are_written_once_and_again_when_the_text_changes(tmp_path, 
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_text("one text " * 500)
     written = []
-    real = data.write_token_files
-    monkeypatch.setattr(data, "write_token_files", lambda *given: written.append(given[2]) or real(*given))
+    real = token_files.write_token_files
+    monkeypatch.setattr(token_files, "write_token_files", lambda *given: written.append(given[2]) or real(*given))
 
     def read() -> Corpus:
         return open_corpus([str(path)], 16, cache)

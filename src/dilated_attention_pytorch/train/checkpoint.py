@@ -40,34 +40,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from dilated_attention_pytorch import files
 from dilated_attention_pytorch.core.log import log
-from dilated_attention_pytorch.files import (
-    CHECKSUMS,
-    Checksum,
-    DamagedFile,
-    checking,
-    read_checksums,
-    sum_files,
-    sync_folder,
-    write_checksums,
-    write_whole,
-)
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import save_tensors, untied_names
+from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.ranks import Ranks
-from dilated_attention_pytorch.train.run_folder import (
-    COMPLETE,
-    DAMAGED,
-    SHARDS,
-    is_complete,
-    last_checkpoint,
-    list_checkpoints,
-    naming_a_full_disk,
-    not_saved,
-    one_line,
-    partial_checkpoints,
-    step_folders,
-)
+from dilated_attention_pytorch.train.run_folder import list_checkpoints
 from dilated_attention_pytorch.train.zero import Values, ZeroModel
 
 Result = TypeVar("Result")
@@ -98,7 +77,7 @@ class Checkpointer:
         self._ranks, self._keep, self._beside = ranks, keep, dict(beside or {})
         self._saving: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
-        # Now, for the saving thread must not touch the model: to look at its state reshards it under the training.
+        # Read now: the saving thread must not touch the model, because reading its state reshards it during training.
         self._names = untied_names(plain)
         if ranks.mesh is not None:
             # Its own group: the saving thread's messages must not mix with the training's.
@@ -118,11 +97,11 @@ class Checkpointer:
         if not self._ranks.gather(finite).all():
             raise FloatingPointError(
                 f"the weights are not finite after step {step}, which no further step can mend, so they are not saved: "
-                f"lower --learning-rate; {last_checkpoint(self._run)}"
+                f"lower --learning-rate; {run_folder.last_checkpoint(self._run)}"
             )
         unfinished = self._ranks.on_first(lambda: _open_unfinished(self._run, folder))
         config = self._plain.config.to_json()  # as it is now: the next stage may have another pattern
-        writer = _SummingWriter(unfinished / SHARDS)
+        writer = _SummingWriter(unfinished / run_folder.SHARDS)
         if self._group is None:
             own = {name: state["model"][name].detach().contiguous() for name in self._names}
             self._finish(lambda: save(state, storage_writer=writer, no_dist=True), unfinished, folder, config, own)
@@ -141,7 +120,7 @@ class Checkpointer:
             return
         error = self._saving.exception()
         self._saving = None
-        failures = [reason for reason in self._ranks.gather_objects(error and one_line(error)) if reason]
+        failures = [reason for reason in self._ranks.gather_objects(error and run_folder.one_line(error)) if reason]
         if failures:
             raise OSError(failures[0])
 
@@ -153,7 +132,9 @@ class Checkpointer:
 
     def restore(self) -> int:
         """Load the newest checkpoint that is whole; prints which ones it passes over, and returns its step."""
-        found, cut_off = self._ranks.on_first(lambda: (step_folders(self._run), partial_checkpoints(self._run)))
+        found, cut_off = self._ranks.on_first(
+            lambda: (run_folder.step_folders(self._run), run_folder.partial_checkpoints(self._run))
+        )
         passed: list[Path] = []
         for unfinished in cut_off:
             self._say(f"passed over {unfinished}: its save was cut off")
@@ -161,7 +142,7 @@ class Checkpointer:
             has_checksums, damage = self._on_all(self._check, folder)
             if not damage:
                 if not has_checksums:
-                    self._say(f"{folder} has no {CHECKSUMS}: damage in it may go unnoticed")
+                    self._say(f"{folder} has no {files.CHECKSUMS}: damage in it may go unnoticed")
                 step, damage = self._on_all(partial(self._load, has_checksums=has_checksums), folder)
             if not damage:
                 self._ranks.on_first(lambda: _set_aside(passed))
@@ -178,9 +159,9 @@ class Checkpointer:
             result = act(folder)
         except Exception as caught:
             error = caught
-        damage = str(error) if isinstance(error, DamagedFile) else ""
-        # A rank may read its shards well where another cannot.
-        told = self._ranks.gather_objects((damage, "" if error is None or damage else one_line(error)))
+        damage = str(error) if isinstance(error, files.DamagedFile) else ""
+        # One rank may read its shards while another cannot.
+        told = self._ranks.gather_objects((damage, "" if error is None or damage else run_folder.one_line(error)))
         for _, failure in told:
             if failure:
                 raise OSError(
@@ -211,27 +192,27 @@ class Checkpointer:
             if self._ranks.first:
                 save_tensors(_read_weights(self._names, unfinished) if weights is None else weights, config, unfinished)
                 self._publish(unfinished, folder)
-        except Exception as error:  # a full disk is a different one to each library that writes
-            raise not_saved(self._run, _CHECKPOINT, error) from error
+        except Exception as error:  # every library reports a full disk in its own way
+            raise run_folder.not_saved(self._run, _CHECKPOINT, error) from error
         finally:
             if self._ranks.first:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def _publish(self, unfinished: Path, folder: Path) -> None:
         for name, content in self._beside.items():
-            write_whole(unfinished / name, methodcaller("write_bytes", content))
-        sums: dict[str, Checksum] = {}
-        for noted in (unfinished / SHARDS).glob(f"*.{CHECKSUMS}"):  # by each rank, of its own files
-            sums |= {f"{SHARDS}/{name}": one for name, one in read_checksums(noted).items()}
+            files.write_whole(unfinished / name, methodcaller("write_bytes", content))
+        sums: dict[str, files.Checksum] = {}
+        for noted in (unfinished / run_folder.SHARDS).glob(f"*.{files.CHECKSUMS}"):  # by each rank, of its own files
+            sums |= {f"{run_folder.SHARDS}/{name}": one for name, one in files.read_checksums(noted).items()}
             noted.unlink()
-        sums |= sum_files(unfinished, [name for name in _files(unfinished) if name not in sums])
-        write_checksums(unfinished / CHECKSUMS, sums)
-        sync_folder(unfinished / SHARDS)
+        sums |= files.sum_files(unfinished, [name for name in _files(unfinished) if name not in sums])
+        files.write_checksums(unfinished / files.CHECKSUMS, sums)
+        files.sync_folder(unfinished / run_folder.SHARDS)
         if folder.exists():
             shutil.rmtree(folder)
         unfinished.rename(folder)
         for changed in (folder.parent, self._run):
-            sync_folder(changed)
+            files.sync_folder(changed)
         log.debug("saved checkpoint %s", folder)
         for old in list_checkpoints(self._run)[: -self._keep]:
             shutil.rmtree(old)
@@ -239,16 +220,16 @@ class Checkpointer:
     def _check(self, folder: Path) -> bool:
         """Compare this rank's share of the files with their checksums; whether there are any."""
         if (folder / "state.pt").is_file():
-            raise DamagedFile("it has state.pt, which earlier versions wrote and this one does not read")
-        if not is_complete(folder):
-            raise DamagedFile(f"it has no {COMPLETE}, so its save was cut off")
+            raise files.DamagedFile("it has state.pt, which earlier versions wrote and this one does not read")
+        if not run_folder.is_complete(folder):
+            raise files.DamagedFile(f"it has no {run_folder.COMPLETE}, so its save was cut off")
         ranks = 1 if self._ranks.mesh is None else self._ranks.mesh.size()
-        if not (folder / CHECKSUMS).is_file():
-            sum_files(folder, _files(folder)[self._ranks.rank :: ranks])  # an error of the disk shows here as one
+        if not (folder / files.CHECKSUMS).is_file():
+            files.sum_files(folder, _files(folder)[self._ranks.rank :: ranks])  # raises errors of the disk
             return False
-        sums = read_checksums(folder / CHECKSUMS)
+        sums = files.read_checksums(folder / files.CHECKSUMS)
         own = sorted(sums, key=lambda name: sums[name].bytes)[self._ranks.rank :: ranks]
-        deque(checking(folder, {name: sums[name] for name in own}), maxlen=0)
+        deque(files.checking(folder, {name: sums[name] for name in own}), maxlen=0)
         return True
 
     def _load(self, folder: Path, has_checksums: bool) -> int:
@@ -263,11 +244,11 @@ class Checkpointer:
             memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
             if has_checksums or disk or memory:
                 raise
-            raise DamagedFile(one_line(error)) from error
+            raise files.DamagedFile(run_folder.one_line(error)) from error
 
     def _load_state(self, folder: Path) -> int:
         model, optimizer = self._model, self._optimizer
-        alone = _ALONE in FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+        alone = _ALONE in FileSystemReader(folder / run_folder.SHARDS).read_metadata().state_dict_metadata
         state = self._state(0, alone=alone)
         state.pop(_ALONE, None)
         kept = (value for own in optimizer.state.values() for value in own.values())
@@ -314,7 +295,7 @@ class _SummingWriter(FileSystemWriter):
         written = super().write_data(plan, planner)
         names = {result.storage_data.relative_path for result in written.wait()}
         folder = Path(self.path)
-        write_checksums(folder / f"{plan.storage_data.prefix}.{CHECKSUMS}", sum_files(folder, names))
+        files.write_checksums(folder / f"{plan.storage_data.prefix}.{files.CHECKSUMS}", files.sum_files(folder, names))
         return written
 
 
@@ -324,10 +305,10 @@ def _files(folder: Path) -> list[str]:
 
 def _open_unfinished(run: Path, folder: Path) -> Path:
     """Sweep what killed saves left, and make the folder in which `folder` is prepared."""
-    for stale in partial_checkpoints(run):
+    for stale in run_folder.partial_checkpoints(run):
         shutil.rmtree(stale)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    with naming_a_full_disk(run, _CHECKPOINT):
+    with run_folder.naming_a_full_disk(run, _CHECKPOINT):
         unfinished.mkdir(parents=True)
     return unfinished
 
@@ -335,14 +316,14 @@ def _open_unfinished(run: Path, folder: Path) -> Path:
 def _set_aside(passed: list[Path]) -> None:
     """Rename damaged checkpoints after an older one is loaded, so that they do not count among the newest."""
     for folder in passed:
-        aside = folder.with_name(f"{DAMAGED}{folder.name}")
+        aside = folder.with_name(f"{run_folder.DAMAGED}{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
-        sync_folder(folder.parent)
+        files.sync_folder(folder.parent)
 
 
 def _load_zero(model: ZeroModel, folder: Path) -> int:
-    """Restore a model of DeepSpeed's, one whole parameter at a time."""
+    """Restore a model that DeepSpeed trains, one whole parameter at a time."""
 
     def read(name: str, shape: torch.Size) -> Values:
         values = Values(*(torch.empty(shape) for _ in Values._fields))
@@ -358,7 +339,7 @@ def _load_zero(model: ZeroModel, folder: Path) -> int:
 
 def _read_weights(names: Sequence[str], folder: Path) -> dict[str, Tensor]:
     """The whole weights of these names, from the shards of all ranks."""
-    metadata = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(folder / run_folder.SHARDS).read_metadata().state_dict_metadata
     tensors = {}
     for name in names:
         found = metadata[f"model.{name}"]
@@ -372,12 +353,12 @@ def _read(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None =
     """Fill the tensors of `state`; without a group, by this process alone."""
     try:
         with _alone():
-            load(state, checkpoint_id=folder / SHARDS, process_group=group, no_dist=group is None)
+            load(state, checkpoint_id=folder / run_folder.SHARDS, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         kinds = [type(failure) for failure, _ in error.failures.values()]
         if any(issubclass(kind, (OSError, MemoryError)) and kind is not FileNotFoundError for kind in kinds):
-            raise OSError(f"{SHARDS}/ cannot be read ({_first_failure(error)})") from error
-        raise ValueError(f"{SHARDS}/ is broken or truncated ({_first_failure(error)})") from error
+            raise OSError(f"{run_folder.SHARDS}/ cannot be read ({_first_failure(error)})") from error
+        raise ValueError(f"{run_folder.SHARDS}/ is broken or truncated ({_first_failure(error)})") from error
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 
 RUNS = Path("runs")
 
-# Flags that are no settings: what the settings start from, and how the run is started.
+# Flags that are not settings: what the settings start from, and how the run starts.
 _STARTING: dict[str, tuple[Any, str]] = {
     "config": (Path, "settings as TOML; flags override them"),
     "options": (Path, "RunOptions as JSON: engine, checkpoints, monitors, restarts"),
@@ -60,13 +60,9 @@ _STARTING: dict[str, tuple[Any, str]] = {
 }
 
 
-def _flag_of(field: dataclasses.Field[Any]) -> str:
-    return field.metadata.get("flag") or field.name
-
-
 # By flag: the table of the setting ("" for the run itself) and its field.
 SETTINGS: dict[str, tuple[str, dataclasses.Field[Any]]] = {
-    _flag_of(field): (table, field)
+    field.metadata["flag"] or field.name: (table, field)
     for table, kind in {"": TrainConfig, **TABLES}.items()
     for field in dataclasses.fields(kind)
     if field.metadata.get("help")
@@ -146,7 +142,7 @@ def run_command(arguments: Sequence[str]) -> None:
 
 
 def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, Any]) -> TrainConfig:
-    """The config of a new run: of its preset, the `settings` or the file over it, and the flags over those."""
+    """The config of a new run: flags override the `settings` or the file, which override the preset."""
     file = given.get("config")
     if file is not None:
         settings = read_settings(file)
@@ -171,7 +167,7 @@ def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, 
 
 
 def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, Any]:
-    """The fields that `preset` and `hardware` stand for, and a model whose branches connect a stated length."""
+    """The fields that `preset` and `hardware` decide, and a model whose branches connect the stated length."""
     concerning = ("device", "engine", "sequence_length", "stages", *PRESETS)
     concerned = {name: together[name] for name in concerning if name in together}
     before = expand_presets({**concerned, **vocabulary})
@@ -199,7 +195,7 @@ def _with_flags(before: Mapping[str, Any], flags: Mapping[str, Any]) -> TrainCon
         if "zero" in stated:
             names = _names(name for name in flags if SETTINGS[name][0] == "zero")
             raise ValueError(f"{names} goes with --engine deepspeed: add it, or leave {names} out")
-        if "engine" in stated:  # which takes back what the file or the run has for DeepSpeed
+        if "engine" in stated:  # another engine drops what the file or the run states for DeepSpeed
             stated["zero"] = None
     return TrainConfig(**override(before, stated))
 
@@ -232,7 +228,7 @@ def launch_ranks(config: TrainConfig, run: Path, resume: bool | Literal["auto"],
         os.environ.update(RESTARTABLE)
         try:
             main(torchrun_arguments(ranks, max_restarts, program))
-        except SignalException as stop:  # the ranks have ended by then, and said what there is to say
+        except SignalException as stop:  # the ranks have ended and printed why
             raise Stopped(stop.sigval) from None
 
 

@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         lse = hidden.new_empty(len(hidden), dtype=exact)
         total = hidden.new_zeros((), dtype=exact)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(len(hidden), chunk):
+            for rows in slices(len(hidden), chunk):
                 logits = (hidden.detach()[rows].to(dtype) @ head.T).to(exact)  # (chunk, vocab)
                 torch.logsumexp(logits, -1, out=lse[rows])
                 loss = lse[rows] - (1.0 - smoothing) * logits.gather(1, targets[rows, None])[:, 0]
@@ -112,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         scale = grad * counted  # (rows,)
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _chunks(len(hidden), chunk):
+            for rows in slices(len(hidden), chunk):
                 x = hidden[rows].to(dtype)
                 slope = (x @ head.T).to(exact).sub_(lse[rows, None]).exp_()  # (chunk, vocab): the probabilities
                 if smoothing:
@@ -127,5 +127,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
 
 
-def _chunks(total: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, total)) for start in range(0, total, chunk)]
+def slices(total: int, rows: int) -> list[slice]:
+    """Slices of at most `rows` rows that cover `total` rows; at least one, which may be empty."""
+    return [slice(start, min(start + rows, total)) for start in range(0, total, rows)] or [slice(0, 0)]

@@ -20,18 +20,9 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.files import DamagedFile, write_whole
+from dilated_attention_pytorch.train import token_files
 from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.run_folder import holds_run
-from dilated_attention_pytorch.train.token_files import (
-    Split,
-    Text,
-    check_token_files,
-    drop_token_files,
-    holds_token_files,
-    open_token_files,
-    sweep_token_files,
-    write_token_files,
-)
 from dilated_attention_pytorch.train.tokenizer import ByteTokenizer, Tokenizer
 
 Order = Literal["random", "epochs"]
@@ -39,7 +30,7 @@ Order = Literal["random", "epochs"]
 NO_TARGET = -100  # where nothing is to be predicted; PyTorch's losses ignore it
 
 _ROUNDS = 6  # of the permutation; four already look random
-_TURN_SECONDS = 5.0  # after which ranks that wait for token files hear that they are being written
+_TURN_SECONDS = 5.0  # how often ranks that wait for token files hear that they are being written
 
 
 @dataclass(frozen=True)
@@ -72,8 +63,8 @@ class Corpus:
     the first byte, which follows none. `content` is the same for the same tokens and documents.
     """
 
-    training: Split
-    validation: Split
+    training: token_files.Split
+    validation: token_files.Split
     source: str
     byte_pairs: Tensor
     content: str
@@ -157,7 +148,7 @@ def open_corpus(
     while (written := ranks.on_first(lambda: next(work))) is None:
         pass  # ranks that wait must hear from the first one now and then
     folder, name, facts = written
-    found = open_token_files(folder)
+    found = token_files.open_token_files(folder)
     seen = ranks.gather_objects(found is not None)
     if found is None or not all(seen):
         raise FileNotFoundError(
@@ -186,25 +177,25 @@ def _prepared(
     apart: Sequence[Path],
 ) -> Iterator[tuple[Path, str, list[str]] | None]:
     """Write token files unless they are there, undamaged: yields None now and then, last their folder and text."""
-    text = Text.of(*_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))
+    text = token_files.Text.of(*_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))
     folder = cache / text.fingerprint(tokenizer)
-    sweep_token_files(cache)
-    is_whole = open_token_files(folder) is not None
+    token_files.sweep_token_files(cache)
+    is_whole = token_files.open_token_files(folder) is not None
     if is_whole:
         size = sum(file.stat().st_size for file in folder.iterdir())
         try:
-            yield from _in_turns(check_token_files(folder), size, "checking", progress)
+            yield from _in_turns(token_files.check_token_files(folder), size, "checking", progress)
         except DamagedFile as damage:
             print(f"tokens   written again, because in {folder} {damage}", flush=True)
-            drop_token_files(folder)
+            token_files.drop_token_files(folder)
             is_whole = False
     if not is_whole:
-        yield from _in_turns(write_token_files(text, tokenizer, folder), text.bytes, "tokens", progress)
+        yield from _in_turns(token_files.write_token_files(text, tokenizer, folder), text.bytes, "tokens", progress)
     yield folder, text.source, [f"{len(text.files):,} files", f"{text.bytes:,} bytes"]
 
 
 def _in_turns(steps: Iterator[int], total: int, what: str, progress: Callable[..., Any] | None) -> Iterator[None]:
-    """Take steps of so many bytes, and yield after each turn of a few seconds."""
+    """Take steps, each of which tells its bytes, and yield every few seconds."""
     until = time.monotonic() + _TURN_SECONDS
     with contextlib.ExitStack() as shown:
         bar = progress and shown.enter_context(
@@ -248,10 +239,10 @@ def _below(top: Path, pattern: str, apart: Sequence[Path] = ()) -> list[Path]:
     found: list[tuple[Path, Path]] = []  # where a file is, and what it is called below `top`
     seen: set[Path] = set()
     tops = [top]
-    for start in tops:  # it grows: links come last, so that a folder's own name goes before them
+    for start in tops:  # `tops` grows: links come last, so that a folder's own name is found before them
         for name, folders, files in os.walk(start):
             folder, place = Path(name), Path(os.path.realpath(name))
-            made = folder != top and (holds_run(folder) or holds_token_files(folder))
+            made = folder != top and (holds_run(folder) or token_files.holds_token_files(folder))
             if made or place in seen or any(map(place.is_relative_to, apart)):
                 folders.clear()
                 continue
@@ -276,7 +267,7 @@ def _is_text(file: Path) -> bool:
         raise OSError(f"cannot read {file}: {error.strerror}") from error
 
 
-def _windows(split: Split, starts: Sequence[int], length: int, rows: int) -> Batch:
+def _windows(split: token_files.Split, starts: Sequence[int], length: int, rows: int) -> Batch:
     windows = torch.stack([split.tokens[start : start + length + 1].long() for start in starts])
     tokens, following = windows[:, :-1], windows[:, 1:]
     if not rows:
@@ -301,15 +292,15 @@ def _windows(split: Split, starts: Sequence[int], length: int, rows: int) -> Bat
 
 
 def _epoch_start(number: int, tokens: int, length: int, seed: int) -> int:
-    """Where the sequence of this number begins, counted over all epochs."""
+    """The first token of a sequence, whose `number` counts over all epochs."""
     windows = (tokens - 1) // length
     epoch, place = divmod(number, windows)
-    spare = tokens - 1 - windows * length  # which tokens are left over is not the same in every epoch
+    spare = tokens - 1 - windows * length  # each epoch leaves out other tokens
     return _mix(seed, epoch, -1) % (spare + 1) + length * permuted(place, windows, (seed, epoch))
 
 
 def permuted(index: int, count: int, key: tuple[int, ...]) -> int:
-    """Where a permutation of `range(count)` takes `index`: a Feistel network, for a list of all would be too long.
+    """Where a permutation of `range(count)` takes `index`. A Feistel network: a list of all places would be too long.
 
     >>> sorted(permuted(index, 10, (0, 1)) for index in range(10))
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -318,7 +309,7 @@ def permuted(index: int, count: int, key: tuple[int, ...]) -> int:
         raise ValueError(f"index must be from 0 to count - 1, got index={index} and count={count}")
     half = max(1, math.ceil((count - 1).bit_length() / 2))
     mask = (1 << half) - 1
-    while True:  # what falls outside goes round again, which keeps it one to one
+    while True:  # repeat until the result is below `count`, which keeps the map one to one
         for turn in range(_ROUNDS):
             left, right = index >> half, index & mask
             index = right << half | (left ^ _mix(*key, turn, right) & mask)

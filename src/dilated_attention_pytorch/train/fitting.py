@@ -13,7 +13,7 @@ from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions,
 
 MLP_TILE = 4096
 LOSS_CHUNK = 2048
-_GRAIN = 1024  # of tokens, to which a longest sequence is found
+_GRAIN = 1024  # tokens: the resolution of the longest sequence
 _MOST_TOKENS = 1 << 34
 
 
@@ -110,7 +110,7 @@ def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
         config.spec, tokens, config.num_heads, config.head_dim, kv_heads=config.num_kv_heads, is_causal=True
     )
     layer = 3 * (projections + 2 * hidden) + attention * 7 // 2
-    if options.checkpointing != "none":  # the second linear layer's result is not asked for again
+    if options.checkpointing != "none":  # the result of the second linear layer is not computed again
         layer += projections + hidden + (attention if options.checkpointing == "full" else 0)
     if options.mlp_tile:
         layer += 2 * hidden if options.checkpointing == "none" else hidden

@@ -19,6 +19,7 @@ from torch import nn
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import sweep_partials, write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.checkpoint import Checkpointer
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.data import Batch, open_corpus
@@ -27,18 +28,6 @@ from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
 from dilated_attention_pytorch.train.ranks import Ranks, Stopped, join_ranks
 from dilated_attention_pytorch.train.report import draw_curve, sparkline
-from dilated_attention_pytorch.train.run_folder import (
-    CONFIG,
-    CORPUS,
-    claim,
-    has_sample,
-    list_checkpoints,
-    naming_a_full_disk,
-    read_metrics,
-    record_start,
-    write_metrics,
-    write_sample,
-)
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
 from dilated_attention_pytorch.train.step import Stepper, check_broken, record_of
 from dilated_attention_pytorch.train.token_files import private_folder
@@ -109,7 +98,7 @@ class _Trainer:
             config.memory,
             lr=config.learning_rate,
             betas=(0.9, 0.95),
-            # One pass over main memory.
+            # The fused update reads main memory once.
             **({"fused": True} if config.zero is not None and config.zero.offloads else {}),
         )
         if config.zero is not None:
@@ -121,13 +110,13 @@ class _Trainer:
         )
         self.start = start = self.checkpointer.restore() if found else 0
         self._enter_stage(max(start, 1))
-        if start >= config.steps and resume != "auto" and ranks.on_first(lambda: has_sample(run, start)):
+        if start >= config.steps and resume != "auto" and ranks.on_first(run_folder.sample_path(run, start).is_file):
             raise ValueError(f"{run} has finished its {start} steps: raise --steps to train on")
 
         self.records = ranks.on_first(lambda: self._write_settings(beside))
         known = {"corpus": self.corpus.source, "parameters": parameters, "baselines": self.baselines}
         many = {} if ranks.mesh is None else {"ranks": ranks.mesh.size()}
-        ranks.on_first(lambda: record_start(run, start, ranks.device.type, **known, **many))
+        ranks.on_first(lambda: run_folder.record_start(run, start, ranks.device.type, **known, **many))
         if ranks.first:
             self._introduce(parameters)
 
@@ -135,20 +124,20 @@ class _Trainer:
         """Take the folder before anything in it is read, and sweep what killed processes left there."""
         if resume is True and not self.run.is_dir():
             raise FileNotFoundError(f"nothing to resume in {self.run}: there is no such folder")
-        with naming_a_full_disk(self.run, "the settings of the run"):
-            claims.enter_context(claim(self.run))
+        with run_folder.naming_a_full_disk(self.run, "the settings of the run"):
+            claims.enter_context(run_folder.claim(self.run))
         for folder in (self.run, self.run / "samples"):
             sweep_partials(folder)
 
     def _is_to_resume(self, resume: Resume) -> bool:
-        run, found = self.run, bool(list_checkpoints(self.run))
+        run, found = self.run, bool(run_folder.list_checkpoints(self.run))
         if found and not resume:
             raise FileExistsError(
                 f"{run} already holds a run: continue it with --resume {run}, or choose another --out"
             )
         if not found and resume is True:
             raise FileNotFoundError(f"nothing to resume in {run}: it has no complete checkpoint")
-        if found and resume == "auto" and not self.config.is_same_run(TrainConfig.from_json(run / CONFIG)):
+        if found and resume == "auto" and not self.config.is_same_run(TrainConfig.from_json(run / run_folder.CONFIG)):
             raise FileExistsError(f"{run} holds a run with other settings: choose another --out")
         return found
 
@@ -168,12 +157,12 @@ class _Trainer:
 
     def _write_settings(self, beside: dict[str, bytes]) -> list[dict[str, Any]]:
         """Write what the run is into its folder; returns the records up to its start."""
-        with naming_a_full_disk(self.run, "the settings of the run"):
-            self.corpus.remember(self.run / CORPUS, resuming=self.start > 0)
-            write_whole(self.run / CONFIG, methodcaller("write_text", self.config.to_json()))
+        with run_folder.naming_a_full_disk(self.run, "the settings of the run"):
+            self.corpus.remember(self.run / run_folder.CORPUS, resuming=self.start > 0)
+            write_whole(self.run / run_folder.CONFIG, methodcaller("write_text", self.config.to_json()))
             for name, content in beside.items():
                 write_whole(self.run / name, methodcaller("write_bytes", content))
-        return [record for record in read_metrics(self.run) if record["step"] <= self.start]
+        return [record for record in run_folder.read_metrics(self.run) if record["step"] <= self.start]
 
     def _introduce(self, parameters: int) -> None:
         config, ranks, start = self.config, self.ranks, self.start
@@ -244,7 +233,7 @@ class _Trainer:
                 if step % config.checkpoint_every == 0 or step == config.steps or stop or unreadable:
                     began = time.perf_counter()
                     # Before the checkpoint: resuming drops later records, and could not make up for missing ones.
-                    ranks.on_first(lambda: write_metrics(self.run, records))
+                    ranks.on_first(lambda: run_folder.write_metrics(self.run, records))
                     checkpointer.save(step)
                     saved, stall = step, time.perf_counter() - began
                 figures = {
@@ -327,12 +316,15 @@ class _Trainer:
         # The other ranks are gone with their shards, and sampling needs nothing of what saves memory in training.
         plain = self.plain
         if self.ranks.mesh is not None or config.memory != MemoryOptions():
-            plain = LongNetLM.from_pretrained(list_checkpoints(self.run)[-1], device=device)
+            plain = LongNetLM.from_pretrained(run_folder.list_checkpoints(self.run)[-1], device=device)
         prompt = torch.tensor([self.tokenizer.encode("def ") or [0]], device=device)
         generator = torch.Generator(device).manual_seed(config.seed)
         generated = plain.generate(prompt, config.sample_bytes, temperature=0.8, top_k=40, generator=generator)
         sample = self.tokenizer.decode(generated[0].tolist())
-        write_sample(self.run, records[-1]["step"], sample)  # last: a resumed run that lacks it makes all of this again
+        # Last: a resumed run that lacks the sample makes all of this again.
+        path = run_folder.sample_path(self.run, records[-1]["step"])
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, lambda partial: partial.write_text(sample, encoding="utf-8"))
         print(f"sample\n{sample}")
         return {**self.figures(), "sample": sample}
 

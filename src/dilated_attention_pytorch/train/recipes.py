@@ -30,16 +30,9 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.replacement import replace_attention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel.options import Zero
+from dilated_attention_pytorch.train import memory
 from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
-from dilated_attention_pytorch.train.memory import (
-    MemoryFields,
-    MemoryOptions,
-    loss,
-    make_optimizer,
-    make_scaler,
-    prepare,
-    set_learning_rate,
-)
+from dilated_attention_pytorch.train.memory import MemoryFields, MemoryOptions
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
 from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.stages import Stage, has_pattern, update_attention_config
@@ -77,10 +70,10 @@ def optimize_small_model(
     >>> optimize_small_model(LongNetLM(**sizes), hardware="cpu").gradient_checkpointing
     True
     """
-    model = _dilated(model, segment_lengths, dilation_rates)
     if hardware_preset(hardware, _device_of(model)).is_gpu and "compile" not in changes:
         changes = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", **changes}
-    return _prepare(model, _chosen("small", model, hardware, changes), hardware)
+    model, options = _choose("small", model, hardware, segment_lengths, dilation_rates, changes)
+    return _prepare(model, options, hardware)
 
 
 @checked()
@@ -97,8 +90,10 @@ def optimize_medium_model(
 
     With `use_cpu_offload`, host memory keeps what backward needs. `changes` are fields of `MemoryOptions`.
     """
-    model = _dilated(model, segment_lengths, dilation_rates)
-    return _with_adamw(model, "medium", hardware, {"offload": use_cpu_offload, **changes})
+    changes = {"offload": use_cpu_offload, **changes}
+    model, options = _choose("medium", model, hardware, segment_lengths, dilation_rates, changes)
+    optimizer = _make_adamw(model, options)  # a missing package is told before the model is changed
+    return _prepare(model, options, hardware), optimizer
 
 
 @checked(batch_size=COUNT, clip_norm=NOT_NEGATIVE)
@@ -120,9 +115,10 @@ def optimize_large_model(
     batches of `batch_size` per rank, with gradients clipped to `clip_norm`. Without DeepSpeed the optimizer is AdamW,
     on a GPU the 8-bit one, and the caller makes the steps.
     """
-    model = _dilated(model, segment_lengths, dilation_rates)
     if not use_deepspeed:
-        return _with_adamw(model, "large", hardware, changes)
+        model, options = _choose("large", model, hardware, segment_lengths, dilation_rates, changes)
+        optimizer = _make_adamw(model, options)
+        return _prepare(model, options, hardware), optimizer
     if changes.setdefault("optimizer", "adamw") != "adamw":
         raise ValueError(
             f"DeepSpeed shards the state of PyTorch's AdamW, got optimizer={changes['optimizer']!r}: leave it out, or "
@@ -135,7 +131,7 @@ def optimize_large_model(
             raise ValueError("DeepSpeed works on ranks: start the program by torchrun, or pass use_deepspeed=False")
         deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     config = Zero(stage=2, cpu_offload=True).config(batch_size=batch_size, clip_norm=clip_norm)
-    options = _chosen("large", model, hardware, changes)
+    model, options = _choose("large", model, hardware, segment_lengths, dilation_rates, changes)
     if options.precision == "fp16":  # DeepSpeed scales losses by itself
         config["fp16"] = {"enabled": True}
         options = dataclasses.replace(options, precision="fp32")
@@ -150,7 +146,7 @@ def enable_fp8_training(model: nn.Module) -> nn.Module:
     Parameters stay in float32, and each product scales its factors. Needs torchao and a GPU of compute capability 9.0
     (H100) or newer.
     """
-    return _enable(model, {"float8": True})
+    return _enable(model, "float8")
 
 
 @checked()
@@ -165,7 +161,7 @@ def enable_structured_sparsity(model: nn.Module, sparsity_ratio: float = 0.5) ->
             f"structured sparsity drops two of four neighbouring weights: sparsity_ratio must be 0.5, got "
             f"{sparsity_ratio!r}"
         )
-    return _enable(model, {"structured_sparsity": True})
+    return _enable(model, "structured_sparsity")
 
 
 def options_of(model: nn.Module) -> MemoryOptions | None:
@@ -283,7 +279,7 @@ def train_stage(
     while len(losses) < stage.steps:
         order = order or torch.randperm(len(sequences), generator=generator).tolist()
         chosen, order = order[: stage.batch_size], order[stage.batch_size :]
-        set_learning_rate(optimizer, stage.learning_rate_at(len(losses) + 1, warmup_steps))
+        memory.set_learning_rate(optimizer, stage.learning_rate_at(len(losses) + 1, warmup_steps))
         losses.append(step([collate([sequences[i] for i in chosen])]))
     return losses
 
@@ -321,23 +317,17 @@ def train_hierarchically(
     return losses
 
 
-def _with_adamw(
-    model: nn.Module, kind: Kind, hardware: str, changes: MemoryFields
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    options = _chosen(kind, model, hardware, changes)
-    optimizer = _make_adamw(model, options)  # a package that it lacks is told before the model is changed
-    return _prepare(model, options, hardware), optimizer
-
-
-def _dilated(
-    model: nn.Module, segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
-) -> nn.Module:
-    if segment_lengths is None and dilation_rates is None:
-        return model
-    return replace_attention(model, segment_lengths, dilation_rates)
-
-
-def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: MemoryFields) -> MemoryOptions:
+def _choose(
+    kind: Kind,
+    model: nn.Module,
+    hardware: str,
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    changes: MemoryFields,
+) -> tuple[nn.Module, MemoryOptions]:
+    """The model, with dilated attention if a pattern is stated, and the options for a model of its kind."""
+    if segment_lengths is not None or dilation_rates is not None:
+        model = replace_attention(model, segment_lengths, dilation_rates)
     options = memory_preset(kind, hardware_preset(hardware, _device_of(model)))
     if not isinstance(model, LongNetLM):  # the loss of other models begins with their scores
         if changes.get("loss_chunk"):
@@ -345,37 +335,35 @@ def _chosen(kind: Kind, model: nn.Module, hardware: str, changes: MemoryFields) 
         options = dataclasses.replace(options, loss_chunk=0)
     if not any(isinstance(part, FeedForward) for part in model.modules()):
         options = dataclasses.replace(options, mlp_tile=0)
-    return dataclasses.replace(options, **changes)
+    return model, dataclasses.replace(options, **changes)
 
 
 def _prepare(model: nn.Module, options: MemoryOptions, hardware: str) -> nn.Module:
     before = options_of(model) or MemoryOptions()
-    # Layers that were made so before stay so; what does not go together is said before anything is changed.
+    # Layers that were replaced before stay replaced; options that do not go together raise before anything changes.
     stay: dict[str, Any] = {name: True for name in ("float8", "structured_sparsity") if getattr(before, name)}
     together = dataclasses.replace(options, **stay)
-    model = prepare(model, options)
+    model = memory.prepare(model, options)
     if hardware_preset(hardware, _device_of(model)).tf32:
         for part in model.modules():
             if isinstance(part, DilatedAttention):
                 part.allow_tf32 = True
-    return _remember(model, together)
+    setattr(model, _REMEMBERED, together)
+    return model
 
 
-def _enable(model: nn.Module, change: dict[str, Any]) -> nn.Module:
+def _enable(model: nn.Module, option: str) -> nn.Module:
     before = options_of(model) or MemoryOptions()
-    change["precision"] = "bf16" if before.precision == "fp32" else before.precision
-    together = dataclasses.replace(before, **change)  # what does not go together is said before anything is changed
-    return _remember(prepare(model, MemoryOptions(**change)), together)
-
-
-def _remember(model: nn.Module, options: MemoryOptions) -> nn.Module:
-    setattr(model, _REMEMBERED, options)
+    change: Any = {option: True, "precision": "bf16" if before.precision == "fp32" else before.precision}
+    together = dataclasses.replace(before, **change)  # raises before anything changes
+    model = memory.prepare(model, MemoryOptions(**change))
+    setattr(model, _REMEMBERED, together)
     return model
 
 
 def _make_adamw(model: nn.Module, options: MemoryOptions | None = None, **settings: Any) -> torch.optim.Optimizer:
     options = options or options_of(model) or MemoryOptions()
-    return make_optimizer(model.parameters(), options, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **settings)
+    return memory.make_optimizer(model.parameters(), options, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **settings)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -407,7 +395,7 @@ class _Step:
             optimizer,
             Ranks(device=self._device),
             math.inf if clip_norm is None else clip_norm,
-            make_scaler(self._options, self._device) if scaler is None else scaler,
+            memory.make_scaler(self._options, self._device) if scaler is None else scaler,
         )
         model.train()
 
@@ -431,7 +419,7 @@ class _Step:
 
     def _loss(self, tokens: Tensor, labels: Tensor, lengths: dict[str, Any]) -> Tensor:
         if self._compute_loss is None:
-            return loss(self._model, tokens, labels, self._options, ignore_index=IGNORED, **lengths)
+            return memory.loss(self._model, tokens, labels, self._options, ignore_index=IGNORED, **lengths)
         with self._options.autocast(self._device):
             return self._compute_loss(self._model(tokens, **lengths), labels)
 

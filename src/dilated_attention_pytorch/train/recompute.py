@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from dilated_attention_pytorch.core.modes import refuse_tangents
 from dilated_attention_pytorch.core.replay import Replay
 from dilated_attention_pytorch.nn.transformer import FeedForward
+from dilated_attention_pytorch.train.cross_entropy import slices
 from dilated_attention_pytorch.train.offload import Offload
 
 Compute = Callable[[Tensor], Tensor]
@@ -44,14 +45,14 @@ class Recomputation:
             hooks = saved_tensors_hooks(*group.hooks)
             replay = Replay(*group.hooks)
         if self.keep_attention:
-            traced = torch.compiler.is_compiling()  # a model compiled whole, where operators are all that is seen
+            traced = torch.compiler.is_compiling()  # the whole model is compiled: only operators are visible
             kwargs["context_fn"] = _keep_operator if traced else lambda: (replay.recording(), replay.replaying())
         with hooks:
             return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
 
 class TiledFeedForward(FeedForward):
-    """A feed-forward network that computes `rows` rows at a time, and again in backward, tile by tile.
+    """A feed-forward network that computes `rows` rows at a time, and computes them again in backward.
 
     It takes over the modules of `plain`, under the same names. Beside input and output it needs O(rows) memory. The
     gradients of parameters are summed over tiles in float32.
@@ -132,10 +133,11 @@ class _Tiles(torch.autograd.Function):
             "enabled": torch.is_autocast_enabled(device_type),
             "cache_enabled": False,  # a cast weight would hang on the first tile's graph
         }
-        ctx.random = _random_state(x.device) if draws else None
+        on_gpu = torch.cuda.get_rng_state(x.device) if draws and x.is_cuda else None
+        ctx.random = (torch.get_rng_state(), on_gpu) if draws else None
         out = None
         with torch.autocast(**ctx.autocast):
-            for tile in _tiles(len(x), rows):
+            for tile in slices(len(x), rows):
                 part = compute(x.detach()[tile])
                 if out is None:
                     out = part.new_empty(len(x), *part.shape[1:])
@@ -151,7 +153,7 @@ class _Tiles(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[3] else None
         totals: list[Tensor | None] = [None] * len(ctx.parameters)
         with _replaying(ctx.random, x.device):
-            for tile in _tiles(len(x), ctx.rows):
+            for tile in slices(len(x), ctx.rows):
                 part = x[tile].requires_grad_(grad_x is not None)
                 with torch.enable_grad(), torch.autocast(**ctx.autocast):
                     out = ctx.compute(part)
@@ -169,17 +171,9 @@ class _Tiles(torch.autograd.Function):
         return None, None, None, grad_x, *gradients
 
 
-def _tiles(total: int, rows: int) -> list[slice]:
-    return [slice(start, min(start + rows, total)) for start in range(0, total, rows)] or [slice(0, 0)]
-
-
 def _draws(module: nn.Module) -> bool:
     """Whether a dropout module in it draws random numbers."""
     return any(part.training and getattr(part, "p", 0.0) > 0.0 for part in module.modules())
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager

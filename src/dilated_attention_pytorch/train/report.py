@@ -1,4 +1,4 @@
-"""What a run shows of itself: its loss curve, and its folder as one HTML page that needs nothing else."""
+"""The loss curve of a run, and its folder as one HTML page without other files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilated_attention_pytorch.pages.page import bullets, figures, marked, table
 from dilated_attention_pytorch.train.run_folder import RunFolder, read_run
 
 _BITS = 1.0 / math.log(2.0)
-# What is drawn beside the losses: a record's figure, what the chart is called, the unit, and what to divide by.
+# Charts beside the losses: the figure of a record, title, unit, and divisor.
 _FIGURES = (
     ("learning_rate", "Learning rate", "learning rate", 1.0),
     ("tokens_per_second", "Speed", "tokens/s", 1.0),

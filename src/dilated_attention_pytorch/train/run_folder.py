@@ -36,6 +36,7 @@ from dilated_attention_pytorch.models.longnet import LongNetLM
 CONFIG, CORPUS = "config.json", "corpus.json"
 METRICS, LOG, STARTS, LOCK = "metrics.jsonl", "log.jsonl", "environment.jsonl", "lock"
 SHARDS, DAMAGED = "state", "damaged-"  # the state in a checkpoint, and how the name of a damaged checkpoint begins
+CheckpointState = Literal["whole", "unfinished", "damaged"]
 COMPLETE = f"{SHARDS}/.metadata"  # PyTorch writes it when every rank's shards are there
 
 
@@ -90,21 +91,9 @@ def record_start(run: Path, step: int, device: str, **known: Any) -> None:
         stream.write(json_line(line))
 
 
-def _sample(run: Path, step: int) -> Path:
+def sample_path(run: Path, step: int) -> Path:
+    """The file for the text that the model generates after `step`."""
     return run / "samples" / f"step-{step:08d}.txt"
-
-
-def has_sample(run: Path, step: int) -> bool:
-    """Whether the run has written its sample after `step`."""
-    return _sample(run, step).is_file()
-
-
-def write_sample(run: Path, step: int, text: str) -> Path:
-    """Write the text that the model generated after `step`."""
-    path = _sample(run, step)
-    path.parent.mkdir(exist_ok=True)
-    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-    return path
 
 
 def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
@@ -115,16 +104,12 @@ def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
     """The records, for a run that goes on from them; broken ones are an error. `null` becomes NaN."""
-    path = run / METRICS
-    if not path.is_file():
-        return []
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        _ = [record["step"] for record in records]
-        records = [{name: math.nan if value is None else value for name, value in one.items()} for one in records]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the earlier curve") from None
-    return records
+    damage: list[str] = []
+    records = _lines(run / METRICS, damage)
+    if damage or not all("step" in record for record in records):
+        why = "; ".join(damage) or "a record has no step"
+        raise ValueError(f"{run / METRICS} is broken ({why}): move it away to resume without the earlier curve")
+    return [{name: math.nan if value is None else value for name, value in one.items()} for one in records]
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -150,7 +135,7 @@ class Saved:
 
     path: Path
     step: int
-    state: Literal["whole", "unfinished", "damaged"]
+    state: CheckpointState
     bytes: int
     files: tuple[str, ...]
 
@@ -162,11 +147,9 @@ def list_saved(run: Path) -> list[Saved]:
         number = re.search(r"step-(\d+)", folder.name)
         if number is None or not folder.is_dir():
             continue
-        state: Literal["whole", "unfinished", "damaged"] = "whole" if is_complete(folder) else "unfinished"
+        state: CheckpointState = "whole" if is_complete(folder) and folder.name[0] != "." else "unfinished"
         if folder.name.startswith(DAMAGED):
             state = "damaged"
-        elif folder.name.startswith("."):
-            state = "unfinished"
         try:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             names = tuple(sorted(path.name for path in folder.iterdir()))

@@ -62,7 +62,7 @@ def record_of(
 
 
 def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: int, saved: int) -> str:
-    """What to say about a skipped step, the last of `records`; raises if too many in a row were skipped.
+    """The message about a skipped step, the last of `records`; raises if too many in a row were skipped.
 
     Overflows of float16 are too many only when the loss scale has come down to 1.
     """
@@ -145,8 +145,7 @@ class Stepper:
 
     def step(self, batch: Batch, step: int) -> Outcome:
         """Take a step of the run with a batch that all ranks drew alike."""
-        # Batches and dropout depend on (seed, step, token rank) alone, so that a resumed run is the run that never
-        # stopped.
+        # Dropout depends on (seed, step, token rank) alone, so that a resumed run equals one that never stopped.
         torch.manual_seed(self._config.seed * 1_000_003 + step + (self._ranks.token_rank << 40))
         set_learning_rate(self._optimizer, self._config.learning_rate_at(step))
         return self._update(self._losses(batch))

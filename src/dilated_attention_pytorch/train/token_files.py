@@ -28,18 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.files import (
-    CHECKSUMS,
-    DamagedFile,
-    checking,
-    read_checksums,
-    sum_files,
-    sync_folder,
-    write_checksums,
-)
+from dilated_attention_pytorch import files
 from dilated_attention_pytorch.train.tokenizer import Tokenizer
 
-_FORMAT = 2  # of the folder and of what decides its content
+_FORMAT = 2  # of the folder and its content
 
 # One block in twenty is held out; blocks are spread over the text, so that both splits are alike.
 _HELD_OUT = 20
@@ -47,7 +39,7 @@ _BLOCK = 1 << 16
 _MOST_BLOCKS = 1 << 14  # longer texts have longer blocks, and so longer documents between them
 
 _PIECE = 1 << 16  # bytes that are tokenized together
-_LOOK_AHEAD = 1 << 12  # bytes behind a piece among which a better place for its end is sought
+_LOOK_AHEAD = 1 << 12  # bytes after a piece that are searched for a better end of it
 _BATCH = 16  # pieces that are tokenized at a time, in parallel where the tokenizer can
 _STALE = 24 * 3600.0  # seconds after which an unfinished folder is taken to be abandoned
 
@@ -183,9 +175,9 @@ def check_token_files(folder: Path) -> Iterator[int]:
 
     Every time anew: damage on a disk changes neither the time nor the size of a file.
     """
-    if not (folder / CHECKSUMS).is_file():
-        raise DamagedFile(f"{CHECKSUMS} is missing")
-    yield from checking(folder, read_checksums(folder / CHECKSUMS))
+    if not (folder / files.CHECKSUMS).is_file():
+        raise files.DamagedFile(f"{files.CHECKSUMS} is missing")
+    yield from files.checking(folder, files.read_checksums(folder / files.CHECKSUMS))
 
 
 def drop_token_files(folder: Path) -> None:
@@ -275,7 +267,7 @@ def _fill(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterator[int]:
     summary = {"typecode": typecode, "content": content, "lossless": lossless is not False, "text": text.source}
     summary |= {name: writer.summary for name, writer in zip(_SPLITS, writers)}
     (folder / _SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-    write_checksums(folder / CHECKSUMS, sum_files(folder, [path.name for path in folder.iterdir()]))
+    files.write_checksums(folder / files.CHECKSUMS, files.sum_files(folder, [path.name for path in folder.iterdir()]))
 
 
 def _pieces(text: Text, tokenizer: Tokenizer) -> Iterator[_Piece]:
@@ -364,7 +356,7 @@ class _SplitWriter:
 
 def _publish(partial: Path, folder: Path) -> None:
     try:
-        partial.rename(folder)  # first of all: to look before would let another run come between
+        partial.rename(folder)  # without a look before: another run could come between
     except OSError:
         if not folder.exists():
             raise
@@ -372,11 +364,11 @@ def _publish(partial: Path, folder: Path) -> None:
             return
         drop_token_files(folder)
         partial.rename(folder)
-    sync_folder(folder.parent)
+    files.sync_folder(folder.parent)
 
 
 def sweep_token_files(cache: Path) -> None:
-    """Remove what killed runs left; a living run writes to its folder all the time."""
+    """Remove what killed runs left; a running one writes to its folder all the time."""
     for partial in cache.glob(".*.partial"):
         with contextlib.suppress(OSError):
             if time.time() - max(file.stat().st_mtime for file in [partial, *partial.iterdir()]) > _STALE:

@@ -69,7 +69,13 @@ class FileTokenizer:
             self.content = path.read_bytes()
         except OSError as error:
             raise type(error)(f"cannot read the tokenizer {path}: {error.strerror}") from None
-        self._tokenizer = _parse(self.content, path)
+        tokenizers = import_optional("tokenizers", "tokenizers", f"reading {path}")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{path} is not a tokenizer, or is damaged ({error}): give a tokenizer.json of the tokenizers package"
+            ) from None
         # A file may ask for them; both would change the text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -161,13 +167,3 @@ def run_tokenizer(path: str | None, run: Path, vocab_size: int, *, resuming: boo
             "or move the file away to go on with the run's own"
         )
     return tokenizer
-
-
-def _parse(content: bytes, path: Path) -> Any:
-    tokenizers = import_optional("tokenizers", "tokenizers", f"reading {path}")
-    try:
-        return tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(
-            f"{path} is not a tokenizer, or is damaged ({error}): give a tokenizer.json of the tokenizers package"
-        ) from None

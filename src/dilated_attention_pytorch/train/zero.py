@@ -92,6 +92,7 @@ class ZeroModel(nn.Module):
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         self._link_moments()
+        updates = next(iter(self._optimizer.state.values()))["step"].detach().to("cpu", copy=True)
         weights: dict[str, Any] = {}
         moments: dict[str, Any] = {}
         seen: dict[int, str] = {}
@@ -101,13 +102,13 @@ class ZeroModel(nn.Module):
             elif isinstance(tensor, nn.Parameter):
                 seen[id(tensor)] = name
                 weights[name] = self._rows(safe_get_full_fp32_param(tensor))
-                moments[name] = {"step": self._steps()} | {
+                moments[name] = {"step": updates} | {
                     key: self._rows(safe_get_full_optimizer_state(tensor, key)) for key in Values._fields[1:]
                 }
             else:
                 weights[name] = tensor
         settings = [
-            # `fused` is a matter of where the update runs, and the others have their own.
+            # `fused` depends on where the update runs, and other engines choose their own.
             {key: group[key] for key in self._optimizer.defaults} | {"fused": None, "params": names}
             for group, names in zip(self._optimizer.param_groups, self.groups)
         ]
@@ -124,7 +125,7 @@ class ZeroModel(nn.Module):
             values = None
             try:
                 values = read(name, getattr(parameter, "ds_shape", parameter.shape))
-            except Exception as caught:  # the other ranks go on, and wait for this one
+            except Exception as caught:  # raised at the end: the other ranks wait for this one
                 error = error or caught
             (self._set_sharded if self._stage == 3 else self._set)(parameter, values)
         if error is not None:
@@ -188,14 +189,11 @@ class ZeroModel(nn.Module):
         chunks = whole.chunk(self._mesh.size())
         rank = self._mesh.get_local_rank()
         own = chunks[rank] if rank < len(chunks) else whole[:0]
-        # A copy: the whole one goes when the next comes.
+        # A copy, so that the whole tensor is freed before the next one is gathered.
         own = own.detach().to("cpu", copy=True)
         return DTensor.from_local(
             own, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-
-    def _steps(self) -> Tensor:
-        return next(iter(self._optimizer.state.values()))["step"].detach().to("cpu", copy=True)
 
 
 def start_deepspeed(
@@ -205,7 +203,7 @@ def start_deepspeed(
     memory: MemoryOptions,
     device: torch.device,
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """DeepSpeed's engine of a model and the optimizer that it makes of a given one, under the options' autocast."""
+    """Let DeepSpeed train a model under the options' autocast; returns its engine and its wrapper of the optimizer."""
     if memory.precision != "fp32":
         # Within the model: DeepSpeed switches off what is around it.
         autocast: Any = memory.autocast(device)
@@ -217,12 +215,12 @@ def start_deepspeed(
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    # Else it takes a GPU wherever there is one.
+    # Otherwise DeepSpeed takes a GPU wherever there is one.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     deepspeed = import_optional("deepspeed", "deepspeed", "the engine deepspeed")
-    # On CPUs it would compile an all-reduce that only its inference uses.
+    # On CPUs it would compile an all-reduce that only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # PyTorch has new names for what it calls at every step.
+    # It calls deprecated functions of PyTorch at every step.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     return deepspeed
 
