@@ -719,7 +719,7 @@ def test_what_is_wrong_with_a_stage_is_said_before_training() -> None:
     update_attention_config(model, schedule[0])
     with pytest.raises(ValueError, match="they are of one token"):
         train_stage(model, [{"input_ids": [3]}], schedule[0])
-    with pytest.raises(ValueError, match="an item is one sequence"):
+    with pytest.raises(ValueError, match=r"input_ids and labels are \(tokens,\), got \(2, 3\)"):
         train_stage(model, [{"input_ids": torch.zeros(2, 3)}], schedule[0])
     torch.testing.assert_close(model.state_dict(), before)
 

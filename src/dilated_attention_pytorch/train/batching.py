@@ -109,25 +109,25 @@ def collate(items: Sequence[Mapping[str, Any]], *, length: int | None = None, pa
     return batch
 
 
-def tokens_and_labels(item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The tokens `(N,)` of an item and what each should predict, `(N,)`."""
-    check_item(item)
-    if item.keys() - {"input_ids", "labels"}:
-        raise ValueError(f"an item is a mapping with input_ids and perhaps labels, got {sorted(item)}")
+def tokens_and_labels(item: Any, dims: int = 1, beside: Sequence[str] = ()) -> tuple[Tensor, Tensor]:
+    """The tokens of an item `(N,)` or a batch `(B, N)`, and what each should predict; `beside` are other known keys."""
+    check_item(item, ("labels", *beside))
     tokens = torch.as_tensor(item["input_ids"], dtype=torch.long)
     labels = next_tokens(tokens) if item.get("labels") is None else torch.as_tensor(item["labels"], dtype=torch.long)
-    if tokens.dim() != 1 or not len(tokens) or labels.shape != tokens.shape:
+    if tokens.dim() != dims or not tokens.numel() or labels.shape != tokens.shape:
         raise ValueError(
-            f"an item is one sequence, with a label per token: got input_ids {tuple(tokens.shape)} and labels "
+            f"input_ids and labels are {('(tokens,)', '(batch, tokens)')[dims - 1]}, got {tuple(tokens.shape)} and "
             f"{tuple(labels.shape)}"
         )
     return tokens, labels
 
 
-def check_item(item: Any) -> Mapping[str, Any]:
+def check_item(item: Any, known: Sequence[str] | None = None) -> Mapping[str, Any]:
+    """Refuse what is not a mapping with `input_ids`, or has keys that are not known."""
     check_instance("an item", item, Mapping)
-    if "input_ids" not in item:
-        raise ValueError(f"an item must have input_ids, got {sorted(map(str, item))}")
+    if "input_ids" not in item or (known is not None and item.keys() - {"input_ids", *known}):
+        beside = ", ".join(known or ("labels",))
+        raise ValueError(f"an item is a mapping with input_ids, and perhaps {beside}, got {sorted(map(str, item))}")
     return item
 
 

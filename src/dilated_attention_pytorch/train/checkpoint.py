@@ -118,11 +118,8 @@ class Checkpointer:
         """Wait for the save under way; if it failed on any rank, every rank raises."""
         if self._saving is None:
             return
-        error = self._saving.exception()
-        self._saving = None
-        failures = [reason for reason in self._ranks.gather_objects(error and run_folder.one_line(error)) if reason]
-        if failures:
-            raise OSError(failures[0])
+        error, self._saving = self._saving.exception(), None
+        self._ranks.fail_together(error)
 
     def close(self) -> None:
         """Wait for the save under way, and end its thread."""

@@ -163,16 +163,16 @@ class TrainConfig:
         }
 
     def stage_at(self, step: int) -> tuple[Stage, int]:
-        """The stage of a step, and the step's number within it; without stages, the run is one stage."""
-        if self.stages:
-            number, within = stage_at(self.stages, step)
-            return self.stages[number], within
-        return self._as_stage, step
+        """The stage of a step, and the step's number within it."""
+        number, within = stage_at(self.schedule, step)
+        return self.schedule[number], within
 
     @functools.cached_property
-    def _as_stage(self) -> Stage:
+    def schedule(self) -> tuple[Stage, ...]:
+        """The stages; without any, the run is one stage."""
         own: dict[str, Any] = {name: getattr(self, name) for name in (*OF_A_STAGE, "steps")}
-        return Stage(segment_lengths=self.model.segment_lengths, dilation_rates=self.model.dilation_rates, **own)
+        pattern = {name: getattr(self.model, name) for name in PATTERN}
+        return self.stages or (Stage(**own, **pattern),)
 
     def learning_rate_at(self, step: int) -> float:
         """The learning rate of a step of the run."""

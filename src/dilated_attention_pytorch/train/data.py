@@ -21,13 +21,12 @@ from torch import Tensor
 
 from dilated_attention_pytorch.files import DamagedFile, write_whole
 from dilated_attention_pytorch.train import token_files
+from dilated_attention_pytorch.train.batching import IGNORED as NO_TARGET
 from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.run_folder import holds_run
 from dilated_attention_pytorch.train.tokenizer import ByteTokenizer, Tokenizer
 
 Order = Literal["random", "epochs"]
-
-NO_TARGET = -100  # where nothing is to be predicted; PyTorch's losses ignore it
 
 _ROUNDS = 6  # of the permutation; four already look random
 _TURN_SECONDS = 5.0  # how often ranks that wait for token files hear that they are being written

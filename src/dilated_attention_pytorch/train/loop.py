@@ -80,7 +80,7 @@ class _Trainer:
         cache = Path(config.token_cache or run.parent / "token-cache")
         if not config.token_cache:
             ranks.on_first(lambda: private_folder(cache))
-        longest = max(stage.sequence_length for stage in config.stages or (config,))
+        longest = max(stage.sequence_length for stage in config.schedule)
         self._bar = import_optional("tqdm", "train", "training").tqdm
         self.corpus = open_corpus(
             config.data, longest, cache, tokenizer=self.tokenizer, ranks=ranks, progress=self._bar, apart=[run]
@@ -144,7 +144,7 @@ class _Trainer:
     def _check_batches(self) -> None:
         """Refuse batches that ranks and micro-batches do not divide."""
         ranks, accumulate = self.ranks.data_ranks, self.config.accumulate
-        for stage in self.config.stages or (self.config,):
+        for stage in self.config.schedule:
             if stage.batch_size % ranks:
                 raise ValueError(
                     f"{ranks} ranks must divide the batch: choose another --batch-size than {stage.batch_size}"

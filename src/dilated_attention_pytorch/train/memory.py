@@ -216,29 +216,14 @@ def loss(
 
     Forward runs under the options' autocast. `lengths` (`seqlens`, `cu_seqlens`, `key_padding_mask`) go to the model.
     """
+    how: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     with options.autocast(tokens.device):
         if options.loss_chunk:
-            return model(
-                tokens,
-                **lengths,
-                finish=lambda hidden, weight: linear_cross_entropy(
-                    hidden,
-                    weight,
-                    targets,
-                    chunk=options.loss_chunk,
-                    ignore_index=ignore_index,
-                    label_smoothing=label_smoothing,
-                    reduction=reduction,
-                ),
-            )
+            finish = functools.partial(linear_cross_entropy, targets=targets, chunk=options.loss_chunk, **how)
+            return model(tokens, **lengths, finish=finish)
         logits = model(tokens, **lengths).flatten(0, 1)
-        return F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            targets.flatten(),
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(exact), targets.flatten(), **how)
 
 
 def make_optimizer(

@@ -196,16 +196,15 @@ def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = dict(stated)
     size, named = given.pop("preset", None), given.pop("hardware", None)
-    vocabulary = {"vocab_size": given.pop("vocab_size")} if "vocab_size" in given else {}
+    known = {name: given[name] for name in ("sequence_length", "vocab_size") if name in given}
+    given.pop("vocab_size", None)
     if size is None and named is None:
         return given
-    hardware = hardware_preset(named or "auto", given.get("device", "auto"))
-    length = {"sequence_length": given["sequence_length"]} if "sequence_length" in given else {}
-    settings = run_preset(size, hardware, **length, **vocabulary)
-    if given.get("stages"):  # which say that themselves
+    settings = run_preset(size, hardware_preset(named or "auto", given.get("device", "auto")), **known)
+    if given.get("stages"):  # stages decide these
         for name in OF_A_STAGE:
             settings.pop(name, None)
-    if given.get("engine") == "deepspeed":  # which shards the state of AdamW, and in stage 3 weights that tiles need
+    if given.get("engine") == "deepspeed":  # it shards the state of AdamW, and in stage 3 weights that tiles need
         settings["memory"] = dataclasses.replace(settings["memory"], optimizer="adamw", mlp_tile=0)
     return settings | given
 

@@ -201,11 +201,11 @@ class Ranks:
             raise told[1]
         return told[0]
 
-    def fail_together(self, error: Exception | None) -> None:
+    def fail_together(self, error: BaseException | None) -> None:
         """Raise on every rank if one of them has an error."""
-        failures = [reason for reason in self.gather_objects(error and str(error)) if reason]
-        if failures:
-            raise OSError(failures[0]) from error
+        for failure in self.gather_objects(error and str(error)):
+            if failure:
+                raise OSError(failure) from error
 
     def check_same(self, values: Mapping[str, object]) -> None:
         """Raise on every rank if one of them has another value than the first."""

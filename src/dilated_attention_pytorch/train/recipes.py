@@ -31,7 +31,7 @@ from dilated_attention_pytorch.nn.replacement import replace_attention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel.options import Zero
 from dilated_attention_pytorch.train import memory
-from dilated_attention_pytorch.train.batching import IGNORED, collate, next_tokens, tokens_and_labels
+from dilated_attention_pytorch.train.batching import IGNORED, check_item, collate, tokens_and_labels
 from dilated_attention_pytorch.train.memory import MemoryFields, MemoryOptions
 from dilated_attention_pytorch.train.presets import Kind, hardware_preset, memory_preset
 from dilated_attention_pytorch.train.ranks import Ranks
@@ -203,7 +203,7 @@ def gradient_accumulation_training(
         group.clear()
 
     for batch in dataloader:
-        rows = len(_checked(batch)["input_ids"])
+        rows = len(check_item(batch, ("labels", *_LENGTHS))["input_ids"])
         if rows > actual_batch_size:
             raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={actual_batch_size}")
         seen += 1
@@ -424,27 +424,12 @@ class _Step:
             return self._compute_loss(self._model(tokens, **lengths), labels)
 
 
-def _checked(batch: Batch) -> Batch:
-    known = {"input_ids", "labels", *_LENGTHS}
-    if not isinstance(batch, Mapping) or "input_ids" not in batch or batch.keys() - known:
-        shown = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(f"a batch is a mapping with input_ids, and perhaps labels and lengths, got {shown}")
-    return batch
-
-
 def _unpack(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    batch = _checked(batch)
+    tokens, labels = tokens_and_labels(batch, 2, _LENGTHS)
     lengths = {name: batch[name].to(device) for name in _LENGTHS if batch.get(name) is not None}
-    labels = batch.get("labels")
-    if labels is None and lengths:
+    if batch.get("labels") is None and lengths:
         raise ValueError(f"{', '.join(lengths)} end sequences within a row: state labels too, as collate does")
-    tokens = batch["input_ids"].to(device)
-    labels = next_tokens(tokens) if labels is None else labels.to(device)
-    if tokens.dim() != 2 or labels.shape != tokens.shape:
-        raise ValueError(
-            f"input_ids and labels are (batch, tokens), got {tuple(tokens.shape)} and {tuple(labels.shape)}"
-        )
-    return tokens, labels, lengths
+    return tokens.to(device), labels.to(device), lengths
 
 
 def _pieces(item: Batch, length: int) -> list[dict[str, Tensor]]:

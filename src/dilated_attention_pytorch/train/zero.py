@@ -41,9 +41,7 @@ def check_zero(zero: Zero, ranks: Ranks) -> None:
         raise ValueError("the engine deepspeed wants to be started by torchrun: add --ranks P, or --ranks 1")
     import_deepspeed(ranks.device)
     if zero.nvme_path is not None:
-        failures = [reason for reason in ranks.gather_objects(_nvme_problem(zero.nvme_path)) if reason]
-        if failures:
-            raise OSError(failures[0])
+        ranks.fail_together(_nvme_problem(zero.nvme_path))
 
 
 class ZeroModel(nn.Module):
@@ -225,16 +223,16 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _nvme_problem(folder: str) -> str | None:
+def _nvme_problem(folder: str) -> OSError | None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
-        return (
+        return OSError(
             "NVMe offload needs libaio and a compiler, which are not here: install libaio-dev (apt) or libaio-devel "
             "(dnf), or offload to main memory (--cpu-offload)"
         )
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"NVMe offload cannot use {folder} ({error.strerror}): choose another folder"
+        return OSError(f"NVMe offload cannot use {folder} ({error.strerror}): choose another folder")
     return None
