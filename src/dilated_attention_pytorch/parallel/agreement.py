@@ -64,7 +64,7 @@ class Agreement:
         device = torch.device("cpu") if torch.device("cpu") in group._device_types else group._device_types[0]
         # A new group may be made on an old store. NCCL wants every rank to take part in the first message anyway.
         nonce = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=device)
-        dist.broadcast(nonce, dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(nonce, group=group, group_src=0)
         store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._store: Any = dist.distributed_c10d.PrefixStore(f"dilated_attention/{nonce.item():x}", store)
         self._timeout = store.timeout.total_seconds()
@@ -252,12 +252,11 @@ class Agreement:
         if "cpu" in types and self._blocked:
             # Gloo has no abort, but closes all connections of a group on which a receive times out. Connections to
             # some ranks may be closed already.
-            for peer in dist.get_process_group_ranks(group):
-                if peer != dist.get_rank():
-                    with contextlib.suppress(RuntimeError):
-                        work = dist.irecv(torch.empty(1), peer, group=group, tag=2**31 - 1)
-                        assert work is not None
-                        work.wait(timedelta(milliseconds=1))
+            for peer in {*range(self.size)} - {self.rank}:
+                with contextlib.suppress(RuntimeError):
+                    work = dist.irecv(torch.empty(1), group=group, tag=2**31 - 1, group_src=peer)
+                    assert work is not None
+                    work.wait(timedelta(milliseconds=1))
 
     def is_alive(self) -> bool:
         """Whether the process group still exists."""

@@ -37,13 +37,7 @@ from dilated_attention_pytorch.functional import (
     refuse_lengths_of_tiles,
 )
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.parallel.costs import (
-    MEMORY_BUDGET,
-    Scheme,
-    check_gathered,
-    check_scheme,
-    choose_scheme,
-)
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_gathered, check_scheme, choose_scheme
 from dilated_attention_pytorch.parallel.exchange import AllToAll, Exchange, Gather, SparseGather
 from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.passes import BackwardPass, LocalCall, Pass
@@ -128,8 +122,9 @@ def sharded_dilated_attention(
         check_scheme(scheme, token_layout)
         settings |= {**lengths, "return_lse": return_lse, "resources": resources}
         return dilated_attention(query, key, value, **settings)
+    own: list[int] = []
     described: dict[str, object] = {}
-    own_spans, error, length, known = [], None, 0, None
+    error, length, known = None, 0, None
     try:  # an error of this rank's call must reach the other ranks
         for name, x in (("query", query), ("key", key), ("value", value)):
             check_tensor(name, x)
@@ -140,12 +135,10 @@ def sharded_dilated_attention(
         check_whole("memory_budget", memory_budget, least=0)
         length = query.shape[1]
         _check_across_ranks(ranks, call, lengths, length, scheme, shard_lengths)
-        if key_padding_mask is not None:
-            own_spans = spans_of_own_mask(query.shape[0], length, lengths)
-        elif shard_lengths is not None:  # a mask is each rank's own, and may be wrong at any call
+        own, described = described_lengths(query.shape[0], length, lengths)
+        if shard_lengths is not None and not own:  # a mask is each rank's own, and may be wrong at any call
             known = tuple(shard_lengths)
-        described = {
-            **{name: "given" if name == "key_padding_mask" else x.tolist() for name, x in lengths.items()},
+        described |= {
             "dtype": query.dtype,
             "device": query.device.type,
             "batch": query.shape[:1],
@@ -162,17 +155,14 @@ def sharded_dilated_attention(
         }
     except Exception as wrong:
         error = wrong
-    agreed = ranks.agree(described, length, error, known, own_spans)
+    agreed = ranks.agree(described, length, error, known, own)
     # All ranks make the same call: what follows is right on all of them, or the same error.
     with ranks.agreement.told(alike=(TypeError, ValueError)):
         batch, shards = query.shape[0], Shards.of(agreed.lengths, token_layout)
         if shards.tokens == 0 or batch == 0:  # on every rank
             settings["return_lse"] = return_lse
             return dilated_attention(query, key, value, **settings)
-        if own_spans:
-            spans = joined_spans(shards, agreed.own)
-        elif lengths:
-            spans = document_spans(batch, shards.tokens, cache=None, **lengths)
+        spans = spans_of_all(batch, shards, lengths, agreed.own)
         seed = ranks.share_from_first(draw_seed(query.device)) if dropout_p > 0.0 else None
         documents = tuple(
             (range(rows.start, rows.stop), start, start + tokens)
@@ -207,21 +197,28 @@ def _check_across_ranks(
         )
 
 
-def spans_of_own_mask(batch: int, tokens: int, lengths: dict[str, Tensor]) -> list[int]:
-    """Start and end of the valid tokens in each batch row of a shard, one row after another."""
+def described_lengths(batch: int, tokens: int, lengths: dict[str, Tensor]) -> tuple[list[int], dict[str, object]]:
+    """What a rank alone knows of the stated lengths, and what must be the same on all ranks.
+
+    A mask is of the rank's own tokens: the rank alone knows start and end of the valid tokens in each batch row.
+    """
+    if "key_padding_mask" not in lengths:
+        return [], {name: x.tolist() for name, x in lengths.items()}
     if len(lengths) > 1:
         raise ValueError(f"{' and '.join(lengths)} both state the lengths: pass one of them")
-    if tokens == 0:
-        return [0, 0] * batch
-    found = document_spans(batch, tokens, cache=None, **lengths)
+    found = document_spans(batch, tokens, cache=None, **lengths) if tokens else torch.zeros(batch, 2, dtype=torch.int64)
     assert found is not None
-    return [int(edge) for edge in found.flatten().tolist()]
+    return found.flatten().tolist(), {"key_padding_mask": "given"}
 
 
-def joined_spans(shards: Shards, theirs: Sequence[Sequence[int]]) -> Tensor:
-    """The spans of whole rows, from the spans that every rank's own mask leaves in its shard."""
+def spans_of_all(
+    batch: int, shards: Shards, lengths: dict[str, Tensor], theirs: Sequence[Sequence[int]]
+) -> Tensor | None:
+    """The spans of the whole sequence, from its lengths, or from the spans that each rank's own mask leaves."""
+    if "key_padding_mask" not in lengths:
+        return document_spans(batch, shards.tokens, cache=None, **lengths) if lengths else None
     joined = []
-    for b in range(len(theirs[0]) // 2):
+    for b in range(batch):
         valid = []
         for chunk, edge in enumerate(shards.edges[:-1]):
             held = shards.held_at(chunk)
@@ -236,7 +233,7 @@ def joined_spans(shards: Shards, theirs: Sequence[Sequence[int]]) -> Tensor:
                     "span; pack with cu_seqlens instead"
                 )
         joined.append((valid[0][0], valid[-1][1]) if valid else (0, 0))
-    return torch.tensor(joined)
+    return torch.tensor(joined, dtype=torch.int64).view(batch, 2)
 
 
 class Kind(NamedTuple):

@@ -131,11 +131,11 @@ class RankGroup:
         """Start sending and receiving; both sides leave out empty messages."""
         sends = [mail for mail in sends if mail.buffer.numel()]
         receives = [mail for mail in receives if mail.buffer.numel()]
-        moved = Traffic(_bytes(sends), _bytes(receives))
+        moved = Traffic(*(sum(mail.buffer.nbytes for mail in mails) for mails in (sends, receives)))
         self.traffic[entry] = self.traffic.get(entry, Traffic(0, 0)) + moved
         group = self.group
         ops = [
-            dist.P2POp(op, mail.buffer, self._global(mail.rank), group, (self._first_tag + mail.tag) % _TAGS)
+            dist.P2POp(op, mail.buffer, group=group, tag=(self._first_tag + mail.tag) % _TAGS, group_peer=mail.rank)
             for op, mails in ((dist.isend, sends), (dist.irecv, receives))
             for mail in mails
         ]
@@ -155,9 +155,8 @@ class RankGroup:
 
     def share_from_first(self, x: Tensor) -> Tensor:
         """The first rank's value of `x`, in place."""
-        if self.size > 1:
-            with self.agreement.blocked():
-                dist.broadcast(x, self._global(0), group=self.group)
+        with self.agreement.blocked():
+            dist.broadcast(x, group=self.group, group_src=0)
         return x
 
     @cached_property
@@ -239,11 +238,6 @@ class RankGroup:
         entry = agreed.forward if name == "forward" else digest_of(agreed.of_pass(name))
         self._first_tag = entry % _TAGS
         self.agreement.write(entry)
-
-    def _global(self, rank: int) -> int:
-        group = self.group
-        assert group is not None
-        return dist.get_global_rank(group, rank)
 
 
 # One for each process group, so that what was agreed and counted does not depend on how the group was found.
@@ -337,7 +331,3 @@ class Place:
 def _is_new_call() -> bool:
     """Whether no backward pass is running, which would recompute an earlier call."""
     return torch._C._current_graph_task_id() < 0
-
-
-def _bytes(mails: list[Mail]) -> int:
-    return sum(mail.buffer.numel() * mail.buffer.element_size() for mail in mails)

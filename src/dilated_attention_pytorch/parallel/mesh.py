@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.checks import check_instance, check_whole
-from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, Rotation
 from dilated_attention_pytorch.nn.replacement import replace_parts
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
-from dilated_attention_pytorch.parallel.attention import joined_spans, spans_of_own_mask
+from dilated_attention_pytorch.parallel.attention import described_lengths, spans_of_all
 from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.module import AcrossRanks
@@ -207,23 +206,17 @@ class SpansAcrossRanks(DocumentSpans):
         given = {name: x for name, x in lengths.items() if x is not None}
         ranks = self.sequence.ranks()
         own: list[int] = []
-        call: dict[str, object] = {"lengths": sorted(given), "batch": batch}
+        described: dict[str, object] = {}
         error = None
         try:
-            if "key_padding_mask" in given:
-                own = spans_of_own_mask(batch, tokens, given)
-            else:
-                call |= {name: x.tolist() for name, x in given.items()}
+            own, described = described_lengths(batch, tokens, given)
         except Exception as wrong:
             error = wrong
+        call = {"lengths": sorted(given), "batch": batch, **described}
         agreed = ranks.agree(call, tokens, error, own=own)
         ranks.lengths = agreed.lengths
-        shards = Shards(agreed.lengths)
-        if not given:
-            return None
-        if own:
-            return joined_spans(shards, agreed.own).to(given["key_padding_mask"].device)
-        return document_spans(batch, shards.tokens, cache=None, **given)
+        spans = spans_of_all(batch, Shards(agreed.lengths), given, agreed.own)
+        return None if spans is None else spans.to(next(iter(given.values())).device)
 
 
 class PositionsAcrossRanks(nn.Module):

@@ -34,13 +34,7 @@ from dilated_attention_pytorch.parallel.costs import (
     choose_scheme,
     message_bytes,
 )
-from dilated_attention_pytorch.parallel.sharding import (
-    TOKEN_LAYOUTS,
-    Document,
-    Shards,
-    SharedSegment,
-    local_calls,
-)
+from dilated_attention_pytorch.parallel.sharding import TOKEN_LAYOUTS, Document, Shards, SharedSegment, local_calls
 from dilated_attention_pytorch.parallel.wire import Traffic, Wire, wires_of
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
