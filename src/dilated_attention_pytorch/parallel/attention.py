@@ -37,7 +37,7 @@ from dilated_attention_pytorch.functional import (
     refuse_lengths_of_tiles,
 )
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_gathered, check_scheme, choose_scheme
+from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme, choose_scheme
 from dilated_attention_pytorch.parallel.exchange import AllToAll, Exchange, Gather, SparseGather
 from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.passes import BackwardPass, LocalCall, Pass
@@ -273,12 +273,7 @@ def _plan(ranks: RankGroup, kind: Kind) -> ShardPlan:
     elsewhere = set()
     for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, kind.itemsize):
         kept = call.sparse is not None
-        if kept:
-            scheme = "gather"
-            refusal = ("a block layout", "leave sparse_config out")
-            check_gathered(kind.scheme, wire, segments, kind.memory_budget, *refusal)
-        else:
-            scheme = choose_scheme(kind.scheme, wire, segments, kind.memory_budget)
+        scheme = choose_scheme(kind.scheme, wire, segments, kind.memory_budget, kept_tiles=kept)
         if kept or scheme == "all_to_all":  # its exchange computes all pairs of shared segments
             elsewhere.add(index)
         mine = [(number, segment) for number, segment in enumerate(segments) if segment.chunks_of(ranks.rank)]

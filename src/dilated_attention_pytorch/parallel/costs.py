@@ -164,41 +164,42 @@ def check_scheme(scheme: str, token_layout: str = "contiguous") -> None:
         )
 
 
-def check_gathered(
-    scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int, what: str, way_out: str
-) -> None:
-    """Refuse what `auto` can only gather, and the budget does not let it."""
-    gathered = max(gathered_bytes(wire, segments, rank) for rank in range(wire.shards.size))
-    if scheme == "auto" and gathered > budget:
-        raise ValueError(
-            f"gathered rows of branch {wire.branch} take {gathered} bytes on a rank, over the memory_budget of "
-            f"{budget}, and {what} only gathers: raise memory_budget, or {way_out}"
-        )
-
-
 @checked(budget=NOT_NEGATIVE)
-def choose_scheme(scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int = MEMORY_BUDGET) -> str:
+def choose_scheme(
+    scheme: str,
+    wire: Wire,
+    segments: Sequence[SharedSegment],
+    budget: int = MEMORY_BUDGET,
+    *,
+    kept_tiles: bool = False,
+) -> str:
     """The scheme that runs a branch with shared segments; the same on every rank, since it weighs all of them.
 
     all_to_all where the ranks divide the heads and the busiest rank then receives less than by gather; else gather
     where the gathered rows fit the budget on every rank; else ring. A scheme given by name is taken, or refused with a
-    reason. In the zigzag layout it is gather, or an error where that does not fit.
+    reason. Kept tiles and the zigzag layout take gather, or raise an error where it does not fit.
     """
     if not segments:
         raise ValueError("a scheme is chosen for segments that ranks share, got none")
-    if wire.shards.ranks is not None:
-        check_scheme(scheme, "zigzag")
-        way_out = "leave shards contiguous, whose rows can go round a ring"
-        check_gathered(scheme, wire, segments, budget, "token_layout 'zigzag'", way_out)
-        return "gather"
-    check_scheme(scheme)
+    zigzag = wire.shards.ranks is not None
+    check_scheme(scheme, "zigzag" if zigzag else "contiguous")
     reason = why_not_all_to_all(wire, segments)
     if scheme == "all_to_all" and reason is not None:
         raise ValueError(f"scheme 'all_to_all' cannot take this call: {reason}; gather or ring can")
     if scheme != "auto":
         return scheme
-    ranks = {rank for segment in segments for rank in segment.ranks}
+    ranks = {wire.shards.rank_of(chunk) for segment in segments for chunk in segment.ranks}
     gathered = max(gathered_bytes(wire, segments, rank) for rank in ranks)
+    if zigzag or kept_tiles:
+        what, way_out = "token_layout 'zigzag'", "leave shards contiguous, whose rows can go round a ring"
+        if kept_tiles:
+            what, way_out = "a block layout", "leave sparse_config out"
+        if gathered > budget:
+            raise ValueError(
+                f"gathered rows of branch {wire.branch} take {gathered} bytes on a rank, over the memory_budget of "
+                f"{budget}, and {what} only gathers: raise memory_budget, or {way_out}"
+            )
+        return "gather"
     if reason is None and max(branch_traffic("all_to_all", wire, segments, r).received for r in ranks) < gathered:
         return "all_to_all"
     return "gather" if gathered <= budget else "ring"
