@@ -232,19 +232,16 @@ class WorkspacePool:
         with LOCK:
             block = shelf.take(size)
             new = block is None
-            if new and not self._make_room(shelf, size):
-                return None
-            self._count_loan(size if block is None else block.nbytes, new)
-        waits_from = time.perf_counter()
-        if block is not None:
-            shelf.wait_until_free(block)
-        waited = time.perf_counter() - waits_from
-        if block is None:
-            try:
+            if block is None:
+                if not self._make_room(shelf, size):
+                    return None
                 block = self.retrying(lambda: shelf.allocate(size))
-            except BaseException:
-                self._count_loan(size, new, -1)
-                raise
+            count = "allocation_count" if new else "reuse_count"
+            self._counts.update({"live_bytes": block.nbytes, "live_buffers": 1, count: 1})
+            self._counts["peak_allocated"] = max(self._counts["peak_allocated"], self._held())
+        waits_from = time.perf_counter()
+        shelf.wait_until_free(block)
+        waited = time.perf_counter() - waits_from
         with torch.inference_mode(False):
             # No view, which would keep the block after it is given back, for as long as somebody has the handle.
             buffer = torch.empty(0, dtype=dtype, device=shelf.device)
@@ -268,12 +265,6 @@ class WorkspacePool:
                 other.idle.remove(oldest)
                 other.free([oldest])
         return self._held() + size <= self.limit_bytes
-
-    def _count_loan(self, size: int, new: bool, times: int = 1) -> None:
-        with LOCK:
-            count = "allocation_count" if new else "reuse_count"
-            self._counts.update({"live_bytes": size * times, "live_buffers": times, count: times})
-            self._counts["peak_allocated"] = max(self._counts["peak_allocated"], self._held())
 
 
 _COUNTS = ("peak_allocated", "allocation_count", "reuse_count", "live_buffers", "live_bytes", "cleanups")
@@ -382,20 +373,16 @@ class _Shelf:
         return stale
 
     def allocate(self, size: int) -> _Block:
-        with self._own_memory(), torch.inference_mode(False):  # training cannot write to tensors of inference
-            memory = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
-        with LOCK:
-            self._blocks += 1
-        return _Block(memory, self, self.clock, size)
-
-    def _own_memory(self) -> AbstractContextManager[Any]:
-        """On CUDA a pool of our own within the allocator, so that buffers that stay do not split blocks of others."""
-        if self.device.type != "cuda":
-            return nullcontext()
-        with LOCK:
+        own_memory: AbstractContextManager[Any] = nullcontext()
+        if self.device.type == "cuda":
+            # A pool of our own within the allocator, so that buffers that stay do not split blocks of others.
             if self._cuda_pool is None:
                 self._cuda_pool = torch.cuda.MemPool()
-            return torch.cuda.use_mem_pool(self._cuda_pool, self.device)
+            own_memory = torch.cuda.use_mem_pool(self._cuda_pool, self.device)
+        with own_memory, torch.inference_mode(False):  # training cannot write to tensors of inference
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pinned)
+        self._blocks += 1
+        return _Block(memory, self, self.clock, size)
 
     def note_use(self, block: _Block) -> None:
         """Note up to where the stream of the borrower uses the block."""
