@@ -30,7 +30,7 @@ from dilated_attention_pytorch.core.block_pattern import (
 )
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import SIZE, checked
-from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
+from dilated_attention_pytorch.core.pattern import check_table, heads_by_offset, segments
 from dilated_attention_pytorch.core.plans import Remembers, check_cache
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
@@ -220,13 +220,9 @@ def tiles_by_position(config: SparsePatternConfig, tiles: int, branch: int, is_c
 
 def _tiles(branch: Branch, offsets: tuple[int | None, ...], tokens: int, block_size: int) -> Tensor:
     """`(S, H)`: how many tiles each segment has for each head; 0 where a head is absent or has no rows."""
-    w, r = branch.segment_length, branch.dilation_rate
-    full, tail = divmod(tokens, w)
-
-    def row(length: int) -> list[int]:
-        return [0 if o is None else tiles_of(grid_rows(length, r, o), block_size) for o in offsets]
-
-    return torch.tensor([row(w)] * full + ([row(tail)] if tail else []))
+    absent = torch.zeros(len(range(0, tokens, branch.segment_length)), dtype=torch.int64)
+    rows = [absent if o is None else _rows_on_grid(branch, o, tokens, absent.device) for o in offsets]
+    return tiles_of(torch.stack(rows, 1), block_size)
 
 
 def _compressed(
@@ -290,8 +286,8 @@ def tiles_by_content(
     """
     pooled_q = _pooled(query, branch, offset, config.block_size, most, first_row=call.is_causal)
     pooled_k = _pooled(key, branch, offset, config.block_size, most)
-    rows_on_grid = _rows_on_grid(branch, offset, query.shape[1], query.device)
-    tiles = -(-rows_on_grid // config.block_size).view(1, -1, 1, 1, 1, 1)
+    on_grid = _rows_on_grid(branch, offset, query.shape[1], query.device)
+    tiles = tiles_of(on_grid, config.block_size).view(1, -1, 1, 1, 1, 1)
     B, S, heads, group, T, D = pooled_q.shape
     rows, chosen = torch.arange(T, device=query.device), []
     at_once = max(1, _TILES_AT_ONCE // (B * heads * group * T * T))

@@ -8,7 +8,7 @@ others in the pattern's order, `sparsity_ratio` of all of them, rounded. So ever
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ PatternType = Literal[
     "local_window", "dilated_sparse", "global_local", "strided", "random", "hierarchical", "content_adaptive"
 ]
 PATTERN_TYPES: tuple[str, ...] = get_args(PatternType)
+
+Count = TypeVar("Count", int, Tensor)
 
 # Patterns that are a window: if its size is stated, tiles outside it are never kept.
 _WINDOWED = ("local_window", "global_local")
@@ -106,7 +108,7 @@ class SparsePatternConfig:
         return self
 
 
-def tiles_of(rows: int, block_size: int) -> int:
+def tiles_of(rows: Count, block_size: int) -> Count:
     """How many tiles `rows` grid rows make.
 
     >>> tiles_of(130, 64)
