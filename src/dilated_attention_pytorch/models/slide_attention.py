@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,17 +26,7 @@ def cls_attention(model: nn.Module, *inputs: Any, **named: Any) -> Tensor:
     if model.training:
         raise ValueError("dropout would make the weights those of one draw: call model.eval() first")
     found: list[Tensor] = []
-    hooks = [layer.register_forward_pre_hook(_recorder(found), with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            model(*inputs, **named)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return torch.stack(found)
 
-
-def _recorder(found: list[Tensor]) -> Callable[[TorchscaleAttention, tuple[Any, ...], dict[str, Any]], None]:
     def record(layer: TorchscaleAttention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         query, key = (named[name] if name in named else inputs[i] for i, name in enumerate(("query", "key")))
         if query.shape[0] != 1:
@@ -57,7 +46,14 @@ def _recorder(found: list[Tensor]) -> Callable[[TorchscaleAttention, tuple[Any, 
             weights[head, seen.positions.cpu()] = seen.weights.float().cpu()
         found.append(weights)
 
-    return record
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(*inputs, **named)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found)
 
 
 @checked(tile_size=COUNT)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -318,13 +317,11 @@ class MemoryMonitor:
     def __enter__(self) -> MemoryMonitor:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
             self.stop()
         except Exception:
-            if error is None:  # an error of the block matters more
+            if error[0] is None:  # an error of the block matters more
                 raise
 
     @property

@@ -17,15 +17,15 @@ from dilated_attention_pytorch.train.footprint import KINDS, parameter_count
 GIB = 1 << 30
 _WORDS = {
     "weights": "weights",
-    "gradients": "gradients, so far",
-    "optimizer": "the optimizer's state",
-    "kept": "activations kept for backward",
-    "temporary": "what runs at the peak",
+    "gradients": "gradients at that point",
+    "optimizer": "optimizer state",
+    "kept": "activations saved for backward",
+    "temporary": "temporaries of what runs then",
 }
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: the job, each branch of the rank that receives most, each rank, and the totals."""
+    """The plan as plain values: the job, each branch (bytes of the rank that receives most), each rank, the totals."""
     job = {name: value for name, value in vars(plan.job).items() if name != "spec"} | plan.job.spec.keywords
     modelled = ("sums", "workspace", "seconds_forward", "seconds_backward")
     ranks = []
@@ -63,7 +63,7 @@ def text(plan: Plan) -> list[str]:
         f"{job.tokens:,} tokens on {job.gpus:,} GPU{'s' * (job.gpus > 1)}, {most:,} per rank: {', '.join(words)}",
         "Attention alone: no parameters, projections or feed-forward layers.",
         "",
-        "COMPUTED, by the functions that the ranks run on",
+        "COMPUTED, by the functions that the ranks use",
         "",
         "bytes of one layer, busiest rank            forward                 backward",
         f"{'segment':>14} {'rate':>8} {'scheme':>10} {'ranks':>6} "
@@ -80,14 +80,14 @@ def text(plan: Plan) -> list[str]:
         "",
         "memory of the fullest rank",
         *_table(
-            ("q, k, v, out, lse, of every layer", full.saved),
-            ("gradients of one layer, and delta", full.gradients),
-            ("message buffers of a forward", full.messages_forward),
-            ("message buffers of a backward", full.messages_backward),
+            ("q, k, v, out, lse of all layers", full.saved),
+            ("gradients and delta of one layer", full.gradients),
+            ("message buffers, forward", full.messages_forward),
+            ("message buffers, backward", full.messages_backward),
         ),
         "",
         "work",
-        f"  {'forward, all ranks':<36}{sum(flops) / 1e12:>14,.4g} TFLOP; backward {BACKWARD_WORK:g} times as many",
+        f"  {'forward, all ranks':<36}{sum(flops) / 1e12:>14,.4g} TFLOP; backward {BACKWARD_WORK:g} times that",
         f"  {'forward, busiest rank':<36}{max(flops) / 1e12:>14,.4g} TFLOP",
         *(f"  {f'busiest over mean, {layout}':<36}{ratio:>14.3f}" for layout, ratio in plan.balance.items()),
         "",
@@ -100,10 +100,10 @@ def text(plan: Plan) -> list[str]:
         *_table(
             ("float32 sums", full.sums),
             ("workspace for fetched rows", full.workspace),
-            ("peak, with the computed", full.peak),
+            ("peak, computed parts included", full.peak),
         ),
         "",
-        "time, with messages beside what a rank computes alone",
+        "time, messages overlapping with the work on a rank's own rows",
         f"  {'forward, one layer':<36}{max(rank.seconds_forward for rank in plan.ranks) * 1e3:>14,.4g} ms",
         f"  {'backward, one layer':<36}{max(rank.seconds_backward for rank in plan.ranks) * 1e3:>14,.4g} ms",
         f"  {'step, all layers':<36}{plan.step_seconds * 1e3:>14,.4g} ms",
@@ -138,7 +138,7 @@ def fit_json(model: str, config: ModelConfig, fits: Sequence[Fit]) -> dict[str, 
 def fit_text(
     model: str, config: ModelConfig, gpu_bytes: int, batch: int, fits: Sequence[Fit], asked: bool
 ) -> list[str]:
-    """What fits into one GPU as lines to read; the last of `fits` is the answer. `asked`: the tokens were given."""
+    """What fits into one GPU as lines; the last of `fits` is the answer. `asked`: the tokens were given."""
     answer = fits[-1]
     found = answer.footprint
     sizes = f"{model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.d_model}, "
@@ -153,7 +153,7 @@ def fit_text(
     if not asked:
         lines += [
             "",
-            "work is that of a step beside one that computes nothing again; every row reaches farther than those above",
+            "work is relative to a step without recomputation; each row fits longer sequences than the rows above",
             f"{'tokens':>12} {'work':>6} {'host GiB':>9}  options",
             *(
                 f"{fit.tokens:>12,} {fit.work:>6.2f} {fit.footprint.host / GIB:>9.1f}  {fit.options.stated()}"
@@ -165,7 +165,7 @@ def fit_text(
         f"memory at the peak, {found.at}",
         *(f"  {_WORDS[kind]:<36}{found.parts[kind] / GIB:>10.2f} GiB" for kind in KINDS),
         f"  {'peak':<36}{found.peak / GIB:>10.2f} GiB",
-        f"  {'with room for the allocator and CUDA':<36}{answer.needed / GIB:>10.2f} GiB",
+        f"  {'with a margin for allocator and CUDA':<36}{answer.needed / GIB:>10.2f} GiB",
     ]
     if found.host:
         lines.append(f"  {'pinned host memory':<36}{found.host / GIB:>10.2f} GiB")
