@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -24,48 +25,29 @@ def row_weights(
 ) -> dict[tuple[int, int, int], RowWeights]:
     """The weights of every `(batch row, row, query head)`; O(keys seen) memory for each."""
     B, N, H, D = query.shape
-    kv_heads = key.shape[2]
-    group, scale = H // kv_heads, call.softmax_scale(D)
-    table = call.offsets(H, kv_heads)
+    kv_heads, device = key.shape[2], query.device
+    group, table = H // kv_heads, call.offsets(H, kv_heads)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    home = _documents_of(rows, spans, B, N)
-    found = {}
-    for b in range(B):
-        for row in rows:
-            for kv_head in range(kv_heads):
-                offsets = [branch[kv_head] for branch in table]
-                positions, times = _seen(call, offsets, row, home.get((b, row)), query.device)
-                heads = slice(kv_head * group, (kv_head + 1) * group)
-                # A key that k branches show counts k times: log k is added to its score.
-                scores = query[b, row, heads].to(dtype) @ key[b, positions, kv_head].to(dtype).T * scale
-                weights = (scores + times.to(dtype).log()).softmax(-1)  # (group, keys)
-                for g in range(group):
-                    found[b, row, kv_head * group + g] = RowWeights(positions, weights[g])
+    nothing = RowWeights(torch.arange(0, device=device), query.new_empty(0, dtype=dtype))  # what padding sees
+    found = dict.fromkeys(product(range(B), rows, range(H)), nothing)
+    for batch_rows, start, length in documents(spans, B, N):
+        inside = [row for row in rows if start <= row < start + length]
+        for b, row, kv_head in product(range(batch_rows.start, batch_rows.stop), inside, range(kv_heads)):
+            offsets = [branch[kv_head] for branch in table]
+            positions, times = _seen(call, offsets, row, start, start + length, device)
+            heads = range(kv_head * group, (kv_head + 1) * group)
+            # A key that k branches show counts k times: log k is added to its score.
+            scores = query[b, row, heads.start : heads.stop].to(dtype) @ key[b, positions, kv_head].to(dtype).T
+            weights = (scores * call.softmax_scale(D) + times.to(dtype).log()).softmax(-1)  # (group, keys)
+            found |= {(b, row, head): RowWeights(positions, weights[g]) for g, head in enumerate(heads)}
     return found
 
 
-def _documents_of(
-    rows: Sequence[int], spans: Tensor | None, batch: int, tokens: int
-) -> dict[tuple[int, int], tuple[int, int]]:
-    """`(start, end)` of the document of each `(batch row, row)`; padding has none."""
-    return {
-        (b, row): (start, start + length)
-        for batch_rows, start, length in documents(spans, batch, tokens)
-        for b in range(batch_rows.start, batch_rows.stop)
-        for row in rows
-        if start <= row < start + length
-    }
-
-
 def _seen(
-    call: Call, offsets: list[int | None], row: int, document: tuple[int, int] | None, device: torch.device
+    call: Call, offsets: list[int | None], row: int, start: int, end: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The positions that a row sees, and in how many branches."""
-    empty = torch.arange(0, device=device)
-    if document is None:
-        return empty, empty
-    start, end = document
-    seen = [empty]
+    """The positions that a row of the document `[start, end)` sees, and in how many branches."""
+    seen = [torch.arange(0, device=device)]
     for branch, offset in zip(call.spec.branches, offsets):
         segment, within = divmod(row - start, branch.segment_length)
         if offset is None or within % branch.dilation_rate != offset:
