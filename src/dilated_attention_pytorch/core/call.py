@@ -181,6 +181,34 @@ class Inputs(NamedTuple):
     layout: BlockLayout | None = None
 
 
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse tensors that do not fit together."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, tokens, heads, head_dim), got {x.dim()} dimensions {tuple(x.shape)}; "
+                "for (batch, tokens, embed_dim) use MultiheadDilatedAttention"
+            )
+        if x.device != query.device:
+            raise ValueError(f"query, key and value must share a device, got {query.device} and {name} {x.device}")
+        if x.shape[0] != query.shape[0] or x.shape[1] != query.shape[1] or x.shape[3] != query.shape[3]:
+            raise ValueError(
+                f"query, key and value must agree in batch, tokens and head_dim, got query {tuple(query.shape)} and "
+                f"{name} {tuple(x.shape)}; rows of one sequence attend to each other, so there is no cross-attention"
+            )
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"key and value must have the same number of heads, got {key.shape[2]} and {value.shape[2]}")
+    if query.shape[2] * query.shape[3] * key.shape[2] == 0:
+        raise ValueError(
+            f"heads and head_dim must be at least 1, got query {tuple(query.shape)} and key {tuple(key.shape)}"
+        )
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"the key/value heads must divide the query heads, got H={query.shape[2]} and Hkv={key.shape[2]}: "
+            "repeat or drop key/value heads"
+        )
+
+
 class Partial(NamedTuple):
     """Attention over some of the (branch, key) pairs of each row: `core.merge` combines partials."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, allowed_pairs
-from dilated_attention_pytorch.core.call import Call, Grads, Inputs
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs, check_shapes
 from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
@@ -35,19 +35,11 @@ def reference_forward(
 
     With a block layout, which knows whole rows only, a row sees what its kept tiles show.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dim() != 4 or x.is_complex() or x.shape[:2] != query.shape[:2] or x.shape[3] != query.shape[3]:
-            raise ValueError(
-                f"query, key and value must be real and (batch, tokens, heads, head_dim), alike but for the heads, got "
-                f"{name} {x.dtype} {tuple(x.shape)}"
-            )
-    if not key.shape[2] == value.shape[2] or not key.shape[2] or query.shape[2] % key.shape[2]:
-        raise ValueError(
-            f"the key/value heads must divide the query heads, got {query.shape[2]} heads, {key.shape[2]} of keys and "
-            f"{value.shape[2]} of values"
-        )
-    if not query.device == key.device == value.device == (query if spans is None else spans).device:
-        raise ValueError(f"query, key, value and spans must share a device, got {query.device} and others")
+    check_shapes(query, key, value)
+    if query.is_complex() or key.is_complex() or value.is_complex():
+        raise ValueError(f"query, key and value must be real, got {query.dtype}, {key.dtype} and {value.dtype}")
+    if spans is not None and spans.device != query.device:
+        raise ValueError(f"query and spans must share a device, got {query.device} and {spans.device}")
     if spans is not None:
         check_spans(spans, query.shape[0])
     if seed is not None and (seed.shape != (2,) or seed.dtype != torch.int64):
