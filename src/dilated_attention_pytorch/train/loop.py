@@ -143,7 +143,7 @@ class _Trainer:
 
     def _check_batches(self) -> None:
         """Refuse batches that ranks and micro-batches do not divide."""
-        ranks, accumulate = self.ranks.data_ranks, self.config.accumulate
+        ranks, accumulate = self.ranks.axis("data"), self.config.accumulate
         for stage in self.config.schedule:
             if stage.batch_size % ranks:
                 raise ValueError(
@@ -192,7 +192,7 @@ class _Trainer:
                 total=config.steps, initial=start, unit="step", dynamic_ncols=True, disable=not ranks.first
             ) as bar,
         ):
-            # On the first rank alone; where that fails, all of them raise.
+            # Only on the first rank; if that fails, all of them raise.
             ranks.on_first(lambda: monitors.open(config.monitors, self.run, start, config.prometheus_address))
             for step in range(start + 1, config.steps + 1):
                 began = time.perf_counter()
@@ -218,8 +218,8 @@ class _Trainer:
                 if now.validation:
                     record["validation_bits"] = self._validation_bits(now.validation)
 
-                # The ranks speak to each other once per step: who is to stop, whose save has failed, who cannot read
-                # on, who was slowest, who holds most.
+                # The ranks talk once per step: who must stop, whose save has failed, who cannot read on, who was
+                # slowest, who holds most.
                 branches = [f"w{w} r{r}" for w, r in zip(stage.segment_lengths, stage.dilation_rates)]
                 received = ranks.bytes_received(len(branches))
                 troubles = (signals or [0])[-1], checkpointer.failed, ahead.error is not None
@@ -259,7 +259,7 @@ class _Trainer:
                     ranks.fail_together(ahead.error)
             checkpointer.close()  # a Ctrl-C must not cut off the last save
         if not records or "validation_bits" not in records[-1]:
-            # Nothing was left to do after a stop between validations, or after the records were moved away.
+            # No step was left: the run had stopped between validations, or its records were moved away.
             bits = self._validation_bits(self._validation_batches(start))
             records.append({"step": start, "validation_bits": bits})
 
@@ -313,7 +313,7 @@ class _Trainer:
         picture = draw_curve(records, self.baselines, self.run / "loss.png")
         if picture is not None:
             print(f"curve    {picture}")
-        # The other ranks are gone with their shards, and sampling needs nothing of what saves memory in training.
+        # The other ranks have left with their shards, and sampling needs none of the memory options.
         plain = self.plain
         if self.ranks.mesh is not None or config.memory != MemoryOptions():
             plain = LongNetLM.from_pretrained(run_folder.list_checkpoints(self.run)[-1], device=device)

@@ -290,8 +290,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _use_float8(model: nn.Module, device: torch.device) -> None:
     _need_capability(device, (9, 0), "float8 products", "use precision='bf16' there")
     float8 = import_optional("torchao.float8", "torchao", "float8")
-    # Rows need not be a multiple of 16, as the products ask: a last tile, or a sequence of any length. Where they are,
-    # this copies the factors for nothing, unless the layer is compiled.
+    # The products need a multiple of 16 rows, which a last tile or a sequence of any length need not have. Where rows
+    # are a multiple, padding copies the factors for nothing unless the layer is compiled.
     config = float8.Float8LinearConfig(pad_inner_dim=True)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=_can_be_float8)
     if not any(isinstance(part, float8.float8_linear.Float8Linear) for part in model.modules()):
@@ -315,16 +315,16 @@ def _use_structured_sparsity(model: nn.Module, device: torch.device) -> None:
 
 
 class _SemiSparseLinear(nn.Linear):
-    """A linear layer of which two in four neighbouring weights count; the gradient reaches all of them."""
+    """A linear layer that uses two of four neighbouring weights; the gradient reaches all four."""
 
     def __init__(self, dense: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = dense.in_features, dense.out_features
         self.weight, self.bias = dense.weight, dense.bias
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the pruning has no fake kernel to be traced with
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the pruning has no fake kernel for tracing
     def forward(self, x: Tensor) -> Tensor:
-        # Autocast would convert the weight only after it was pruned, in a form that cannot be converted.
+        # Autocast would convert the weight after pruning, in a form that cannot be converted.
         x, weight = autocast_inputs(x, self.weight)
         bias = None if self.bias is None else self.bias.to(weight.dtype)
         out = F.linear(x.to(weight.dtype).contiguous(), _Pruned.apply(weight), bias)
@@ -336,7 +336,7 @@ class _SemiSparseLinear(nn.Linear):
 class _Pruned(torch.autograd.Function):
     """A weight as cuSPARSELt takes it: in tiles of 4 x 4, the largest that leave at most two in a row and a column.
 
-    PyTorch's own packing, for torchao's hands out flat what newer products want as rows.
+    PyTorch's packing, because torchao's is flat where newer products expect rows.
     """
 
     @staticmethod

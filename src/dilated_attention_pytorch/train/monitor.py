@@ -68,7 +68,7 @@ class Monitors:
     def _tolerating(self, monitor: Monitor) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each service has its own
+        except Exception as error:  # each service raises its own
             if monitor not in self._failed:
                 self._failed.append(monitor)
                 why = f"{type(error).__name__}: {error}"
@@ -116,7 +116,7 @@ class JsonLinesMonitor:
 
 
 class TensorBoardMonitor:
-    """Event files for TensorBoard; they forget steps after `start`, of a run that was cut off."""
+    """Event files for TensorBoard; opening them drops steps after `start`, which an interrupted run left."""
 
     def __init__(self, folder: Path, *, start: int = 0) -> None:
         import_optional("tensorboard", "tensorboard", "the monitor")

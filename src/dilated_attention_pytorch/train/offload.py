@@ -46,7 +46,7 @@ class Offload:
         self._streams: dict[torch.device, Any] = {}
 
     def __reduce__(self) -> Any:
-        # What is under way belongs to the graphs of the original.
+        # Copies in flight belong to the graphs of the original.
         return Offload, (self.least_bytes, self.pool)
 
     def group(self) -> OffloadGroup:
@@ -98,7 +98,7 @@ class OffloadGroup:
         return packed.take()
 
     def fetch(self) -> None:
-        """Begin to copy what nobody has taken yet back to the device."""
+        """Start copying the tensors that nobody has taken yet back to the device."""
         for parcel in self._alive():
             if not parcel.taken:
                 parcel.fetch()
@@ -113,7 +113,7 @@ class OffloadGroup:
 
 
 class _Parcel:
-    """One tensor: on the host, and on the device before it has left and after it was fetched."""
+    """One tensor: on the host, and on the device until it leaves and after it is fetched."""
 
     def __init__(self, group: OffloadGroup, offload: Offload, tensor: Tensor) -> None:
         self._group = group  # lives as long as its parcels
@@ -130,7 +130,7 @@ class _Parcel:
         self._arrived = self._copy(dense, self._host)
 
     def __del__(self) -> None:
-        # On the stream of the copies, behind which the pool puts the buffer's next borrower.
+        # On the stream of the copies: the pool makes the next borrower of the buffer wait for it.
         if hasattr(self, "_host"):
             with self._on_stream():
                 self._pool.give_back(self._host)

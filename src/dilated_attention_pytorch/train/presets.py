@@ -38,20 +38,20 @@ _SIZES = {
     "125m": _Size(125e6, 768, 12, 6e-4, 8, "small"),
     "350m": _Size(350e6, 1024, 16, 3e-4, 8, "small"),
     "760m": _Size(760e6, 1536, 24, 2.5e-4, 8, "medium"),
-    "770m": _Size(770e6, 1280, 20, 2.5e-4, 8, "medium"),  # the width of GPT-2's large one
+    "770m": _Size(770e6, 1280, 20, 2.5e-4, 8, "medium"),  # the width of GPT-2 large
     "1.3b": _Size(1.3e9, 2048, 16, 2e-4, 8, "medium"),
     "2.7b": _Size(2.7e9, 2560, 20, 1.6e-4, 4, "large"),
     "6b": _Size(6e9, 4096, 32, 1.2e-4, 2, "large"),
 }
 MODEL_SIZES = tuple(_SIZES)
-_LENGTH = 32_768  # that the LongNet paper's own branches reach
+_LENGTH = 32_768  # the reach of the LongNet paper's branches
 
 _ROWS_AT_A_TIME = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a kind of processor is good at. `device` is PyTorch's name for it, which is `cuda` for ROCm too."""
+    """What a kind of processor computes well. `device` is PyTorch's name for it: `cuda`, also for ROCm."""
 
     name: str
     device: str

@@ -68,29 +68,23 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def data_rank(self) -> int:
-        """The number of this rank's part of a batch."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank("data")
-
-    @property
-    def data_ranks(self) -> int:
-        """The number of parts of a batch."""
-        return self.axis("data")
-
-    @property
     def token_rank(self) -> int:
         """The number of this rank's part of the tokens; ranks that share heads have the same."""
-        return 0 if self.mesh is None else _token_mesh(self.mesh).get_local_rank()
+        return self.place("data") * self.axis("sequence") + self.place("sequence")
 
     def axis(self, name: str) -> int:
         """The number of ranks along an axis."""
         return 1 if self.mesh is None else self.mesh[name].size()
 
+    def place(self, name: str) -> int:
+        """The number of this rank along an axis."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(name)
+
     def part(self, batch: Tensor) -> Tensor:
         """This rank's tokens of a batch `(B, N)` that all ranks drew alike: a shard of each of its sequences."""
-        batch = batch.chunk(self.data_ranks)[self.data_rank]
+        batch = batch.chunk(self.axis("data"))[self.place("data")]
         shards = Shards(even_lengths(batch.shape[1], self.axis("sequence")))
-        first, last = shards.bounds(0 if self.mesh is None else self.mesh.get_local_rank("sequence"))
+        first, last = shards.bounds(self.place("sequence"))
         return batch[:, first:last].to(self.device)
 
     def share(self, model: LongNetLM, engine: Engine) -> nn.Module:
@@ -103,9 +97,11 @@ class Ranks:
         if engine == "fsdp":
             return parallelize(model, self.mesh)
         copied = parallelize(model, self.mesh, shard_parameters=False)
-        if engine == "deepspeed":  # which takes the model together with its optimizer
+        if engine == "deepspeed":  # DeepSpeed takes the model together with its optimizer
             return copied
-        return nn.parallel.DistributedDataParallel(copied, process_group=_token_mesh(self.mesh).get_group())
+        tokens = token_mesh(self.mesh)
+        assert tokens is not None
+        return nn.parallel.DistributedDataParallel(copied, process_group=tokens.get_group())
 
     @contextlib.contextmanager
     def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
@@ -222,7 +218,7 @@ def _that_travels(error: Exception) -> Exception:
     """The error, or its text if it cannot be pickled: the other ranks would wait for it."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a class of another library does
+    except Exception:  # a class of another library may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
@@ -250,7 +246,7 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
             raise ValueError(f"each rank takes the GPU of its own number on its machine: say cuda, not {device}")
         chosen = torch.device("cuda", local_rank())
         torch.cuda.set_device(chosen)
-    # Numbers and checkpoints travel between CPUs, so gloo is there beside NCCL.
+    # Numbers and checkpoints travel between CPUs, so ranks have gloo beside NCCL.
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     patience = timedelta(seconds=timeout)
     store, rank, world = next(rendezvous("env://", timeout=patience))
@@ -258,7 +254,7 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
         raise ValueError(
             f"sequence_parallel={sequence} times tensor_parallel={tensor} must divide the ranks, and there are {world}"
         )
-    # A prefix of its own: the store outlives a group, and gloo would connect a second run to the first one's addresses.
+    # The store outlives a group: without a prefix, gloo would connect a second run to the addresses of the first.
     store = dist.PrefixStore(f"run-{next(_joined)}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
     if rank == 0 and chosen.type == "cpu" and torchrun_cannot_restart_gloo():
@@ -291,12 +287,6 @@ def _leave() -> None:
     # DeepSpeed, if it was used, remembers the group.
     comm = sys.modules.get("deepspeed.comm")
     (dist if comm is None or not comm.is_initialized() else comm).destroy_process_group()
-
-
-def _token_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    found = token_mesh(mesh)
-    assert found is not None
-    return found
 
 
 def torchrun_arguments(ranks: int, max_restarts: int, program: list[str]) -> list[str]:

@@ -208,7 +208,7 @@ def gradient_accumulation_training(
             raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={actual_batch_size}")
         seen += 1
         room = room if group else target_batch_size
-        if rows > room:  # packed documents are one row, which is never too many
+        if rows > room:  # never true of packed documents, which are one row
             first, batch = (
                 {name: x if x is None else x[rows] for name, x in batch.items()}
                 for rows in (slice(room), slice(room, None))
@@ -304,7 +304,7 @@ def train_hierarchically(
     if len(datasets) != len(schedule):
         raise ValueError(f"every stage has a dataset of its own, got {len(datasets)} for {len(schedule)} stages")
     for stage in schedule:
-        Stage.of(stage, sequences=1)  # what is wrong with a later one is said now
+        Stage.of(stage, sequences=1)  # errors in later stages are raised before training
     if optimizer is None:
         optimizer = _make_adamw(model, options)
     settings: dict[str, Any] = {"warmup_steps": warmup_steps, "clip_norm": clip_norm, "seed": seed}
@@ -433,7 +433,7 @@ def _unpack(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, dict[st
 
 
 def _pieces(item: Batch, length: int) -> list[dict[str, Tensor]]:
-    """The parts of a sequence that fit a length, without those that teach nothing."""
+    """A sequence cut to a length, without the parts that have no label."""
     tokens, labels = tokens_and_labels(item)
     cut = zip(tokens.split(length), labels.split(length))
     return [{"input_ids": ids, "labels": targets} for ids, targets in cut if (targets != IGNORED).any()]

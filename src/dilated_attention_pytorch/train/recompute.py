@@ -131,7 +131,7 @@ class _Tiles(torch.autograd.Function):
             "device_type": device_type,
             "dtype": torch.get_autocast_dtype(device_type),
             "enabled": torch.is_autocast_enabled(device_type),
-            "cache_enabled": False,  # a cast weight would hang on the first tile's graph
+            "cache_enabled": False,  # a cached cast would belong to the graph of the first tile
         }
         on_gpu = torch.cuda.get_rng_state(x.device) if draws and x.is_cuda else None
         ctx.random = (torch.get_rng_state(), on_gpu) if draws else None

@@ -141,7 +141,7 @@ class Stepper:
     @property
     def packed_rows(self) -> int:
         """The number of rows of a packed batch, one per micro-batch and rank; 0 without packing."""
-        return self._ranks.data_ranks * self._config.accumulate if self._config.pack else 0
+        return self._ranks.axis("data") * self._config.accumulate if self._config.pack else 0
 
     def step(self, batch: Batch, step: int) -> Outcome:
         """Take a step of the run with a batch that all ranks drew alike."""
@@ -169,9 +169,9 @@ class Stepper:
     def _losses(self, batch: Batch) -> Iterator[Tensor]:
         """The losses of this rank's micro-batches, each to be used before the next one is computed."""
         ranks, count = self._ranks, self._config.accumulate
-        share = max(batch.targets, 1) / (ranks.data_ranks * ranks.axis("sequence"))
+        share = max(batch.targets, 1) / (ranks.axis("data") * ranks.axis("sequence"))
         parts = zip(ranks.part(batch.tokens).chunk(count), ranks.part(batch.following).chunk(count))
         for number, (tokens, following) in enumerate(parts):
-            lengths = batch.lengths(ranks.data_rank * count + number, ranks.device)
+            lengths = batch.lengths(ranks.place("data") * count + number, ranks.device)
             with ranks.accumulating(self.model, last=number == count - 1):
                 yield self.loss(tokens, following, share, lengths)

@@ -57,7 +57,7 @@ class ZeroModel(nn.Module):
         self.groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         settings = config.zero.config(
-            batch_size=config.batch_size // ranks.data_ranks // config.accumulate,
+            batch_size=config.batch_size // ranks.axis("data") // config.accumulate,
             clip_norm=config.clip_norm,
             accumulate=config.accumulate,
         )
