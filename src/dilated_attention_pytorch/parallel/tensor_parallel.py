@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dilated_attention_pytorch.kernels.engine import lse_dtype
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel.group import Place
@@ -34,7 +35,7 @@ def indivisible(model: nn.Module, ranks: int) -> str | None:
             if count % ranks:
                 return (
                     f"the {ranks} ranks of the axis 'tensor' must divide the {count} {what} of "
-                    f"{_called(name, module)}: choose another size of the axis, or of the model"
+                    f"{name or 'the model'} ({type(module).__name__}): choose another size of the axis, or of the model"
                 )
     return None
 
@@ -129,7 +130,7 @@ class _LayerNormAcrossRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ProcessGroup) -> Tensor:
-        wide = x.to(_wide(x))
+        wide = x.to(lse_dtype(x.dtype))
         own = torch.stack([wide.mean(-1), wide.var(-1, correction=0)])
         every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(every, own, group=group)
@@ -144,7 +145,7 @@ class _LayerNormAcrossRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
-        grad = grad.to(_wide(x))
+        grad = grad.to(lse_dtype(x.dtype))
         normal = (x - mean) * rstd
         inner = grad * weight
         means = torch.stack([inner.mean(-1), (inner * normal).mean(-1)])
@@ -175,11 +176,3 @@ class SharedDropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _called(name: str, module: nn.Module) -> str:
-    return f"{name or 'the model'} ({type(module).__name__})"
