@@ -39,10 +39,7 @@ def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls
     wait()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    run()
-    wait()
-    once = time.perf_counter() - began
+    once = _seconds(lambda: (run(), wait()))
     peak = torch.cuda.max_memory_allocated() if cuda else None
     if calls is None:
         calls = max(5 if once < 1 else 2, min(500, round(seconds / max(once, 1e-6))))
@@ -57,13 +54,14 @@ def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls
         wait()
         times = sorted(start.elapsed_time(end) for start, end in events)
     else:
-        times = []
-        for _ in range(calls):
-            began = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - began) * 1e3)
-        times.sort()
+        times = sorted(_seconds(run) * 1e3 for _ in range(calls))
     return Timing(statistics.median(times), times[calls // 5], times[calls * 4 // 5], statistics.mean(times), peak)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def machine(device: str) -> dict[str, Any]:

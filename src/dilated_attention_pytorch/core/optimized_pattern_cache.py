@@ -133,6 +133,7 @@ class OptimizedPatternCache(PatternCache):
         with LOCK:
             cold = super()._find_patterns(keys, place)
             found = [None if entry is None else self._find_hot(entry, place) or entry for entry in cold]
+            # A pattern that is not hot yet was found as itself.
             promoted = [x for x in dict.fromkeys(cold) if x and x in found and x.hits > _HITS_OF_A_COLD_PATTERN]
             ahead = self._likely_next(keys, place)
         made = dict(zip(promoted, self._heat([*promoted, *ahead], place)))
@@ -141,8 +142,10 @@ class OptimizedPatternCache(PatternCache):
     def _find_shared(self, key: Hashable) -> Entry | None:
         with LOCK:
             cold = self._find(key)
-            hot = None if cold is None else self._find_hot(cold, cold.home)
-        return hot if cold is None or hot is not None else self._heat([cold], cold.home)[0]
+            if cold is None:
+                return None
+            hot = self._find_hot(cold, cold.home)
+        return hot or self._heat([cold], cold.home)[0]
 
     def _find_hot(self, cold: Entry, place: torch.device) -> Entry | None:
         copy = cold.copies.get(place)
@@ -179,14 +182,16 @@ class OptimizedPatternCache(PatternCache):
 
     def _heat(self, entries: Sequence[Entry], place: torch.device) -> list[Entry]:
         """Hot copies of cold entries, made one after another on the copies' stream, and ready for any other stream."""
-        aside = place.type == "cuda" and self.enable_async and not torch.cuda.is_current_stream_capturing()
+        captured = place.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        aside = place.type == "cuda" and self.enable_async and not captured
         if aside and place not in self._streams:
             self._streams[place] = torch.cuda.Stream(place)
         with torch.cuda.stream(self._streams[place]) if aside else nullcontext():
             copies = [Entry(copy_to(entry.value, place), place) for entry in entries]
         with LOCK:
             for entry, copy in zip(entries, copies):
-                self._keep_hot(entry, copy)
+                if not captured:  # else it has no values before a replay
+                    self._keep_hot(entry, copy)
         return copies
 
     def _keep_hot(self, cold: Entry, copy: Entry) -> None:
