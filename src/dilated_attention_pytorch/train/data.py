@@ -70,17 +70,11 @@ class Corpus:
 
     def unigram_bits(self) -> float:
         """Bits per byte of the validation split under the training split's byte frequencies: the model to beat."""
-        training, validation = self.byte_pairs.sum(1).double()
-        counts = training + 1.0
-        bits = -(counts / counts.sum()).log2()
-        return ((bits * validation).sum() / validation.sum()).item()
+        return _bits_per_byte(*self.byte_pairs.sum(1))
 
     def bigram_bits(self) -> float:
-        """Bits per byte of the validation split under the training split's counts of byte pairs, each one higher."""
-        training, validation = self.byte_pairs[:, :256].double()
-        counts = training + 1.0
-        bits = -(counts / counts.sum(1, keepdim=True)).log2()
-        return ((bits * validation).sum() / validation.sum()).item()
+        """Bits per byte of the validation split under the training split's frequencies of byte pairs."""
+        return _bits_per_byte(*self.byte_pairs[:, :256])
 
     def remember(self, path: Path, *, resuming: bool) -> None:
         """Write to `path` what this corpus is; when a run is resumed, refuse a corpus that has changed since."""
@@ -124,6 +118,13 @@ class Corpus:
         starts = torch.linspace(0, len(self.validation) - length - 1, batch_size * batches, dtype=torch.float64).long()
         for chunk in starts.split(batch_size):
             yield _windows(self.validation, chunk.tolist(), length, rows)
+
+
+def _bits_per_byte(training: Tensor, validation: Tensor) -> float:
+    """The cross-entropy of counts `(..., 256)` under others, each one higher, as frequencies."""
+    counts = training.double() + 1.0
+    bits = -(counts / counts.sum(-1, keepdim=True)).log2()
+    return ((bits * validation).sum() / validation.sum()).item()
 
 
 def open_corpus(
