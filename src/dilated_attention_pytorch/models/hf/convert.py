@@ -18,7 +18,6 @@ from dilated_attention_pytorch.models.hf.pattern import (
     is_no_window,
     pattern_values,
     require_interface,
-    require_interface_by_config,
 )
 
 ModelOrConfig = TypeVar("ModelOrConfig")
@@ -44,10 +43,7 @@ def use_dilated_attention(
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"use_dilated_attention takes a model or a config of transformers, got {type(model).__name__}")
     text = config.get_text_config()
-    if is_model:
-        require_interface(model)
-    else:
-        require_interface_by_config(text)
+    require_interface(model if is_model else text)
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # before anything is changed
     windows = _windows(text)
     if windows and (is_model or not replace_sliding_window):

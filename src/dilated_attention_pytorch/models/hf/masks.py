@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.models.hf.pattern import is_no_window, require_interface_by_config
+from dilated_attention_pytorch.models.hf.pattern import is_no_window, require_interface
 
 _SPANS, _SPANS_AND_BEGIN, _DOCUMENTS = (3, 2), (4, 3), (5, 2)
 _UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK = (1, 0), (2, 0), (3, 0)
@@ -99,7 +99,7 @@ def dilated_mask(
 ) -> Tensor:
     """The mask function that `register` registers: one of the tensors above, never `N x N`."""
     if config is not None:
-        require_interface_by_config(config)
+        require_interface(config)
     if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
         q_offset = int(q_offset)
     first = isinstance(q_offset, int) and q_offset == 0

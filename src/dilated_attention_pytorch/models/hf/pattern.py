@@ -47,24 +47,18 @@ def read_pattern(config: Any) -> DilatedSpec:
         ) from None
 
 
-def require_interface(model: Any) -> None:
-    """Raise unless `attn_implementation` chooses the attention of this model."""
-    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        raise ValueError(_without_interface(type(model).__name__))
-
-
-def require_interface_by_config(config: Any) -> None:
-    """Raise unless it does so for the models of this config, as far as transformers knows them."""
-    name = _class_without_interface(type(config))
+def require_interface(subject: Any) -> None:
+    """Raise unless `attn_implementation` chooses the attention of a model, or of the models of a config."""
+    if isinstance(subject, torch.nn.Module):
+        can_set = getattr(subject, "_can_set_attn_implementation", lambda: False)()
+        name = None if can_set else type(subject).__name__
+    else:
+        name = _class_without_interface(type(subject))
     if name is not None:
-        raise ValueError(_without_interface(name))
-
-
-def _without_interface(name: str) -> str:
-    return (
-        f"{name} computes attention by itself and not through transformers' AttentionInterface, so "
-        "that nothing would be switched: use a model that does, such as Llama, Qwen, Mistral or ModernBERT"
-    )
+        raise ValueError(
+            f"{name} computes attention by itself and not through transformers' AttentionInterface, so that nothing would "
+            "be switched: use a model that does, such as Llama, Qwen, Mistral or ModernBERT"
+        )
 
 
 # A constant in a trace: tracing would follow it into the source files that it reads.
