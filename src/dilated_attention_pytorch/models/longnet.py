@@ -132,10 +132,7 @@ class _Pretrained(SharesResources, nn.Module):
         """The spans and the rotation for all layers, from `seqlens`, `cu_seqlens` or a padding mask."""
         B, N = x.shape[:2]
         spans = self.spans(B, N, **lengths, cache=self._pattern_cache if is_plain(x) else None)
-        return {
-            "spans": spans,
-            "rotation": None if self.positions is None else self.positions(B, N, spans, x.device),
-        }
+        return {"spans": spans, "rotation": None if self.positions is None else self.positions(B, N, spans, x.device)}
 
     def _check(self, name: str, x: Tensor) -> None:
         """Refuse a tensor that does not hold embeddings of this model."""

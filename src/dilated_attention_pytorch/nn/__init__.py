@@ -2,10 +2,7 @@
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
-from dilated_attention_pytorch.nn.block_sparse import (
-    BlockSparseDilatedAttention,
-    BlockSparseMultiheadDilatedAttention,
-)
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.factories import create_dilated_attention, create_multihead_dilated_attention
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention

@@ -8,10 +8,7 @@ from typing import Any, overload
 from dilated_attention_pytorch.core.checks import check_choice, check_sequence, check_whole
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
-from dilated_attention_pytorch.nn.block_sparse import (
-    BlockSparseDilatedAttention,
-    BlockSparseMultiheadDilatedAttention,
-)
+from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 
 ATTENTION_TYPES: dict[str, tuple[type[DilatedAttention], type[MultiheadDilatedAttention]]] = {

@@ -56,8 +56,8 @@ def require_interface(subject: Any) -> None:
         name = _class_without_interface(type(subject))
     if name is not None:
         raise ValueError(
-            f"{name} computes attention by itself and not through transformers' AttentionInterface, so that nothing would "
-            "be switched: use a model that does, such as Llama, Qwen, Mistral or ModernBERT"
+            f"{name} computes attention by itself and not through transformers' AttentionInterface, so that nothing "
+            "would be switched: use a model that does, such as Llama, Qwen, Mistral or ModernBERT"
         )
 
 
