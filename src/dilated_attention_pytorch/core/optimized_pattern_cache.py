@@ -132,6 +132,8 @@ class OptimizedPatternCache(PatternCache):
         place = torch.device(device)
         with LOCK:
             cold = super()._find_patterns(keys, place)
+            for entry in filter(None, cold):
+                entry.hits += 1
             found = [None if entry is None else self._find_hot(entry, place) or entry for entry in cold]
             # A pattern that is not hot yet was found as itself.
             promoted = [x for x in dict.fromkeys(cold) if x and x in found and x.hits > _HITS_OF_A_COLD_PATTERN]

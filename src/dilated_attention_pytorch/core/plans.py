@@ -112,7 +112,7 @@ class PatternCache:
         self.enable_stats, self.enable_profiling = enable_stats, enable_profiling
         self._cache: dict[Hashable, Entry] = {}
         self._bytes = 0
-        self._old_hits: Counter[str] = Counter()  # of entries that are no longer here
+        self._hits: Counter[str] = Counter()  # by kind
         self._misses: Counter[str] = Counter()
         self._evictions = 0
         self._profile = Profile()
@@ -143,7 +143,9 @@ class PatternCache:
     def _find_patterns(self, keys: Sequence[Hashable], device: Device) -> list[Entry | None]:
         with LOCK:
             found = [self._find(key) for key in keys]
-            self._misses["pattern"] += found.count(None)
+            missing = found.count(None)
+            self._hits.update(pattern=len(keys) - missing)
+            self._misses.update(pattern=missing)
         return found
 
     @checked()
@@ -176,6 +178,8 @@ class PatternCache:
         hit = entry is not None
         if entry is None:
             entry = self._make(kind, key, make)
+        else:
+            self._hits[kind] += 1
         value: Value = entry.shared()
         if timed:
             seconds = time.perf_counter() - began
@@ -237,12 +241,10 @@ class PatternCache:
     def reset_stats(self) -> None:
         """Restart the statistics; the entries stay."""
         with LOCK:
-            self._old_hits.clear()
+            self._hits.clear()
             self._misses.clear()
             self._evictions = 0
             self._profile.clear()
-            for entry in self._cache.values():
-                entry.hits = 0
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -262,9 +264,7 @@ class PatternCache:
         {'parts': {'hits': 2, 'misses': 1, 'size': 1}}
         """
         with LOCK:
-            hits, misses, sizes = self._old_hits.copy(), self._misses, Counter(map(kind_of, self._cache))
-            for key, entry in self._cache.items():
-                hits[kind_of(key)] += entry.hits
+            hits, misses, sizes = self._hits, self._misses, Counter(map(kind_of, self._cache))
             asked = hits.total() + misses.total()
             stats: dict[str, Any] = {
                 "hits": hits.total(),
@@ -290,7 +290,6 @@ class PatternCache:
         entry = self._cache.get(key)
         if entry is not None:
             entry.used = next(CLOCK)
-            entry.hits += 1
         return entry
 
     _find_shared = _find  # without the lock, which would take longer than the rest
@@ -340,7 +339,6 @@ class PatternCache:
 
     def _drop(self, key: Hashable) -> Entry:
         entry = self._cache.pop(key)
-        self._old_hits[kind_of(key)] += entry.hits
         self._bytes -= entry.size
         return entry
 
