@@ -24,7 +24,7 @@ from benchmarks.suite import Options, Record, Suite, Table, Verdict, append_line
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.parallel import ranks_of, sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import branch_traffic
+from dilated_attention_pytorch.parallel.schemes import branch_traffic
 from dilated_attention_pytorch.parallel.sharding import Shards
 from dilated_attention_pytorch.parallel.wire import wires_of
 
@@ -120,7 +120,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
             f"{machine}. One attention layer, {mine[0]['heads']} heads of {mine[0]['head_dim']} in {mine[0]['dtype']}, "
             "one branch inside the shards and one with rate 4 over the whole sequence; `dense ring` is the ring over "
             "one undilated segment. Bytes are those that a rank receives in one pass, counted on the ranks and by the "
-            "formulas of `parallel.costs`. Times are of forward and backward on the slowest rank"
+            "formulas of `parallel.schemes`. Times are of forward and backward on the slowest rank"
         )
         if machine.startswith("CPU"):
             words += f". All ranks share {mine[0]['cores']} CPU cores, so times say nothing about ranks on their own"

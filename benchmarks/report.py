@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from benchmarks import baselines
+from benchmarks import comparisons
 from benchmarks.contenders import EVERY_TILE, FLOOR, OURS
 from benchmarks.ratios import rows_of
 from benchmarks.suite import Table, read_records
@@ -37,12 +37,12 @@ def tables(results: Path) -> Iterator[Table]:
     """All tables of the results: contenders first, then the other suites."""
     records = read_records(results)
     if rows := rows_of(records):
-        yield baselines.targets(rows)
-        yield from baselines.tables(rows)
-        yield baselines.published(rows)
-        yield baselines.time_charts(rows)
+        yield comparisons.targets(rows)
+        yield from comparisons.tables(rows)
+        yield comparisons.published(rows)
+        yield comparisons.time_charts(rows)
     for suite in SUITES.values():
-        if suite not in baselines.SUITES:
+        if suite not in comparisons.SUITES:
             yield from suite.tables(suite.latest(records))
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks import baselines, capacity, decode, memory, ranks, shard, shared, techniques
+from benchmarks import cache_and_pool, capacity, comparisons, decode, memory, ranks, shard, techniques
 
 SUITES = {
     suite.name: suite
     for suite in (
-        *baselines.SUITES,
+        *comparisons.SUITES,
         memory.SUITE,
-        shared.CACHE,
-        shared.POOL,
+        cache_and_pool.CACHE,
+        cache_and_pool.POOL,
         decode.SUITE,
         shard.SUITE,
         ranks.SUITE,

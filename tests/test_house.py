@@ -40,6 +40,14 @@ def floors() -> dict[str, int]:
     return {room: floor for floor, several in enumerate(rooms) for room in several.split(", ")}
 
 
+def test_files_that_the_guide_names_exist() -> None:
+    root = PACKAGE.parents[1]
+    named = re.findall(r"`([a-z_]+/[a-z_./*]*|[a-z_]+\.py)`", (root / "CONTRIBUTING.md").read_text())
+    assert len(named) > 40
+    missing = [path for path in named if not any(any(folder.glob(path)) for folder in (root, PACKAGE))]
+    assert not missing
+
+
 def imports() -> list[tuple[str, str]]:
     """(file, module) for every import of a module of this package by a file in a room."""
     found = []
@@ -245,8 +253,10 @@ def test_factories_are_found_in_the_core_too() -> None:
     assert create_multihead_dilated_attention is dilated_attention_pytorch.create_multihead_dilated_attention
 
 
-def test_the_tools_are_found_under_their_earlier_path_too() -> None:
-    for paths in (("inspect", "tools"), ("inspect.pictures", "pages.plots"), ("inspect.show", "tools.show")):
+def test_moved_modules_are_found_under_their_earlier_path_too() -> None:
+    moved = {"inspect": "tools", "inspect.pictures": "pages.plots", "inspect.show": "tools.show"}
+    moved["parallel.costs"] = "parallel.schemes"
+    for paths in moved.items():
         earlier, now = (importlib.import_module(f"{NAME}.{path}") for path in paths)
         assert earlier is now
 

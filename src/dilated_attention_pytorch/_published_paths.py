@@ -9,7 +9,7 @@ from dilated_attention_pytorch import core, nn, tools
 from dilated_attention_pytorch.models import longnet
 from dilated_attention_pytorch.nn import kv_cache
 from dilated_attention_pytorch.pages import plots
-from dilated_attention_pytorch.parallel import names
+from dilated_attention_pytorch.parallel import names, schemes
 from dilated_attention_pytorch.tools import show
 
 PUBLISHED_PATHS: dict[str, ModuleType] = {
@@ -26,6 +26,7 @@ PUBLISHED_PATHS: dict[str, ModuleType] = {
     "improved_distributed_dilated_attention": names,
     "ring_improved_distributed_dilated_attention": names,
     "nn.full_cache": kv_cache,
+    "parallel.costs": schemes,
     "long_net": longnet,
     "inspect": tools,
     "inspect.pictures": plots,

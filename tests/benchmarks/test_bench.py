@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from benchmarks import baselines, contenders, shared
+from benchmarks import cache_and_pool, comparisons, contenders
 from benchmarks.cases import CASES, choose_cases
 from benchmarks.command import main
 from benchmarks.contenders import choose_contenders
@@ -20,7 +20,7 @@ SMALL = Case(
     tokens=64, heads=2, head_dim=16, segment_lengths=(16, 32), dilation_rates=(1, 2), dtype="float32", device="cpu"
 )
 
-TURNS = dict(baselines.TURNS)
+TURNS = dict(comparisons.TURNS)
 ALL = ("attention", "short", "scaling", "blocksparse")
 
 
@@ -34,7 +34,7 @@ def small_suites(monkeypatch):
 @pytest.fixture(autouse=True)
 def one_turn(monkeypatch):
     """Contenders are measured once: what they take is of no interest."""
-    monkeypatch.setattr(baselines, "TURNS", {"cuda": 1, "cpu": 1})
+    monkeypatch.setattr(comparisons, "TURNS", {"cuda": 1, "cpu": 1})
 
 
 def read(results):
@@ -56,15 +56,15 @@ def test_a_suite_prints_a_row_a_case_and_writes_a_line_a_contender(tmp_path, cap
 
 
 def test_on_a_cpu_the_middle_of_three_turns_stands_for_a_contender(tmp_path, monkeypatch, small_suites) -> None:
-    monkeypatch.setattr(baselines, "TURNS", TURNS)
+    monkeypatch.setattr(comparisons, "TURNS", TURNS)
     taken = iter([3.0, 7.0, 1.0, 9.0, 2.0, 8.0])  # by turns
-    monkeypatch.setattr(baselines, "attempt", lambda setup, case: {"milliseconds": next(taken), "tflops": 1.0})
+    monkeypatch.setattr(comparisons, "attempt", lambda setup, case: {"milliseconds": next(taken), "tflops": 1.0})
     table = dict.fromkeys(["ours", "dense, same FLOPs"])
     monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
     results = tmp_path / "results.jsonl"
     assert main(["short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
     assert [line["milliseconds"] for line in read(results)[1:]] == [2.0, 8.0]
-    assert baselines.middle([{"milliseconds": 1.0}, {"failed": "once"}, {"milliseconds": 2.0}]) == {"failed": "once"}
+    assert comparisons.middle([{"milliseconds": 1.0}, {"failed": "once"}, {"milliseconds": 2.0}]) == {"failed": "once"}
 
 
 def test_all_runs_every_suite_and_renders_page_and_report(tmp_path, capsys, small_suites) -> None:
@@ -273,12 +273,14 @@ def test_results_of_a_release_without_block_patterns_are_still_read(tmp_path) ->
 @pytest.fixture
 def tiny(monkeypatch):
     """The suites of what calls share, at sizes and times that a test can afford."""
-    monkeypatch.setattr(shared, "HEADS", 2)
-    monkeypatch.setattr(shared, "HEAD_DIM", 16)
-    monkeypatch.setattr(shared, "compare", lambda off, on, device: compare(off, on, device, seconds=0.01, least=2))
-    monkeypatch.setattr(shared, "_in_threads", lambda run: (run(), 1.0)[1])
-    monkeypatch.setattr(shared, "peak_in_new_process", lambda *arguments: 100 + arguments[-1])
-    monkeypatch.setattr(shared, "_steps_on_ranks", lambda tokens: [])
+    monkeypatch.setattr(cache_and_pool, "HEADS", 2)
+    monkeypatch.setattr(cache_and_pool, "HEAD_DIM", 16)
+    monkeypatch.setattr(
+        cache_and_pool, "compare", lambda off, on, device: compare(off, on, device, seconds=0.01, least=2)
+    )
+    monkeypatch.setattr(cache_and_pool, "_in_threads", lambda run: (run(), 1.0)[1])
+    monkeypatch.setattr(cache_and_pool, "peak_in_new_process", lambda *arguments: 100 + arguments[-1])
+    monkeypatch.setattr(cache_and_pool, "_steps_on_ranks", lambda tokens: [])
 
 
 def test_the_cache_suite_measures_every_kind_and_the_whole_step(tmp_path, capsys, tiny) -> None:
@@ -302,7 +304,7 @@ def test_the_pool_suite_measures_every_module(tmp_path, capsys, tiny) -> None:
     assert main(["pool", "--device", "cpu", "--tokens", "256", "--out", str(results)]) == 0
     _, *lines = read(results)
     cases = {line["case"] for line in lines}
-    for name in shared.MODULES:
+    for name in cache_and_pool.MODULES:
         assert f"N=256 {name} float32 forward+backward" in cases
     assert "N=256 DilatedAttention bfloat16 forward+backward" in cases
     assert all(line["memory_ratio"] == 1.01 for line in lines if line["peak_on"] is not None)
@@ -326,20 +328,20 @@ def kind(cached, hit, hit_8=1.0):
     ],
 )
 def test_what_is_cached_must_be_cheaper_to_find_and_to_use(record, met) -> None:
-    assert [verdict.met for verdict in shared.CACHE.verdict([record])] == [met]
+    assert [verdict.met for verdict in cache_and_pool.CACHE.verdict([record])] == [met]
 
 
 def test_the_pool_suite_measures_the_classes_across_ranks_on_two_of_them() -> None:
-    cases = {step["case"]: step for step in shared._steps_on_ranks(64)}
-    for name in shared.RINGS:
+    cases = {step["case"]: step for step in cache_and_pool._steps_on_ranks(64)}
+    for name in cache_and_pool.RINGS:
         step = cases[f"N=64 {name} bfloat16 forward+backward, 2 gloo ranks"]
         assert min(step["off"], step["on"]) > 0
 
 
 def test_a_peak_is_what_a_step_needs_at_least() -> None:
     floor = 3 * 2048 * 4 * 64 * 4
-    assert shared.peak_in_new_process("DilatedAttention", "cpu", 2048, "float32", True) > floor
+    assert cache_and_pool.peak_in_new_process("DilatedAttention", "cpu", 2048, "float32", True) > floor
 
 
 def test_several_threads_share_the_time() -> None:
-    assert shared._in_threads(lambda: sum(range(1000)), seconds=0.01) > 0
+    assert cache_and_pool._in_threads(lambda: sum(range(1000)), seconds=0.01) > 0

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import baselines, cases
+from benchmarks import cases, comparisons
 from benchmarks.command import main
 from benchmarks.encoders import choose_encoders
 from benchmarks.harness import Case, measure
@@ -44,7 +44,7 @@ def checkout(write_checkout):
 def test_the_gigapath_suite_measures_encoders_beside_torchscales(checkout, tmp_path, capsys, monkeypatch) -> None:
     small = [Case(**SMALL), Case(**SMALL, backward=True)]
     monkeypatch.setitem(cases.CASES, "gigapath", lambda device: iter(small))
-    monkeypatch.setattr(baselines, "measure", lambda *run: measure(*run, calls=1))
+    monkeypatch.setattr(comparisons, "measure", lambda *run: measure(*run, calls=1))
     results = tmp_path / "results.jsonl"
     command = ["gigapath", "--device", "cpu", "--out", str(results)]
     assert main([*command, "--torchscale", str(checkout)]) == 0
@@ -81,7 +81,7 @@ def test_peak_memory_is_told_where_it_was_measured() -> None:
         "ours": {"peak_bytes": 3 << 30, "milliseconds": 1.0, "tflops": 1.0},
         "torchscale": {"failed": "OutOfMemoryError"},
     }
-    _, peaks = baselines.tables([Row("gigapath", case, "a GPU", {**lines, "skips": {"skipped": "why"}})])
+    _, peaks = comparisons.tables([Row("gigapath", case, "a GPU", {**lines, "skips": {"skipped": "why"}})])
     assert peaks.head == ["case", "floor", "ours", "torchscale", "memory"]
     assert peaks.rows == [[case.title, "-", "3.00", "-", ""]]
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from dilated_attention_pytorch.nn.full_cache import attend_full_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,7 +21,6 @@ from dilated_attention_pytorch.core.spans import checked_spans, document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.op import attend_backward, attend_op
-from dilated_attention_pytorch.nn.full_cache import attend_full_cache
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.recompute import TiledFeedForward

@@ -12,8 +12,8 @@ from torch import Tensor
 from dilated_attention_pytorch.core import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import branch_traffic
 from dilated_attention_pytorch.parallel.group import RankGroup, ranks_of
+from dilated_attention_pytorch.parallel.schemes import branch_traffic
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
     even_lengths,

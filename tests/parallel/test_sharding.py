@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core.pattern import dense_mask, visible
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, Branch, DilatedSpec
-from dilated_attention_pytorch.parallel.costs import (
+from dilated_attention_pytorch.parallel.schemes import (
     branch_traffic,
     choose_scheme,
     gathered_bytes,

@@ -1,4 +1,7 @@
-"""The attention weights of a slide encoder's CLS token over all tiles, without an N x N tensor."""
+"""The attention weights of a slide encoder's CLS token over all tiles, without an N x N tensor.
+
+`models.torchscale` has `patch_gigapath`, which prepares the encoder.
+"""
 
 from __future__ import annotations
 

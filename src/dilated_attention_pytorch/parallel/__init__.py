@@ -1,7 +1,6 @@
-"""Dilated attention across ranks: shards, costs, schemes, and the modules that use them."""
+"""Dilated attention across ranks: shards, schemes and their bytes, plans, and the modules that use them."""
 
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import Scheme, branch_traffic, choose_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
 from dilated_attention_pytorch.parallel.module import AcrossRanks
@@ -18,6 +17,7 @@ from dilated_attention_pytorch.parallel.names import (
 )
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.parallel.plan import Job, Plan, make_plan
+from dilated_attention_pytorch.parallel.schemes import Scheme, branch_traffic, choose_scheme
 from dilated_attention_pytorch.parallel.sharding import (
     Shards,
     TokenLayout,

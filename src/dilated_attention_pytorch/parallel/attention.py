@@ -37,10 +37,10 @@ from dilated_attention_pytorch.functional import (
     refuse_lengths_of_tiles,
 )
 from dilated_attention_pytorch.kernels import op
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme, choose_scheme
 from dilated_attention_pytorch.parallel.exchange import AllToAll, Exchange, Gather, SparseGather
 from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.passes import BackwardPass, LocalCall, Pass
+from dilated_attention_pytorch.parallel.schemes import MEMORY_BUDGET, Scheme, check_scheme, choose_scheme
 from dilated_attention_pytorch.parallel.sharding import Document, Shards, TokenLayout, local_calls
 from dilated_attention_pytorch.parallel.wire import wires_of
 
@@ -94,7 +94,7 @@ def sharded_dilated_attention(
         group, mesh, axis, ranks: the ranks, as a process group, a mesh with an axis of that name, or from `ranks_of`;
             by default the default group. Without one, or with one rank, this is `dilated_attention`.
         scheme: how rows travel where a segment lies on several ranks: `gather`, `ring` or `all_to_all`; `auto` chooses
-            for each branch by bytes and memory (`costs.choose_scheme`).
+            for each branch by bytes and memory (`schemes.choose_scheme`).
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
         shard_lengths: the tokens of every rank. If they are stated, ranks compare a call only the first time, otherwise
             every time, through the store of the process group.

@@ -21,9 +21,9 @@ from dilated_attention_pytorch.core.spec import Branch
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.kernels.blocks import Block, Keep, Tiling, keep_by_position
 from dilated_attention_pytorch.kernels.engine import lse_dtype
-from dilated_attention_pytorch.parallel.costs import Messages, Round, rounds_of
 from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.passes import BackwardPass, BlockOf, Pass
+from dilated_attention_pytorch.parallel.schemes import Messages, Round, rounds_of
 from dilated_attention_pytorch.parallel.sharding import SharedSegment
 from dilated_attention_pytorch.parallel.wire import GridRows, HeldRows, Rows, Wire
 

@@ -20,10 +20,10 @@ from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPosition
 from dilated_attention_pytorch.nn.replacement import replace_parts
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.parallel.attention import described_lengths, spans_of_all
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.group import Place, RankGroup, check_mesh, ranks_of
 from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.names import RingAdvancedDistributedDilatedAttention
+from dilated_attention_pytorch.parallel.schemes import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.sharding import Shards
 from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from dilated_attention_pytorch.core.checks import SIZE, check_tensor, checked
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.group import ALONE, Place
+from dilated_attention_pytorch.parallel.schemes import MEMORY_BUDGET, Scheme, check_scheme
 from dilated_attention_pytorch.parallel.sharding import TokenLayout
 
 _COPIED = (

@@ -20,11 +20,11 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDil
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
-from dilated_attention_pytorch.parallel.costs import Scheme
 from dilated_attention_pytorch.parallel.group import ALONE, Place, check_mesh
 from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.options import OPTIONS, RunOptions
 from dilated_attention_pytorch.parallel.plan import Job, make_plan
+from dilated_attention_pytorch.parallel.schemes import Scheme
 from dilated_attention_pytorch.parallel.sharding import Shards
 from dilated_attention_pytorch.parallel.tensor_parallel import share_projections
 

@@ -27,7 +27,7 @@ from dilated_attention_pytorch.core.checks import (
 from dilated_attention_pytorch.core.pattern import training_bytes, visible_pairs
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
-from dilated_attention_pytorch.parallel.costs import (
+from dilated_attention_pytorch.parallel.schemes import (
     MEMORY_BUDGET,
     branch_traffic,
     check_scheme,

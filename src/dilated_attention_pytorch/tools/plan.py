@@ -1,4 +1,7 @@
-"""The reports of the command `plan`, in words and as plain values: attention on many GPUs, a model on one GPU."""
+"""The reports of the command `plan`, in words and as plain values.
+
+`parallel.plan` computes the plan of attention on many GPUs, `train.fitting` what fits into one GPU.
+"""
 
 from __future__ import annotations
 

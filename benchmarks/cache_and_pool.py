@@ -49,7 +49,7 @@ from dilated_attention_pytorch.parallel import (
     Shards,
 )
 from dilated_attention_pytorch.parallel.attention import Kind, shard_plan_for
-from dilated_attention_pytorch.parallel.costs import MEMORY_BUDGET
+from dilated_attention_pytorch.parallel.schemes import MEMORY_BUDGET
 
 SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
 SPARSE = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.25, block_size=32)

@@ -1,4 +1,7 @@
-"""The suites that measure contenders against each other: `attention`, `short`, `scaling`, `blocksparse`, `gigapath`."""
+"""The suites that compare contenders on the same case: `attention`, `short`, `scaling`, `blocksparse`, `gigapath`.
+
+`contenders` and `encoders` define what is compared, `cases` lists the cases, `ratios` has the targets.
+"""
 
 from __future__ import annotations
 
