@@ -1,4 +1,4 @@
-"""`dilated_attention`: validate, choose a backend, call the operator."""
+"""`dilated_attention`: check the arguments, describe the call, run the operator; and the weights of single rows."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ def dilated_attention(
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
         sparse_config: keep only some tiles of every branch, by a pattern; None keeps all. It excludes lengths.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
-        backend: `auto`, or the engine to run: `triton`, `eager` or `reference`.
-        resources: a cache of tables and a pool of workspaces that calls share. None means neither, but with
-            `sparse_config` the global cache: a layout always costs more to make than to find.
+        backend: `auto`, or the engine to run: `triton`, `vendor`, `eager` or `reference`.
+        resources: a cache of tables and a pool of workspaces that calls share. None means neither, except that with
+            `sparse_config` the global cache is used: making a layout always costs more than finding it.
         attn_mask: refused; a dense mask takes O(N^2) memory.
 
     Returns:

@@ -36,7 +36,7 @@ class OptimizedPatternCache(PatternCache):
     Args:
         max_gpu_patterns, max_cpu_patterns: the most entries of each tier.
         gpu_memory_limit_mb: the most MiB of the hot tier.
-        enable_async: copy on a stream of its own.
+        enable_async: copy on a separate stream.
         enable_prefetch: copy the likely next pattern ahead.
         enable_stats, enable_profiling: as in `PatternCache`.
         max_bytes: the most bytes of the CPU's tier; None for no limit.

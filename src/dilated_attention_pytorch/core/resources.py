@@ -1,4 +1,4 @@
-"""What calls may share, a cache and a pool, and from which length on that pays."""
+"""What calls may share, a cache and a pool, and the sequence lengths from which on they help."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class DilatedSpec:
     """The branches of a dilated attention and how heads are laid over them; hashable, so it serves as a cache key.
 
     A spec without a branch of dilation rate 1 leaves (row, head) pairs that no branch covers: their output is 0, and
-    constructing it warns once. In the `grouped` layout a head has the rows of its own branch only, by design.
+    constructing it warns once. In the `grouped` layout a head covers only the rows of its own branch, by design.
 
     >>> spec = DilatedSpec.of([4, 8], [1, 2])
     >>> spec.offsets(4)

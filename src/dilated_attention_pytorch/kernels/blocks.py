@@ -6,9 +6,9 @@ share of the gradients needs nothing that forward did not save:
     P  = exp(scale * q.k - lse)         dv = (P * keep)^T do
     dS = P * (keep * do.v - delta)      dq = scale * dS k,  dk = scale * dS^T q
 
-The GPU vendor's flash kernel computes a block if it can, then PyTorch's flash kernel for CPUs, else matrix products of
-one chunk of scores at a time. Results may lie in workspaces from `take`: add them up before the lease ends. There may
-be fewer or more keys than rows, except under causality.
+The first of these that supports a block computes it: PyTorch's flash kernel for CUDA (`vendor`), its flash kernel for
+CPUs, matrix products with one chunk of scores at a time. Results may lie in workspaces from `take`: add them up before
+the lease ends. There may be fewer or more keys than rows, except under causality.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Attention of new tokens against a bounded cache: the rows of a full causal forward, from what the cache keeps.
+"""Attention of new tokens against a bounded cache: the output of a full causal forward, from the rows that it holds.
 
-The new tokens' rows are the merge of two partials: over the cached rows of the segment that was open when they came,
-and over the new tokens themselves. Then the new tokens are stored.
+The output of the new tokens is the merge of two partials: one over the cached rows of the *open* segment, in which the
+new tokens begin, and one over the new tokens themselves. Then the new tokens are stored.
 
-- A few tokens (`_MOST_AT_ONCE`) go one way whatever their positions, which may differ between batch rows: shapes are
-  static and nothing waits for the device, so that the step can be compiled and captured in a CUDA graph.
-- A longer chunk is an ordinary problem of the operator from where all branches begin a segment; and before that, if the
-  chunk is long beside the open segments, once the cached rows have been put back before it, at their places. Otherwise
-  it is cut, branch by branch, where the open segment ends, and only queries of the open segment meet the cache.
+- Up to `_MOST_AT_ONCE` tokens take one code path for all positions, which may differ between batch rows. Shapes are
+  static and nothing waits for the device, so the step can be compiled and captured in a CUDA graph.
+- A longer chunk has three cases. From the position on at which all branches begin a segment, it is an ordinary call of
+  the operator. Before that position, if the chunk is long compared with the open segments, the cached rows are put back
+  in front of it and the whole is one call. Otherwise each branch cuts the chunk where the open segment ends, and only
+  the queries of the open segment attend to the cache.
 """
 
 from __future__ import annotations

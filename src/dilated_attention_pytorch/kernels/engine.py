@@ -1,6 +1,6 @@
-"""What an engine is, and the one ladder that decides which engine runs a call.
+"""What an engine is, and the one place that chooses the engine of a call.
 
-Engines differ in speed and rounding only. Each computes `(out, lse)` of a call, or its gradients from the saved inputs
+Engines differ in speed and rounding only. Each computes `(out, lse)` of a call, and its gradients from the saved inputs
 and the merged result. The reference and eager engines accept every call.
 """
 
@@ -77,9 +77,9 @@ def load_engine(name: str) -> Engine:
 def choose_engine(
     backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None = None
 ) -> str:
-    """The engine that `backend` names, or for `auto` the one to use: on a GPU Triton where it can, else eager.
+    """The engine that `backend` names. `auto` is Triton on a GPU if it supports the call, otherwise eager.
 
-    `vendor` is by name only: our own kernels are as fast, and round less often.
+    `auto` never chooses `vendor`: our own kernels are as fast, and round less often.
     """
     kind = (device, dtype, head_dim, block_size)
     if debugging():

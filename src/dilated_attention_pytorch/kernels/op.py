@@ -1,13 +1,17 @@
 """The one operator behind every attention here: forward over branches, backward against the merged out and lse.
 
-It is opaque to autograd, `torch.compile`, export and checkpointing, and saves q, k, v, out and lse once, however many
-branches there are.
+It is opaque to autograd, `torch.compile`, export and checkpointing, and saves q, k, v, out and lse once, for any number
+of branches.
 
-`attend` is what to call. Tracers, tensor subclasses and dispatch modes see a registered operator; a plain eager call
-goes straight to the same code, because the registered operator's way through the dispatcher and Python's autograd takes
-several times as long as a short sequence takes on a GPU. Transforms of `torch.func` see an autograd function with the
-rules that they ask for. Derivatives are first derivatives: reverse mode by the engine of the call, forward mode by
-PyTorch's operators on every device.
+`functional` calls `attend`, which has three ways to the same code:
+
+- a plain eager call runs the autograd function `_Attend`, or without gradients `partial`. Going through the dispatcher
+  instead would take several times as long as a short sequence takes on a GPU;
+- tracers, tensor subclasses and dispatch modes see the registered operator `attend_op`;
+- transforms of `torch.func` see `_AttendTransformed`, an autograd function with the rules that they need.
+
+There are first derivatives only: reverse mode in the engine of the call, forward mode in PyTorch's operators on every
+device.
 """
 
 # No postponed annotations: torch.library reads the types to make the operators' schemas.

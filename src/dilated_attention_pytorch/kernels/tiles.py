@@ -1,7 +1,7 @@
 """The kept tiles of a block layout, for `blocks`: rows are copied into whole tiles, and keys gathered by tile.
 
 Rows and keys become `(S, H, T, block, D)`. A chunk gathers the kept key tiles of some query tiles and is one batch of
-matrix products. No scores exist but those of a chunk's kept tiles.
+matrix products. Only the scores of the kept tiles of one chunk exist at a time.
 """
 
 from __future__ import annotations

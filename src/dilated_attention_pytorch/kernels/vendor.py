@@ -1,7 +1,8 @@
-"""The GPU vendor's flash attention with its lse on `(S, M, H, D)` views: `blocks` for rows in low precision.
+"""PyTorch's flash kernel for CUDA, with its lse, on `(S, M, H, D)` views: it computes `blocks` in low precision.
 
-Keys may be fewer or more than queries. As in `blocks`, `backward` takes the *merged* out and lse of the whole call,
-and gives a part's share of the gradients. Results are in float32, rounded once to the inputs' dtype before.
+There may be fewer or more keys than queries. As in `blocks`, `backward` takes the *merged* out and lse of the whole
+call and returns a part's share of the gradients. Results are float32, but the kernel has rounded them once to the
+inputs' dtype.
 """
 
 from __future__ import annotations

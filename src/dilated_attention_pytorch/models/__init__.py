@@ -1,4 +1,4 @@
-"""LongNet models and their config."""
+"""LongNet models and their config; torchscale's models, such as Prov-GigaPath, on this library's attention."""
 
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM

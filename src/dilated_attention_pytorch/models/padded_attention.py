@@ -1,4 +1,4 @@
-"""Dilated attention as torchscale computes it, its padding included: what weights trained with torchscale expect.
+"""Dilated attention as torchscale computes it, with its padding: weights that torchscale trained expect this.
 
 torchscale cuts each branch into segments of `min(w, N)` rows, fills up the last segment with rows of zeros, and every
 segment to a multiple of the rate. A key of zeros has score 0 and value 0: it counts in the softmax and adds nothing to

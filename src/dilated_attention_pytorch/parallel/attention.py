@@ -103,7 +103,7 @@ def sharded_dilated_attention(
         seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
         key_padding_mask: `(B, L)`, of the rank's own tokens.
         sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`.
-        dropout_p: which weights are dropped is drawn on the first rank, and is what a single device would draw.
+        dropout_p: as on a single device. The first rank draws the seed.
         resources: a cache and a pool that calls share; None is the global cache, because making a plan always costs
             more than finding it.
         The other arguments are those of `dilated_attention`.

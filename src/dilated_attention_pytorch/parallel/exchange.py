@@ -1,7 +1,8 @@
-"""Exchanges: one branch's shared segments under one scheme, whose rounds `rounds_of` plans.
+"""Exchanges: what one rank sends, receives and computes for the shared segments of one branch.
 
-`begin` starts the messages; then the rank computes what it can alone; `end` waits for rows, computes with them, sends
-the results to the rows' owners, and folds what returns. Forward, gather and ring have no results that return.
+`schemes.rounds_of` plans the messages. `begin` starts them; then the rank computes what it can alone. `end` waits for
+the rows of other ranks, computes with them, returns results to the owners of the rows, and folds in the results that
+return for its own. In the forward pass of gather and ring no results return.
 """
 
 from __future__ import annotations

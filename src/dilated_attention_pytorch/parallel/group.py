@@ -1,8 +1,8 @@
 """A rank group: the ranks that share a sequence or its heads, the messages between them, and what they agree on.
 
 Rows travel as point-to-point messages: only ranks that share a segment exchange any, and different segments are shared
-by different ranks, so no process group is made for a segment. Every rank posts its messages in one order (branch, then
-step), so that they meet whatever the backend matches them by.
+by different ranks, so no process group is made for a segment. Every rank posts its messages in the same order (branch,
+then step), so that they match whether the backend matches them by tag or by order.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Posted:
 
 
 Numbers = tuple[tuple[int, ...], ...]
-"""What each rank states of its own shard: its tokens, and what else the call needs of every rank."""
+"""What each rank states about its own shard: its tokens, and further numbers that the call needs of every rank."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class RankGroup:
         return next((table for table in tables if table[self.rank] == mine), None)
 
     def begin(self, agreed: Agreed, name: str) -> None:
-        """Record that a pass of a call begins; its messages meet none of another call's."""
+        """Record that a pass of a call begins; its messages are never matched with those of another call."""
         if name == "backward":
             self._awaited = max(0, self._awaited - 1)
             # What an earlier call without gradients left is not kept for ever: if it is recomputed later still, ranks

@@ -1,6 +1,7 @@
-"""A model on one mesh of named axes: tokens, heads and parameters over ranks.
+"""`parallelize`: a model on one mesh of named axes, which shard its tokens, heads and parameters.
 
-Beside attention, a model whose ranks hold shards of its tokens needs the lengths, positions and memory of all of them.
+If ranks hold shards of the tokens, not only attention changes: lengths, positions and the memory that a decoder attends
+to must be those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ def parallelize(
     shard_parameters: bool = True,
     **fsdp: Any,
 ) -> nn.Module:
-    """Spread a model that is built from the modules here over the ranks of a mesh, in place, and return it.
+    """Distribute a model that is built from the modules of this library over a mesh, in place, and return it.
 
     Args:
         model: the same on every rank, with the same weights.
-        mesh: its axes are any of `data` (ranks have sequences of their own), `sequence` (they share the tokens of a
-            sequence in contiguous shards, in order) and `tensor` (they have the same tokens, and share heads and
-            feed-forward features).
+        mesh: its axes are any of `data` (ranks have different sequences), `sequence` (ranks have contiguous shards of
+            the same sequences, in order) and `tensor` (ranks have the same tokens, and share heads and feed-forward
+            features).
         scheme, memory_budget: how rows of a shared segment travel; see `sharded_dilated_attention`.
         shard_parameters: FSDP2 shards parameters over `data` and `sequence`, and averages gradients over them. False
             leaves that to the caller, for DDP over `token_mesh(mesh)`, or for DeepSpeed.
-        fsdp: settings of `fully_shard`, such as `mp_policy` or `offload_policy`.
+        fsdp: keywords of `fully_shard`, such as `mp_policy` or `offload_policy`.
 
-    Gradients are averages over the ranks of `data` and `sequence`: let a rank's loss be the sum over its own tokens,
-    divided by the mean number of tokens per rank. Ranks along `tensor` must draw the same random numbers.
+    Gradients are averages over the ranks of `data` and `sequence`, so the loss of a rank must be the sum over its own
+    tokens, divided by the mean number of tokens per rank. Ranks along `tensor` must draw the same random numbers.
     """
     check_mesh(mesh)
     found, error = {}, None
@@ -86,7 +87,7 @@ def parallelize(
 
 
 def token_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that have tokens of their own, as a mesh of one axis: `data` and `sequence`; None if it has neither."""
+    """The axes `data` and `sequence`, whose ranks have different tokens, as one axis; None if the mesh has neither."""
     names = tuple(name for name in check_mesh(mesh).mesh_dim_names or () if name in ("data", "sequence"))
     if len(names) < 2:
         return mesh[names[0]] if names else None

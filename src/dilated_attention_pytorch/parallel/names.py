@@ -102,8 +102,8 @@ class RingDilatedAttentionV2(RingDilatedAttention):
         """Bytes of one forward and backward pass over `seq_len` tokens; each figure is that of the rank with the most.
 
         `tensors` are q, k, v, out, their gradients, and two numbers per row; `messages` are the buffers of messages
-        under way in the forward pass, of all branches; `received` is what arrives in them. `memory_reduction_factor`
-        is what a single device would take for the whole sequence, divided by `total`.
+        under way in the forward pass, of all branches; `received` are the bytes that arrive in them.
+        `memory_reduction_factor` is the memory of a single device for the whole sequence, divided by `total`.
         """
         plan = make_plan(
             Job(
@@ -145,8 +145,8 @@ class RingDilatedAttentionV3(RingDilatedAttentionV2):
             otherwise on the CPU; False uses the global cache. By default it follows `use_pattern_cache`.
         settings: those of `RingDilatedAttention`.
 
-    A branch is a stride and has no table of its own, so nothing can be made before a length is known; `pregenerate`
-    makes and pins what calls of a known length share.
+    A branch is a stride and needs no table, so nothing can be made before a length is known. `pregenerate` makes and
+    pins the entries that calls of a known length share.
     """
 
     @checked()
@@ -253,7 +253,7 @@ class RingAdvancedDistributedDilatedAttention(RingMultiheadDilatedAttention):
     Args:
         sequence_parallel, model_parallel, data_parallel: ranks on the axes `sequence`, `tensor` and `data` of a mesh;
             see `RunOptions`. With `sequence_parallel` a rank has a shard of the tokens, with `model_parallel` it has
-            the projections of its heads, and with `data_parallel` a batch of its own.
+            the projections of its heads, and with `data_parallel` its own batch.
         mesh: the ranks, on named axes, which must match what is stated about them; by default `options.axes` makes a
             mesh of the ranks of the default group. All ranks make the module alike.
         settings: the other fields of `RunOptions` (`use_deepspeed`, `zero_stage`, `checkpoint_interval`, ...), kept as

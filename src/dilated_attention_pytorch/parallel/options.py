@@ -88,8 +88,8 @@ class RunOptions:
 
     Args:
         sequence_parallel, model_parallel, data_parallel: how many ranks share the tokens of a sequence, how many share
-            the heads, and how many have a batch of their own. True takes all ranks that the others leave, False one.
-            None leaves it open: the remaining ranks share the sequence, or else have batches of their own.
+            the heads, and how many have different batches. True takes all ranks that the others leave, False one. None
+            leaves it open: the remaining ranks share the sequence, or otherwise have different batches.
         use_deepspeed: shard the model by DeepSpeed's ZeRO instead of FSDP2.
         zero_stage: 1, 2 or 3 (the default with DeepSpeed); see `Zero`.
         cpu_offload: keep the shards in main memory.

@@ -1,4 +1,4 @@
-"""A pass over a rank's shard: what it computes alone, how results add up, how rows attend to rows of other ranks."""
+"""A pass, forward or backward, over a rank's shard: what it computes alone or with other ranks' rows, and the sums."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 - gather: in a single round, each rank sends its rows of K and V to every rank that sees them. `2(R - 1)u` bytes
   arrive, with `u` the bytes of one rank's rows of K and R the number of ranks.
-- ring: the same rows go from rank to rank. In round t a rank has the rows of the rank t places before it. Bytes are
-  those of gather; memory is one block in use and one on its way, for any number of ranks. Under causality a block only
-  goes forward, to the segment's last rank.
+- ring: the same rows go from rank to rank. In round t a rank has the rows of the rank t places before it. The bytes are
+  those of gather; memory is that of two ranks' rows, one in use and one on its way, for any number of ranks. Under
+  causality rows only go forward, to the segment's last rank.
 - all-to-all: each rank sends its rows of Q, K and V to the ranks that compute their heads, and gets its rows of out
   and lse back: `4u(R - 1)/R` bytes and the lse arrive. The ranks must divide the key/value heads.
 

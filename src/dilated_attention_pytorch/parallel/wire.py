@@ -1,7 +1,8 @@
-"""What one branch of a call puts on the wire: the grid rows of shared segments, and the buffers they are packed into.
+"""The rows of one branch that travel: the grid rows of shared segments, and the buffers they are packed into.
 
-Heads with the same offset have the same grid rows, so a rank holds one set of rows and heads per offset. The rows of
-several ranks at one offset, one after another, are the rows of the segment's grid in order.
+Which rank sends them to which is in `schemes`, which tensors they are rows of in `exchange`. Heads with the same offset
+have the same grid rows, so a rank holds one set of rows and heads per offset. The rows of several ranks at one offset,
+one after another, are the rows of the segment's grid in order.
 """
 
 from __future__ import annotations

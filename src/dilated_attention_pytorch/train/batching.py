@@ -83,8 +83,8 @@ class DynamicBatcher:
 def collate(items: Sequence[Mapping[str, Any]], *, length: int | None = None, pad_token: int = 0) -> dict[str, Tensor]:
     """A batch of tensors, rows padded on the right to the longest, or to `length`: `input_ids` and `labels`, `(B, N)`.
 
-    Rows of several lengths come with `seqlens`, `(B,)`. A label is what a position should predict: an item's own
-    `labels`, or the token that follows; nothing counts at the end and in padding.
+    Rows of several lengths come with `seqlens`, `(B,)`. A label is the token that a position should predict: from the
+    item's `labels`, or the next token. At the end of a row and in padding it is -100, which the loss ignores.
 
     >>> batch = collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
     >>> batch["labels"].tolist(), batch["seqlens"].tolist()

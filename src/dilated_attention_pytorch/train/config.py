@@ -51,10 +51,11 @@ class TrainConfig:
     `data` defaults to the source of the running interpreter's standard library. `pack` keeps attention, positions and
     the loss within documents, which are files. `batch_size` counts the sequences of all ranks together; a step takes
     them in `accumulate` micro-batches, and its loss and update are those of the whole batch. `model`, `memory` and
-    `zero` (with the engine `deepspeed`) are settings of their own.
+    `zero` (with the engine `deepspeed`) are nested settings.
 
-    `stages` follow each other. Each one states its length, pattern, batch, peak learning rate and steps, and warms up;
-    those of the run are the first stage's. `steps` of 0 are those of the stages, or 250 without stages.
+    `stages` follow each other. Each states its length, pattern, batch, peak learning rate and steps, and warms up; the
+    run's own values of these are those of the first stage. `steps=0` means the steps of all stages, or 250 without
+    stages.
     """
 
     data: tuple[str, ...] = setting((), "text files or folders (default: the standard library's source)")

@@ -102,8 +102,8 @@ class Corpus:
         """The sequences of a step, counted from 1; the same for the same seed and step.
 
         In `random` order windows begin anywhere. In `epochs` they lie side by side, and each comes once, shuffled,
-        before any comes again. `rows` packs them into so many, one for each part of the batch that a model takes at a
-        time, where nothing crosses from a document to the next.
+        before any comes again. `rows` packs them into this number of rows, one for each part of the batch that a model
+        takes at a time; attention and loss then stay within documents.
         """
         if order == "random":
             generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

@@ -1,21 +1,22 @@
-"""The mask function of `attn_implementation="dilated"`: what a mask says, in a few numbers per document.
+"""The mask function of `attn_implementation="dilated"`: it encodes a mask in a few numbers per document.
 
 transformers makes a mask once for all layers of a forward and passes it to the attention function as `attention_mask`.
-Ours is an int64 tensor of four dimensions, which transformers passes on untouched. It has more rows than columns, as no
-dense mask has. Its shape tells its kind:
+Ours is an int64 tensor of four dimensions, which transformers passes on unchanged. It has more rows than columns, which
+no dense mask has. Its shape tells its kind:
 
-- `(B, 1, 3, 2)`: `[start, end)` of each row's tokens, the queries being all of them;
+- `(B, 1, 3, 2)`: `[start, end)` of the tokens of each row; all of them are queries;
 - `(B, 1, 4, 3)`: the same, and where the queries begin, if there are earlier tokens;
 - `(documents, 1, 5, 2)`: `[start, end)` of packed documents, counted through all rows;
-- `(B, 1, 1 + n, 1)`: the number of padded tokens per row, and the order of its `n` tokens that puts those first, if
-  padding stands between tokens. The queries are all of them;
+- `(B, 1, 1 + n, 1)`: if there is padding between tokens, the number of padded tokens per row, and the order of its `n`
+  tokens that puts padding first. All tokens are queries;
 - `(B, 2, 1 + n, 1)`: the same, and where the queries begin, if there are earlier tokens;
 - `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
 - `(1, 1, 3, 0)`: the same, stated by an `attention_mask` of ones;
 - `(1, 1, 1, 0)`: a mask that dilated attention cannot honour. It is refused when a layer uses it, because some models
   make masks that no layer uses.
 
-It is never None: with None another attention would see ahead, but it fails on these shapes.
+A mask is never None. If a model ran another attention function with None, its tokens would see later ones; with these
+shapes, that function fails instead.
 """
 
 from __future__ import annotations
