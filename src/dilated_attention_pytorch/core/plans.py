@@ -76,7 +76,7 @@ def check_cache(cache: Any) -> None:
 
 
 class PatternCache:
-    """A table with the least recently used entry evicted first: of patterns that you put, and of the library's plans.
+    """A table that evicts its least recently used entry. It holds patterns that you put, and the library's plans.
 
     A pattern is a tensor, or tuples, lists and dicts of tensors. A pinned entry is never evicted. One place always
     stays free of pins, so that there is room for another entry.

@@ -56,7 +56,7 @@ class WorkspacePool:
             is emptied when it is given back, so that using it afterwards fails instead of writing into another
             borrower's buffer, and buffers that nobody took for 64 checkouts are freed.
 
-    On CUDA, buffers come from a `torch.cuda.MemPool` of the pool's own, and the next borrower's stream waits for the
+    On CUDA, buffers come from the pool's own `torch.cuda.MemPool`, and the stream of the next borrower waits for the
     stream that used the buffer last.
 
     >>> pool = WorkspacePool(threshold_bytes=1 << 20)

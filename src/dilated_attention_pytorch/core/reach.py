@@ -28,9 +28,9 @@ def reach_shares(
 ) -> Tensor:
     """`(len(layers), rows)`: the share of the tokens that a row's result depends on after each number of layers.
 
-    Of all rows, or for long sequences of evenly spread ones, the last one among them. Causal rows count the tokens up
-    to their own. `heads` are key/value heads, whose results each layer mixes. Counted, not estimated; up to
-    `COUNTED_TOKENS` tokens that the pattern can relate.
+    The rows are all rows, or in long sequences evenly spread ones, including the last. Causal rows count the tokens up
+    to their own. `heads` is the number of key/value heads, whose results each layer mixes. The shares are counted, not
+    estimated, for up to `COUNTED_TOKENS` tokens that the pattern can relate.
 
     >>> reach_shares(DilatedSpec.of([4, 8], [1, 2]), 16, heads=2, layers=[1, 2, 12]).mean(1)
     tensor([0.3750, 0.5000, 0.5000], dtype=torch.float64)

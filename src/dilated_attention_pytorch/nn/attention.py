@@ -43,8 +43,8 @@ class DilatedAttention(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: one entry per branch.
-        max_length: the longest sequence; instead of stated branches, `branches_for` chooses some that connect all its
-            tokens.
+        max_length: the longest sequence, instead of segments and rates: `branches_for` chooses branches that connect
+            all its tokens.
         softmax_scale: factor of the scores; `D ** -0.5` by default.
         attention_dropout: probability of dropping an attention weight while training.
         head_layout: `interleaved`, `blocked` or `grouped`.
@@ -56,8 +56,8 @@ class DilatedAttention(nn.Module):
             twin. On a CPU, bfloat16, float16, dropout and block sparsity need workspaces; plain float32 needs none. On
             a GPU only workspaces above 1/512 of its memory come from the pool.
         use_pattern_cache: share tables of lengths and segments between calls through the global cache.
-        device, dtype: the device of the inputs, and their dtype after autocast; other inputs are refused. There are no
-            parameters to place. Both follow `module.to(...)`.
+        device, dtype: the device of the inputs, and their dtype after autocast; other inputs are refused. The module
+            has no parameters. Both follow `module.to(...)`.
 
     >>> attention = DilatedAttention(segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
@@ -200,7 +200,7 @@ class DilatedAttention(nn.Module):
                 )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None) -> Tensor:
-        """The seam that a subclass overrides to attend across ranks or in another way."""
+        """Compute the call. A subclass overrides this to attend across ranks or in another way."""
         return dilated_attention(query, key, value, **self._settings(is_causal), spans=spans)
 
     def _settings(self, is_causal: bool) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class DilatedAttention(nn.Module):
         }
 
     def attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: DilatedKVCache) -> Tensor:
-        """The causal rows `(B, m, H, D)` of the next `m` tokens of the cache's rows, which it then holds."""
+        """The causal output `(B, m, H, D)` of the next `m` tokens, which the cache then holds."""
         check_instance("cache", cache, DilatedKVCache)
         if type(self).attend is not DilatedAttention.attend:
             raise ValueError(

@@ -134,7 +134,7 @@ class DilatedKVCache:
         backend: str = "auto",
         resources: Resources = NO_RESOURCES,
     ) -> Tensor:
-        """The rows of a full causal forward for the next `m` tokens, `(B, m, H, D)`, which the cache then holds.
+        """The output of a full causal forward for the next `m` tokens, `(B, m, H, D)`; the cache then holds them.
 
         `key` and `value` are `(B, m, Hkv, D)`; `m` is 1 in decoding, or the length of a prompt or a part of it.
         """
@@ -262,7 +262,7 @@ def attend_full_cache(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """The causal rows of `m` new tokens, `(B, m, H, D)`, equal to those of a full forward, with its gradients.
+    """The causal output of `m` new tokens, `(B, m, H, D)`, equal to that of a full forward, with its gradients.
 
     Args:
         query: `(B, m, H, D)`, of the tokens at `[begin, begin + m)`.
@@ -270,7 +270,7 @@ def attend_full_cache(
         begin: a scalar tensor, the position of the first new token in every row.
         start: `(B,)`, the number of padded tokens per row, which precede its first token.
         spec: the pattern.
-        order: `(B, begin + m)`, if padding stands elsewhere too: the tokens of each row, the padded ones first.
+        order: `(B, begin + m)`, if there is padding elsewhere too: the tokens of each row, the padded ones first.
         dropout_p: probability of dropping an attention weight.
 
     >>> q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)

@@ -38,14 +38,14 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
     Args:
         embed_dim, num_heads: as in `nn.MultiheadAttention`.
         segment_lengths, dilation_rates: one entry per branch.
-        max_length: the longest sequence; instead of stated branches, `branches_for` chooses some that connect all its
-            tokens with this number of key/value heads.
+        max_length: the longest sequence, instead of segments and rates: `branches_for` chooses branches that connect
+            all its tokens with this number of key/value heads.
         dropout: of the attention weights, while training.
         bias: whether projections have a bias.
         layer_norm: whether a LayerNorm (with `layer_norm_eps`) precedes the output projection.
         gamma_init: gain of the initial value and output projections.
-        num_kv_heads: fewer key/value heads than query heads (grouped-query attention).
-        batch_first: inputs and outputs are `(B, N, E)`, with False `(N, B, E)`.
+        num_kv_heads: the number of key/value heads, which may be smaller (grouped-query attention).
+        batch_first: inputs and outputs are `(B, N, E)`, or with False `(N, B, E)`.
         settings: those of `DilatedAttention`: `softmax_scale`, `head_layout`, `backend`, `use_pattern_cache`, ...
 
     >>> attention = MultiheadDilatedAttention(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])

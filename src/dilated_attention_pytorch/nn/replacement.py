@@ -29,8 +29,9 @@ def replace_attention(
     One segment over all tokens with rate 1 gives the outputs of the original. Weights, device, dtype, dropout,
     `batch_first`, `requires_grad` and training mode stay. The model is changed in place, or not at all.
 
-    Cross-attention relates two sequences and is kept: that of `nn.TransformerDecoderLayer` is known, name others
-    in `keep`. Dense masks and attention weights are refused when the model is called: pass `is_causal=True`.
+    Cross-attention relates two sequences and must be kept. That of `nn.TransformerDecoderLayer` is recognised; name any
+    other in `keep`. If the model is called with dense masks or asks for attention weights, that is refused: pass
+    `is_causal=True` instead.
 
     Args:
         model: any module; an `nn.MultiheadAttention` itself is returned replaced.

@@ -61,7 +61,7 @@ class Moving(NamedTuple):
     received: list[list[tuple[Rows, Tensor]]]
 
     def settled(self, x: Pass) -> list[list[tuple[Rows, Tensor]]]:
-        """What has come, after all messages are through; it is forgotten here, and buffers of what left go back."""
+        """Wait for all messages, give back the buffers that were sent, and hand over those that were received."""
         self.posted.wait()
         for buffers in self.sent:
             x.take.give_back(*buffers.values())
@@ -72,10 +72,10 @@ class Moving(NamedTuple):
 
 
 class Exchange:
-    """What one branch's shared segments need of other ranks.
+    """The messages of one rank for the shared segments of one branch, and what it computes with them.
 
-    A buffer goes back to `x.take` only after its messages have arrived. `segments` are those that this rank shares,
-    each with its number.
+    A buffer goes back to `x.take` only after its messages have arrived. `segments` are the segments that this rank
+    shares, each with its number.
     """
 
     def __init__(

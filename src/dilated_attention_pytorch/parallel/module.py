@@ -31,11 +31,11 @@ class AcrossRanks(DilatedAttention):
 
     Args:
         sequence, heads: where to find the ranks; None if nothing is shared.
-        scheme: `gather`, `ring`, `all_to_all`, or `auto` to choose for each branch by its costs.
+        scheme: `gather`, `ring`, `all_to_all`, or `auto` to choose for each branch by bytes and memory.
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
         token_layout: `contiguous` shards, or `zigzag`, which evens out causal work, by `gather` or `auto` only: a rank
             holds an early and a late chunk, one after the other, in the order of `zigzag_order`.
-        use_pattern_cache: share plans and tables between calls; False makes them anew in every call.
+        use_pattern_cache: share plans and tables between calls; False makes them again in every call.
         enable_memory_pool: on several ranks, borrow message buffers and sums too; see `DilatedAttention`.
         settings: passed on to the plain class.
     """

@@ -22,7 +22,7 @@ IGNORED = -100  # the label that PyTorch's cross-entropy ignores
 
 
 class DynamicBatcher:
-    """Groups sequences of like length into batches of at most `max_tokens` tokens, padding included.
+    """Groups sequences of similar length into batches of at most `max_tokens` tokens, padding included.
 
     Args:
         max_tokens: limit of a batch: its rows times the length of its longest row, rounded by `round_to_segment`.

@@ -6,7 +6,7 @@ process saves before it goes on; ranks save while training goes on. `checksums.t
 which is checked before anything is loaded.
 
 The state is model, optimizer (with its learning rate), the loss scale of float16 and step. Batches, learning rates and
-random numbers are functions of (seed, step, token rank), so that the step is their position, whatever the number of
+random numbers are functions of (seed, step, token rank), so the step is all that resuming needs, on any number of
 ranks.
 """
 
@@ -87,8 +87,8 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Save the state after `step`, then delete all but the newest checkpoints.
 
-        Weights that are not finite are an error: they would push out the last ones that are. On ranks this returns when
-        the state is copied, and `settle` tells how the save ended; at most one save is under way.
+        Weights that are not finite raise an error, because they would replace the last finite ones. On ranks this
+        returns when the state is copied, and `settle` waits for the save to end; at most one save is under way.
         """
         self.settle()
         folder = self._run / "checkpoints" / f"step-{step:08d}"

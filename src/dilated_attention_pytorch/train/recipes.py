@@ -153,8 +153,8 @@ def enable_fp8_training(model: nn.Module) -> nn.Module:
 def enable_structured_sparsity(model: nn.Module, sparsity_ratio: float = 0.5) -> nn.Module:
     """Use two of four neighbouring weights of the feed-forward networks, in place; returns the model.
 
-    Every step chooses the two larger ones, which halves the work of the products. Needs cuSPARSELt and a GPU of compute
-    capability 8.0 or newer, which knows no other `sparsity_ratio` than 0.5.
+    Every step chooses the two largest, which halves the work of the products. Needs cuSPARSELt and a GPU of compute
+    capability 8.0 or newer. The hardware supports no `sparsity_ratio` other than 0.5.
     """
     if sparsity_ratio != 0.5:
         raise ValueError(
@@ -185,11 +185,11 @@ def gradient_accumulation_training(
     clip_norm: float | None = None,
     options: MemoryOptions | None = None,
 ) -> list[float]:
-    """Step along the gradient of large batches that a loader delivers in small ones; returns the loss of every step.
+    """Train with large batches that a loader delivers as small ones; returns the loss of every step.
 
-    A step has the gradient of the mean over all labels of `target_batch_size` sequences, however they are spread over
-    the small batches. The last step has the sequences that are left. A `scaler` that is enabled means float16, unless
-    the model or `options` say otherwise.
+    The gradient of a step is that of the mean over all labels of `target_batch_size` sequences, whichever small batches
+    they are in. The last step has the sequences that are left. A `scaler` that is enabled means float16, unless the
+    model or `options` say otherwise.
     """
     check_divides("actual_batch_size", actual_batch_size, "target_batch_size", target_batch_size)
     step = _Step(model, optimizer, scaler, options, compute_loss, clip_norm)

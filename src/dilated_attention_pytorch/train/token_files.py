@@ -173,7 +173,7 @@ def _file(folder: Path, split: str, what: str) -> Path:
 def check_token_files(folder: Path) -> Iterator[int]:
     """Compare the files with their checksums, step by step: yields the bytes that each step read, raises `DamagedFile`.
 
-    Every time anew: damage on a disk changes neither the time nor the size of a file.
+    Each start does this, because damage on a disk changes neither the time nor the size of a file.
     """
     if not (folder / files.CHECKSUMS).is_file():
         raise files.DamagedFile(f"{files.CHECKSUMS} is missing")

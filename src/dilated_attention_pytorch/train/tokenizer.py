@@ -62,7 +62,7 @@ class _ByteStream:
 
 
 class FileTokenizer:
-    """The tokenizer in a `tokenizer.json`, which is read whole, so that the file may go."""
+    """The tokenizer in a `tokenizer.json`. The file is read whole and is not needed afterwards."""
 
     def __init__(self, path: Path) -> None:
         try:
