@@ -129,18 +129,13 @@ def _kinds(options: Options) -> Iterator[Record]:
 def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: Resources) -> list[Any]:
     if device != "cuda":
         return []  # a kernel of the Triton engine's
-    from dilated_attention_pytorch.kernels.triton.engine import _table
+    from dilated_attention_pytorch.kernels.triton.documents import WorkLists, Works
     from dilated_attention_pytorch.kernels.triton.plan import plan_for
 
-    branch = plan_for(call, spans, None, (like, like, like)).branches[0]
-    return [
-        (
-            "segment table",
-            "segment table",
-            lambda: _table(branch, spans, NO_RESOURCES),
-            lambda: _table(branch, spans, cache),
-        )
-    ]
+    plan = plan_for(call, spans, None, (like, like, like))
+    lists = WorkLists(plan, [(branch, Works(128)) for branch in plan.branches])
+    rebuild, hit = (partial(lists.of, spans, found) for found in (NO_RESOURCES, cache))
+    return [("segment table", "lists of tiles", rebuild, hit)]
 
 
 def _ring_schedule(device: str, call: Call, like: Tensor, cache: Resources) -> list[Any]:

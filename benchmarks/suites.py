@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks import cache_and_pool, capacity, comparisons, decode, memory, ranks, shard, techniques
+from benchmarks import cache_and_pool, capacity, comparisons, decode, lengths, memory, ranks, shard, techniques
 
 SUITES = {
     suite.name: suite
     for suite in (
         *comparisons.SUITES,
+        lengths.SUITE,
         memory.SUITE,
         cache_and_pool.CACHE,
         cache_and_pool.POOL,

@@ -62,6 +62,11 @@ HOPPER_CASES = {
     "each head in one branch": (BF16, variant(head_dim=64, head_layout="grouped", heads=7, kv_heads=7)),
     "a shard of the heads": (BF16, variant(head_dim=64, shards=3)),
     "scores turned around": (BF16, variant(head_dim=64, scale=-0.2)),
+    "packed": (BF16, variant(head_dim=64, batch=1, lengths="packed")),
+    "packed, not causal": (BF16, variant(head_dim=64, batch=1, lengths="packed", is_causal=False)),
+    "packed, D=128": (BF16, variant(head_dim=128, batch=1, lengths="packed")),
+    "right-padded": (FP16, variant(head_dim=64, batch=3, lengths="right-padded")),
+    "left-padded, not causal": (BF16, variant(head_dim=128, batch=3, lengths="left-padded", is_causal=False)),
     "rows on many branches": (
         FP16,
         variant(head_dim=64, segment_lengths=(256, 512, 1024, 2048), dilation_rates=(1, 1, 1, 1)),
@@ -74,6 +79,65 @@ def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
     dtype, draw = HOPPER_CASES[name]
     check_budget(draw, "triton", dtype, "cuda")
     plans.assert_hopper_ran()
+
+
+def of_documents(spans, *tensors):
+    query, key, value, grad_out = tensors
+    out, lse = dilated_attention(
+        query, key, value, LONG.segment_lengths, LONG.dilation_rates, is_causal=True, spans=spans, return_lse=True,
+        backend="triton",
+    )  # fmt: skip
+    return (out, lse, *torch.autograd.grad(out, (query, key, value), grad_out))
+
+
+def cuts(count: int, seed: int) -> torch.Tensor:
+    """Spans of so many documents in the first 2,900 of LONG's tokens, some of them empty."""
+    ends = torch.randint(0, 2900, (count - 1,), generator=torch.Generator().manual_seed(seed)).sort().values
+    edges = torch.cat([torch.tensor([0]), ends, torch.tensor([2900])])
+    return torch.stack([edges[:-1], edges[1:]], 1).cuda()
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_a_document_gets_what_it_gets_alone(count, plans) -> None:
+    spans, tensors = cuts(count, 0), [x[:1].detach().requires_grad_() for x in inputs(0)]
+    found = of_documents(spans, *tensors)
+    plans.assert_hopper_ran()
+    for start, end in spans.tolist():
+        if end > start:
+            alone = attend_and_differentiate(*(x[:, start:end].detach().requires_grad_() for x in tensors))
+            for one, other in zip((found[0], *found[2:]), alone):
+                torch.testing.assert_close(one[:, start:end], other, rtol=2e-2, atol=2e-2)
+    for x in (found[0], *found[2:]):
+        assert not x[:, 2900:].any()
+    assert (found[1][:, 2900:] == -torch.inf).all()
+
+
+def test_nothing_behind_a_document_matters(kernels) -> None:
+    spans = torch.tensor([[0, 1500], [77, 3001]]).cuda()
+    clean = inputs(0)
+    outside = torch.ones(LONG.batch, LONG.tokens, dtype=torch.bool, device="cuda")
+    for b, (start, end) in enumerate(spans.tolist()):
+        outside[b, start:end] = False
+    broken = [x.detach().masked_fill(outside[:, :, None, None], torch.nan).requires_grad_() for x in clean]
+    for one, other in zip(of_documents(spans, *clean), of_documents(spans, *broken)):
+        assert torch.equal(one, other)
+
+
+def test_a_captured_graph_follows_new_lengths(kernels) -> None:
+    tensors = [x[:1].detach().requires_grad_() for x in inputs(0)]
+    spans = cuts(9, 0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and makes what is remembered
+        of_documents(spans, *tensors)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = of_documents(spans, *tensors)
+    spans.copy_(cuts(9, 1))
+    graph.replay()
+    for one, other in zip(results, of_documents(cuts(9, 1), *tensors)):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -1,7 +1,7 @@
 """Compile for compute capability 9.0 what launches of Hopper kernels would run.
 
-An argument is a case, `forward|backward,HEAD_DIM,MASK`. The mask is `whole`, `causal`, or `kept`: causal with a block
-layout.
+An argument is a case, `forward|backward,HEAD_DIM,MASK`. The mask is `whole`, `causal`, `kept`: causal with a block
+layout, or `documents`: causal with lengths.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         query_offsets=torch.zeros(2, dtype=torch.int32),
         is_causal=mask != "whole",
         continues=True,
-        launches={},
+        plan=SimpleNamespace(documents=3 if mask == "documents" else None),
     )
     kept = None
     if mask == "kept":
@@ -83,15 +83,15 @@ def main(direction: str, head_dim: str, mask: str) -> None:
     try:
         if direction == "forward":
             lists = () if kept is None else kept.key_lists
-            launch.forward_launch(query, key, branch, 0.1, kept)(
-                query, key, value, out, lse, branch.query_offsets, *lists
-            )
+            run, _ = launch.forward_launch(query, key, branch, 0.1, kept)
+            run(query, key, value, out, lse, branch.query_offsets, branch.offsets, *lists)
         else:
             assert launch.share_out(query, key, branch, 1 << 20)
             workspace = torch.empty(launch.workspace_size(branch.workspace_rows, query.shape[3])[0])
             rows = (query, out, key, value, workspace, lse, lse, dq, dk, dv, workspace)
             lists = () if kept is None else (*kept.query_lists, kept.query_turns, kept.key_first)
-            launch.backward_launch(query, key, branch, 0.1, workspace, kept)(*rows, branch.offsets, *lists)
+            run = launch.backward_launch(query, key, branch, branch.teams[-1], 0.1, workspace, kept)
+            run(*rows, branch.offsets, branch.offsets, *lists)
     except Compiled as found:
         (kernel,) = found.args
     assert len(kernel.asm["cubin"]) > 0

@@ -65,6 +65,8 @@ def test_hopper_kernels_compile_to_matrix_instructions() -> None:
         "forward,64,causal": ["compiled independent"],
         "forward,128,whole": ["compiled independent"],
         "forward,64,kept": ["compiled independent"],
+        "forward,128,documents": ["compiled independent"],
+        "backward,64,documents": ["compiled cooperative"],
         "backward,64,causal": ["compiled cooperative"],
         "backward,128,whole": ["compiled cooperative"],
         "backward,128,kept": ["compiled cooperative"],

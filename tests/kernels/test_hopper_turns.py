@@ -175,7 +175,8 @@ def test_a_long_segment_is_shared_out_where_there_is_memory_for_few_teams() -> N
 
 
 def of_forward() -> SimpleNamespace:
-    return on_integers(works, "work_at", "_later", "next_work", "tile_of", "offset_of", "segment_rows", "place_of")
+    names = "_places", "work_at", "_later", "next_work", "exists", "line_of", "tile_of", "segment_rows", "place_of"
+    return on_integers(works, *names)
 
 
 def sizes_of(
@@ -194,10 +195,11 @@ def works_of(program: int, sizes: Any, causal: bool) -> list[tuple[int, int, int
     step = kernel.work_at(sizes.programs, sizes, causal)
     work, second = kernel.work_at(program, sizes, causal), 0
     found = []
-    while work.b < sizes.batch:
-        tile = kernel.tile_of(work, second, sizes, causal)
+    while kernel.exists(work, sizes, causal, DOCUMENTS=False):
+        line = kernel.line_of(work, Pointer([0] * sizes.H), None, sizes, causal, DOCUMENTS=False)
+        tile = kernel.tile_of(line, second, sizes, 64, causal, DOCUMENTS=False)
         if tile < sizes.tiles:
-            found.append((*work[:3], tile))
+            found.append((work.b, work.segment, work.head, tile))
         work, second = kernel.next_work(work, second, step, sizes, causal)
     return found
 
@@ -221,12 +223,50 @@ def test_a_work_knows_its_rows(tokens: int, w: int, rate: int, data: st.DataObje
     offset = data.draw(st.integers(-1, rate - 1))
     kernel = of_forward()
     sizes = sizes_of(1, 1, 4, len(found), 1, tokens=tokens, w=w, rate=rate, first_head=3)
-    assert kernel.offset_of(works.Work(0, segment, 2, 0), Pointer([9] * 5 + [offset]), sizes) == offset
+    work = works.Work(0, segment, 2, 0)
+    line = kernel.line_of(work, Pointer([9] * 5 + [offset]), None, sizes, CAUSAL=False, DOCUMENTS=False)
     start, length = found[segment]
     count = 0 if offset < 0 else grid_rows(length, rate, offset)
-    place = kernel.place_of(works.Work(0, segment, 2, 0), offset, kernel.segment_rows(sizes), sizes)
+    place = kernel.place_of(work, line, kernel.segment_rows(sizes), sizes, DOCUMENTS=False)
     assert place == (0, 5, start + offset, count)
-    assert kernel.place_of(works.Work(1, 0, 0, 0), 0, kernel.segment_rows(sizes), sizes).count == 0
+    past = works.Work(1, 0, 0, 0)
+    assert kernel.place_of(past, line, kernel.segment_rows(sizes), sizes, DOCUMENTS=False).count == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99), st.integers(1, 400)), max_size=30), st.integers(1, 9),
+    st.integers(1, 7), st.integers(1, 5), st.integers(1, 4), st.booleans(),
+)  # fmt: skip
+def test_every_line_of_a_list_is_some_programs_work_for_every_head(
+    segments: list[tuple[int, int, int]], programs: int, stretch: int, heads: int, rate: int, causal: bool
+) -> None:
+    tile, lines = 16, []
+    for segment in segments:
+        tiles = -(-segment[2] // (rate * tile))
+        b, start, length = segment
+        places = range(-(-tiles // 2) if causal else tiles)
+        lines += [(b, start, *divmod(length, rate), place, 0, 0, 0) for place in places]
+    kernel, offset = of_forward(), rate - 1
+    sizes = sizes_of(programs, (2 if causal else 1) * stretch, heads, 1 << 30, len(lines), rate=rate)
+    list_, offsets = Pointer([len(lines), *[0] * 7, *itertools.chain(*lines)]), Pointer([offset] * heads)
+    found = []
+    for program in range(programs):
+        step = kernel.work_at(programs, sizes, causal)
+        work, second = kernel.work_at(program, sizes, causal), 0
+        while kernel.exists(work, sizes, causal, DOCUMENTS=True):
+            line = kernel.line_of(work, offsets, list_, sizes, causal, DOCUMENTS=True)
+            place = kernel.place_of(work, line, None, sizes, DOCUMENTS=True)
+            here = kernel.tile_of(line, second, sizes, tile, causal, DOCUMENTS=True)
+            if here * tile < place.count:
+                found.append((place.b, place.token, place.count, place.head, here))
+            work, second = kernel.next_work(work, second, step, sizes, causal)
+    rows = [grid_rows(length, rate, offset) for *_, length in segments]
+    assert sorted(found) == sorted(
+        (b, start + offset, count, head, here)
+        for (b, start, _), count in zip(segments, rows)
+        for here in range(-(-count // tile))
+        for head in range(heads)
+    )
 
 
 @pytest.mark.parametrize(("units", "tiles"), [(768, 16), (192, 16), (1024, 16), (96, 22), (48, 22), (6144, 16)])

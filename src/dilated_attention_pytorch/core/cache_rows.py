@@ -8,6 +8,7 @@ row `p // w * rows + (p % w) // r`, and lies at that number modulo `capacity`. W
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.entries import Value, lasting
 from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.pattern import grid_rows
 from dilated_attention_pytorch.core.spec import DilatedSpec, OffsetTable
@@ -133,9 +135,15 @@ class Rings(NamedTuple):
 
 def rings_on(rows: CacheRows, like: Tensor) -> Rings:
     """The rings as tensors on the device of `like`, made once."""
+    return decode_table(_rings, rows, like)
+
+
+def decode_table(make: Callable[[CacheRows, torch.device], Value], rows: CacheRows, like: Tensor) -> Value:
+    """`make(rows, device)` for the device of `like`, made once."""
+    device = like.device
     if not is_plain(like):
-        return _rings(rows, like.device)
-    return plans.remember("decode table", ("rings", rows, like.device), lambda: _rings(rows, like.device))
+        return make(rows, device)
+    return plans.remember("decode table", (make, rows, device), lambda: lasting(device, lambda: make(rows, device)))
 
 
 def _rings(rows: CacheRows, device: torch.device) -> Rings:

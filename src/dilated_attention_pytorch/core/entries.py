@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 Device = torch.device | str | None
+Value = TypeVar("Value")
 
 
 class Entry:
@@ -110,3 +112,20 @@ def size_of(*values: Any) -> int:
                 getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())
             ]
     return total
+
+
+def lasting(device: torch.device, make: Callable[[], Value]) -> Value:
+    """`make()`, constants that are kept. What a thread makes on a GPU while it records a CUDA graph belongs to that
+    graph, so another thread makes these.
+    """
+    if device.type != "cuda":
+        return make()
+
+    def make_and_wait() -> Value:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            made = make()
+            torch.cuda.current_stream(device).synchronize()
+        return made
+
+    with ThreadPoolExecutor(max_workers=1) as other:
+        return other.submit(make_and_wait).result()

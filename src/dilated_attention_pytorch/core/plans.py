@@ -38,11 +38,10 @@ from torch.utils.weak import TensorWeakRef
 
 from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import COUNT, SIZE, checked, shown
-from dilated_attention_pytorch.core.entries import CLOCK, Device, Entry, size_of
+from dilated_attention_pytorch.core.entries import CLOCK, Device, Entry, Value, size_of
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.profile import LOCK, Profile
 
-Value = TypeVar("Value")
 Cache = TypeVar("Cache", bound="PatternCache")
 
 KINDS: Mapping[str, int | None] = MappingProxyType(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from dilated_attention_pytorch.core.plans import PatternCache, Value
+from dilated_attention_pytorch.core.entries import Value
+from dilated_attention_pytorch.core.plans import PatternCache
 from dilated_attention_pytorch.core.pool import Loans, WorkspacePool
 from dilated_attention_pytorch.core.profile import Profile
 

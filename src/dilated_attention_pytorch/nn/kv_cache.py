@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState, rings_on
+from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState, decode_table, rings_on
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import (
     MOST_TOKENS,
@@ -328,7 +328,7 @@ def _attend_full_cache(query: Tensor, key: Tensor, value: Tensor, begin: Tensor,
     # Segments are cut to the keys, rounded up so that few sizes occur.
     spec = _cut(call.spec, 1 << (key.shape[1] - 1).bit_length())
     rows = CacheRows(spec, call.offsets(query.shape[2], key.shape[2]))
-    head, w, within = _held_rows(rows, key.device)
+    head, w, within = decode_table(_held_rows, rows, key)
     lengths = begin - start
     position = lengths.clamp_min(0)[:, None] // w * w + within + start[:, None]  # (B, rows)
     # Rows that the segment has not reached yet get another token, up to the newest one, which no query sees: later
@@ -345,8 +345,6 @@ def _cut(spec: DilatedSpec, longest: int) -> DilatedSpec:
     return DilatedSpec.of([min(w, longest) for w in spec.segment_lengths], spec.dilation_rates, spec.head_layout)
 
 
-# Not in the table of plans: a step that is captured in a CUDA graph must find what an earlier call made.
-@lru_cache(64)
 def _held_rows(rows: CacheRows, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Head, segment length and position within its segment of each row of a bounded cache, `(rows.total,)` each."""
     rings = rings_on(rows, torch.empty(0, device=device))

@@ -19,6 +19,7 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
     UNSPECIALIZED,
     dropout_key_word,
     dropout_row_word,
+    is_in_document,
     keeps,
     load_rows,
     locate_tile,
@@ -26,12 +27,16 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=("N", "H", "zeros_at", "zeros"))
+@triton.jit(do_not_specialize=("N", "H", "documents", "zeros_at", "zeros"))
 def delta_kernel(
-    Out, Do, Dlse, Delta, Workspace, do_b, do_n, do_h, dl_b, dl_n, dl_h, N, H, zeros_at, zeros,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
+    Out, Do, Dlse, Delta, Workspace, Spans, do_b, do_n, do_h, dl_b, dl_n, dl_h, N, H, documents, zeros_at, zeros,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr, LISTED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """`delta`, `(B, H, N)`, of BLOCK_M rows of one head; and the zeros that other kernels want in the workspace."""
+    """`delta`, `(B, H, N)`, of BLOCK_M rows of one head; and the zeros that other kernels want in the workspace.
+
+    Where documents have lengths (LISTED), rows outside of them have none.
+    """
     tiles = tl.cdiv(N, BLOCK_M)
     pid = tl.program_id(0)
     for first in range(pid * BLOCK_M, zeros, tl.num_programs(0) * BLOCK_M):
@@ -40,6 +45,10 @@ def delta_kernel(
     rows = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     head = (pid // tiles % H).to(tl.int64)
     b = (pid // tiles // H).to(tl.int64)
+    if LISTED:
+        inside = is_in_document(Spans, b, tl.minimum(rows, N - 1), documents, N, PACKED)
+        if tl.max(inside.to(tl.int32)) == 0:
+            return
     out = load_rows(Out + (b * N * H + head) * D, rows, H * D, D, BLOCK_D, N, True).to(tl.float32)
     do = load_rows(Do + b * do_b + head * do_h, rows, do_n, D, BLOCK_D, N, True).to(tl.float32)
     delta = tl.sum(out * do, 1)
@@ -121,17 +130,17 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dkdv_kernel(
-    Q, K, V, Do, Lse, Delta, Dk, Dv, table, offsets, seed, grids, first, kept,
+    Q, K, V, Do, Lse, Delta, Dk, Dv, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
     threshold, rows_per_batch_row,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, HAS_TABLE: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """A tile of key rows of one KV head; `heads` and `first_head` count KV heads here."""
-    tile, kv_head, slot, b, token, count = locate_tile(
-        offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, 1, HAS_TABLE
+    tile, kv_head, segment, b, token, count = locate_tile(
+        offsets, lines, N, W, rate, heads, first_head, tiles, slots_per_row, 1, LISTED, False
     )
     first_key = tile * BLOCK_N  # under causality the first keys are seen by most rows: longest first
     if first_key >= count:
@@ -169,7 +178,6 @@ def dkdv_kernel(
         dropout_head = head + head_offset
         if PIECES:
             own_tile = first_key // (BLOCK_M * PIECES)
-            segment = slot % slots_per_row
             start, listed = kept_tiles(grids, first, own_tile, b, segment, head, H, rows_per_batch_row)
             query_tiles = kept + start
             first_row, unmasked, whole, last = query_steps(listed, first_key, BLOCK_M, PIECES, CAUSAL)
@@ -199,19 +207,19 @@ def dkdv_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(
-    Q, K, V, Do, Lse, Delta, Dq, table, offsets, seed, grids, first, kept,
+    Q, K, V, Do, Lse, Delta, Dq, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
     threshold, rows_per_batch_row,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, HAS_TABLE: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """A tile of query rows of one query head."""
-    tile, head, slot, b, token, count = locate_tile(
-        offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP, HAS_TABLE
+    tile, head, segment, b, token, count = locate_tile(
+        offsets, lines, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP, LISTED, True
     )
-    first_row = (tiles - 1 - tile) * BLOCK_M
+    first_row = tile * BLOCK_M
     if first_row >= count:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -229,7 +237,7 @@ def dq_kernel(
         row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start, whole, last = key_steps(
-        grids, first, first_row, count, b, slot % slots_per_row, head, H, rows_per_batch_row,
+        grids, first, first_row, count, b, segment, head, H, rows_per_batch_row,
         BLOCK_M, BLOCK_N, PIECES, CAUSAL,
     )  # fmt: skip
     key_tiles = kept + start if PIECES else kept

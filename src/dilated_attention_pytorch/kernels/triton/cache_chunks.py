@@ -45,7 +45,7 @@ def _launch(kernel, rows: int, key: Tensor, value: Tensor, state: CacheState, mo
             return _launch(kernel, rows, key, value, state, more)
     B, m, kv_heads, D = key.shape
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    branches, heads = ring_tables(state.rows, key.device)
+    branches, heads = ring_tables(state.rows, key)
     tiles = triton.cdiv(rows, _ROWS)
     programs = B * kv_heads * tiles * (branches.shape[0] if kernel is store_kernel else 1)
     kernel[(programs,)](

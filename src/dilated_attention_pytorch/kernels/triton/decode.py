@@ -15,7 +15,6 @@ and a second kernel merges the splits of a row: lse = log sum_s exp(lse_s), out 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState
+from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, decode_table
+from dilated_attention_pytorch.core.entries import lasting
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.modes import tf32
 from dilated_attention_pytorch.kernels.decode import own_partial
@@ -54,7 +55,7 @@ def decode(
         rows, query.shape, query.stride()[:3], key.stride()[:3], value.stride()[:3], query.dtype, query.device, scale,
         query.dtype == torch.float32 and allows_tf32(allow_tf32),
     )  # fmt: skip
-    plan = _plan(*kind)
+    plan = plans.remember("decode table", kind, lambda: _plan(*kind))
     if m == 1:  # stored first, it is one of the cached rows
         plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
     partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=query.device)
@@ -82,9 +83,11 @@ class _Plan(NamedTuple):
     heads: Tensor
     splits: Tensor
 
+    @property
+    def estimated_bytes(self) -> int:
+        return 1 << 14  # of launches and small tables
 
-# Not in the table of plans: a step that is captured in a CUDA graph must find what an earlier call made.
-@lru_cache(256)
+
 def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device, scale, tf32) -> _Plan:
     B, m, H, D = shape
     kv_heads = len(rows.offsets[0])
@@ -121,8 +124,7 @@ def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device
         split,
         Launch(combine_kernel, B * m * H, (len(splits),), shared | combine_settings),
         (B, m, H, len(splits), D),
-        *ring_tables(rows, device),
-        _table(splits, device),
+        *lasting(device, lambda: (*_ring_tables(rows, device), _table(splits, device))),
     )
 
 
@@ -134,12 +136,15 @@ def _rows_per_split(branches: Sequence[BranchRows], programs_per_split: int) -> 
     return _SPLIT_ROWS[-1]
 
 
-@lru_cache(256)
-def ring_tables(rows: CacheRows, device: torch.device) -> tuple[Tensor, Tensor]:
+def ring_tables(rows: CacheRows, like: Tensor) -> tuple[Tensor, Tensor]:
     """`(w, r, rows, capacity)` of every branch, and `(offset, first row)` of every key/value head on each of them.
 
     Where no head is on any branch, one that nobody is on stands for all.
     """
+    return decode_table(_ring_tables, rows, like)
+
+
+def _ring_tables(rows: CacheRows, device: torch.device) -> tuple[Tensor, Tensor]:
     kv_heads = range(len(rows.offsets[0]))
     branches = [(b.segment_length, b.dilation_rate, b.rows, b.capacity) for b in rows.branches]
     heads = [

@@ -65,18 +65,18 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    Q, K, V, Out, Lse, table, offsets, seed, grids, first, kept,
+    Q, K, V, Out, Lse, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, qk_scale,
     keep_scale, threshold, rows_per_batch_row,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, HAS_TABLE: tl.constexpr, DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    tile, head, slot, b, token, count = locate_tile(
-        offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP, HAS_TABLE
+    tile, head, segment, b, token, count = locate_tile(
+        offsets, lines, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP, LISTED, True
     )
-    first_row = (tiles - 1 - tile) * BLOCK_M  # under causality the last rows see most keys: longest first
+    first_row = tile * BLOCK_M  # under causality the last rows see most keys: longest first
     if first_row >= count:
         return
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -103,7 +103,7 @@ def forward_kernel(
 
     # Whole key tiles that need no mask, then the rest.
     start, whole, last = key_steps(
-        grids, first, first_row, count, b, slot % slots_per_row, head, H, rows_per_batch_row,
+        grids, first, first_row, count, b, segment, head, H, rows_per_batch_row,
         BLOCK_M, BLOCK_N, PIECES, CAUSAL,
     )  # fmt: skip
     key_tiles = kept + start if PIECES else kept

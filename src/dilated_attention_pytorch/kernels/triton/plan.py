@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,10 +16,13 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core import environment, plans
 from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.entries import lasting
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
+from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spec import OffsetTable
+from dilated_attention_pytorch.kernels.triton.documents import WorkLists, Works
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 
@@ -69,11 +74,12 @@ class Plan:
         self.precision = "tf32" if tf32 else "ieee"
         self.strides = tuple(stride for x in tensors for stride in x.stride()[:3])
         self.launches: dict[str, Launch] = {}
+        self.steps: list[Step] = []  # made with the first call's tensors
         table = call.offsets(self.H, key.shape[2])
         rounds = not call.partial and rounds_little(call.spec, table)
         self.sum_dtype = query.dtype if rounds else torch.float32
-        order, covers = _order(call, table, self.N, cleared=spans is not None)
-        self.every_row_written = covers
+        order, covers = _order(call, table, self.N, in_documents=spans is not None)
+        self.every_row_written = covers  # of documents, if there are any
         self.new = torch.empty_like if self.every_row_written else torch.zeros_like
         self.branches: list[PlannedBranch] = []
         seen: set[int] = set()
@@ -84,9 +90,9 @@ class Plan:
             seen |= heads
         taken = [branch for branch in self.branches if branch.hopper is not None]
         # What results are made like: faster than by shape, dtype and device, which takes longer than a launch.
-        one = torch.empty(1, dtype=self.sum_dtype, device=self.device)
+        one = lasting(self.device, lambda: torch.empty(1, dtype=self.sum_dtype, device=self.device))
         self.like_query, self.like_key = one.expand(query.shape), one.expand(key.shape)
-        one = torch.empty(1, dtype=torch.float32, device=self.device)
+        one = lasting(self.device, lambda: torch.empty(1, dtype=torch.float32, device=self.device))
         self.like_lse = one.expand(self.B, self.H, self.N)
         self.workspace_size = self.workspace_turns = 0
         if taken:
@@ -102,21 +108,42 @@ class Plan:
             log.debug("planned: %s of %s, kernels by branch %s", stage, tuple(query.shape), kernels)
         self.backward_loan = max(sums, 4 * self.like_lse.numel(), 4 * self.workspace_size)
 
+    def set_steps(self, steps: Iterable[Step]) -> None:
+        steps = list(steps)
+        self._no_lines = [step.branch.offsets for step in steps]  # not read
+        if self.documents is not None:
+            self._lists = WorkLists(self, [(step.branch, step.works) for step in steps])
+        self.steps = steps  # last: another thread may use them at once
 
-def _order(call: Call, table: OffsetTable, tokens: int, *, cleared: bool) -> tuple[list[int], bool]:
+    def lines(self, spans: Tensor | None, resources: Resources) -> list[Tensor]:
+        """The list of each step's works where documents have lengths."""
+        return self._no_lines if spans is None else self._lists.of(spans, resources)
+
+
+def _order(call: Call, table: OffsetTable, tokens: int, *, in_documents: bool) -> tuple[list[int], bool]:
     """The branches that heads are on, in the order in which they run, and whether the first one writes every row.
 
-    A branch that does goes first, so that nothing needs to be cleared before it. Where results are cleared anyway,
-    branches of few keys go first: each rounds what it adds to, and what those leave is small.
+    A branch that does goes first, so that nothing needs to be cleared before it. Where results are cleared, branches of
+    few keys go first: each rounds what it adds to, and what those leave is small. In documents, which may be much
+    shorter than segments, that is worth clearing for where others have a fourth of the keys or less.
     """
     branches = call.spec.branches
     # A share of a call may be on no branch at all: a shard's heads, or a piece of a chunk.
     order = [i for i, row in enumerate(table) if any(offset is not None for offset in row)]
     covering = [i for i in order if branches[i].dilation_rate == 1 and None not in table[i]]
-    if covering and not cleared:
-        return sorted(order, key=lambda i: i != covering[0]), True
     keys = [grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in branches]
+    if covering and not (in_documents and 4 * min(keys[i] for i in order) <= keys[covering[0]]):
+        return sorted(order, key=lambda i: i != covering[0]), True
     return sorted(order, key=keys.__getitem__), False
+
+
+class Step(NamedTuple):
+    """A launch of a branch, and what it works on where documents have lengths."""
+
+    branch: PlannedBranch
+    launch: Launch
+    works: Works
+    kernel: str
 
 
 class PlannedBranch:
@@ -137,20 +164,19 @@ class PlannedBranch:
         self.rows = max(grid_rows(self.w, self.r, offset) for offset in row if offset is not None)
         self.slots_per_row = triton.cdiv(plan.N, self.w)
         self.slots = plan.B * self.slots_per_row
-        if plan.documents is not None and plan.B == 1:
-            self.slots += plan.documents
         offsets = tuple(-1 if offset is None else offset for offset in row)
         self.offsets = _offsets_on(plan.device, offsets)  # of key/value heads
         self.query_offsets = _offsets_on(plan.device, tuple(offset for offset in offsets for _ in range(plan.group)))
         self.workspace_rows = 0
+        self.teams: list[Any] = []  # of Hopper's backward
         self.hopper = _hopper_for(self, *tensors)
-        self.launches: dict[str, Launch] = {}
 
-    def tiles(self, kernel: str) -> Tiles:
-        """The shape that a plain kernel runs in; within a tile of the block layout if there is one."""
+    def tiles(self, kernel: str, most: int | None = None) -> Tiles:
+        """The shape that a plain kernel runs in for segments of `most` rows; within a tile of a block layout."""
         plan = self.plan
         sparse = plan.call.sparse
-        rows = self.rows if sparse is None else min(self.rows, sparse.block_size)
+        limits = (self.rows, most, None if sparse is None else sparse.block_size)
+        rows = min(limit for limit in limits if limit is not None)
         return tiles_for(kernel, plan.block_d, plan.itemsize, rows, self.is_causal)
 
     def settings(self, tiles: Tiles) -> dict:
@@ -164,7 +190,7 @@ class PlannedBranch:
             "BLOCK_D": plan.block_d,
             "CAUSAL": self.is_causal,
             "CONTINUES": self.continues,
-            "HAS_TABLE": plan.documents is not None,
+            "LISTED": plan.documents is not None,
             "DROPOUT": plan.drops,
             "PRECISION": plan.precision,
             "num_warps": tiles.num_warps,
@@ -177,12 +203,12 @@ def _hopper_for(
 ) -> ModuleType | None:
     """The launchers of the Hopper kernels where they take this branch, else None: then the plain ones do.
 
-    They know neither documents nor dropout, and block layouts with tiles of their own size only. Their backward sums dq
+    They do not know dropout, and block layouts with tiles of their own size only. Their backward sums dq
     in a scratch buffer for each key/value head that works at once, and is left out where that would be a burden on
     memory.
     """
     plan = branch.plan
-    if KERNELS == "plain" or plan.documents is not None or plan.drops or why_no_hopper(plan.device) is not None:
+    if KERNELS == "plain" or plan.drops or why_no_hopper(plan.device) is not None:
         return None
     from dilated_attention_pytorch.kernels.triton.hopper import launch
 
@@ -220,7 +246,7 @@ _GLUON = "triton.experimental.gluon.nvidia.hopper"
 # Never forgotten, as plans may be: a captured CUDA graph reads them whenever it is replayed.
 @functools.cache
 def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
-    return torch.tensor(offsets, dtype=torch.int32, device=device)
+    return lasting(device, lambda: torch.tensor(offsets, dtype=torch.int32, device=device))
 
 
 def allows_tf32(allow: bool | None) -> bool:

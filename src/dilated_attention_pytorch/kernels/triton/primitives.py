@@ -1,6 +1,6 @@
 """What the kernels share: where a segment lies, its grid rows, tiles of it, and dropout's hash.
 
-A *slot* is a segment of one document on one branch. Row `t` of a slot, for a head with offset `o`, is the token
+Row `t` of a segment, for a head with offset `o`, is the token
 `start + o + t * r` of batch row `b`. Offsets into tensors are int64: 16M tokens of 12 heads of 64 pass 2^31 elements.
 """
 
@@ -20,34 +20,55 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE: tl.constexpr):
-    """`(batch row, start, length)` of a slot: by arithmetic, or from the table when documents have lengths."""
-    if HAS_TABLE:
-        b = tl.load(table + slot * 3).to(tl.int64)
-        start = tl.load(table + slot * 3 + 1)
-        length = tl.load(table + slot * 3 + 2)
+def locate_tile(
+    offsets, lines, N, W, rate, heads, first_head, tiles, slots_per_row,
+    GROUP: tl.constexpr, LISTED: tl.constexpr, LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """A program's `(tile, head, segment, batch row, first token, rows)`; `offsets` has one for every GROUP of heads.
+
+    Tiles of one segment and head run side by side, so that they share its keys in L2. Where documents have lengths
+    (LISTED), `lines` lists tiles, see `documents`, and every head takes `tiles` of them before the next one does.
+    """
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    head = first_head + (pid // tiles) % heads
+    slot = pid // tiles // heads
+    segment = slot % slots_per_row
+    offset = tl.load(offsets + head // GROUP)
+    if LISTED:
+        number = slot * tiles + tile
+        here = number < tl.load(lines)
+        line = lines + 8 + number * 8
+        b = tl.load(line, mask=here, other=0).to(tl.int64)
+        start = tl.load(line + 1, mask=here, other=0)
+        count = tl.load(line + 2, mask=here, other=0) + (offset < tl.load(line + 3, mask=here, other=0)).to(tl.int32)
+        tile = tl.load(line + 4, mask=here, other=0)
     else:
+        if LAST_FIRST:
+            tile = tiles - 1 - tile
         b = (slot // slots_per_row).to(tl.int64)
-        start = (slot % slots_per_row) * W
-        length = tl.minimum(W, N - start)
-    return b, start, length
+        start = segment * W
+        count = (tl.minimum(W, N - start) - offset + rate - 1) // rate
+    count = tl.where(offset < 0, 0, count)
+    return tile, head, segment, b, (start + offset).to(tl.int64), count
 
 
 @triton.jit
-def locate_tile(
-    offsets, table, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP: tl.constexpr, HAS_TABLE: tl.constexpr
-):
-    """A program's `(tile, head, slot, batch row, first token, rows)`; `offsets` has one for every GROUP of heads.
-
-    Tiles of one slot and head run side by side, so that they share its keys in L2.
-    """
-    pid = tl.program_id(0)
-    head = first_head + (pid // tiles) % heads
-    slot = pid // tiles // heads
-    offset = tl.load(offsets + head // GROUP)
-    b, start, length = locate_slot(slot, table, N, W, slots_per_row, HAS_TABLE)
-    count = tl.where(offset < 0, 0, (length - offset + rate - 1) // rate)
-    return pid % tiles, head, slot, b, (start + offset).to(tl.int64), count
+def is_in_document(Spans, b, token, documents, N, PACKED: tl.constexpr):
+    """Whether tokens of batch rows lie in a document; packed documents follow each other."""
+    document = b
+    if PACKED:
+        document = token * 0  # the last one that starts at the token or before
+        step = 1
+        while step < documents:
+            step *= 2
+        while step > 0:
+            later = document + step
+            starts = tl.load(Spans + later * 2, mask=later < documents, other=N + 1)
+            document = tl.where(starts <= token, later, document)
+            step //= 2
+    begin = tl.load(Spans + document * 2)
+    return (begin <= token) & (token < tl.load(Spans + document * 2 + 1))
 
 
 @triton.jit

@@ -42,6 +42,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     add_tile,
     advance,
     barriers,
+    clear_rows,
     copy_rows,
     synchronize_threads,
     wait_for_stores,
@@ -93,8 +94,8 @@ class _Signals(NamedTuple):
 
 @gluon.jit
 def _produce(
-    sources, inputs, signals, Lse, Delta, offsets, lists, sizes,
-    BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+    sources, inputs, signals, Lse, Delta, offsets, lines, lists, sizes,
+    BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     q_rows, do_rows, k_rows, v_rows = sources
     N, H, rate, group, team_size = sizes.N, sizes.H, sizes.rate, sizes.group, sizes.team_size
@@ -104,7 +105,7 @@ def _produce(
     held = 0
     held_phase = 1
     for unit in range(gl.program_id(0) // team_size, sizes.units, sizes.teams):
-        b, kv, token, count = locate(unit, sizes, offsets)
+        b, kv, token, count = locate(unit, sizes, offsets, lines, DOCUMENTS)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -154,8 +155,8 @@ def _produce(
 
 @gluon.jit
 def _write(
-    scratch_desc, Turns, dq_smem, signals, offsets, lists, sizes,
-    PARITY: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+    scratch_desc, Turns, dq_smem, signals, offsets, lines, lists, sizes,
+    PARITY: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
     group, team_size = sizes.group, sizes.team_size
@@ -166,7 +167,7 @@ def _write(
     epoch = 0
     last_turn = Turns
     for unit in range(team, sizes.units, sizes.teams):
-        _, _, _, count = locate(unit, sizes, offsets)
+        _, _, _, count = locate(unit, sizes, offsets, lines, DOCUMENTS)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
@@ -240,9 +241,9 @@ def _give_dq(ds_smem, dq_smem, signals, k, step, WHICH: gl.constexpr, BLOCK_D: g
 
 @gluon.jit
 def _consume(
-    Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lists, sizes, scale,
+    Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lines, lists, sizes, scale,
     WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
     H, rate, rows, group, team_size = sizes.H, sizes.rate, sizes.rows, sizes.group, sizes.team_size
@@ -261,7 +262,7 @@ def _consume(
     held_phase = 0
     epoch = 0
     for unit in range(team, sizes.units, sizes.teams):
-        b, kv, token, count = locate(unit, sizes, offsets)
+        b, kv, token, count = locate(unit, sizes, offsets, lines, DOCUMENTS)
         origin = b.to(gl.int64) * sizes.N + token
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
@@ -281,6 +282,12 @@ def _consume(
                     start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
                     steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
                 mbarrier.wait(signals.kv_full.index(held), held_phase)
+                if DOCUMENTS:
+                    # Behind a document may lie anything, NaN too, and 0 times that is not 0.
+                    left = count - key_tile * BLOCK_N
+                    if left < BLOCK_N:
+                        clear_rows(inputs.k.index(held).reshape([BLOCK_N, BLOCK_D]), left)
+                        clear_rows(inputs.v.index(held).reshape([BLOCK_N, BLOCK_D]), left)
                 for step in range(steps):
                     if SPARSE:
                         g, start, at, left, _, tile = next_listed(
@@ -298,6 +305,10 @@ def _consume(
                     q = inputs.q.index(stage).reshape([BLOCK_M, BLOCK_D])
                     do = inputs.do.index(stage).reshape([BLOCK_M, BLOCK_D])
                     mbarrier.wait(signals.q_full.index(stage), phase)
+                    if DOCUMENTS and row + BLOCK_M > count:
+                        mbarrier.wait(signals.do_full.index(stage), phase)
+                        clear_rows(q, count - row)
+                        clear_rows(do, count - row)
                     s_later = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
                     mbarrier.wait(signals.do_full.index(stage), phase)
                     dp_later = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -381,12 +392,12 @@ def _consume(
 @gluon.jit(do_not_specialize=(*Sizes._fields, "turns_at", "rows_per_batch_row"))
 def backward_kernel(
     q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail, scratch_desc,
-    Lse, Delta, Dq, Dk, Dv, Scratch, offsets,
+    Lse, Delta, Dq, Dk, Dv, Scratch, offsets, Lines,
     Grids, First, Queries, QueryTurns, KeyFirst,
     N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group,
     turns_at, rows_per_batch_row, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """`Grids` to `KeyFirst` and `rows_per_batch_row` are a block layout's lists, and not read without one."""
     Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -414,6 +425,8 @@ def backward_kernel(
     fence_async_shared()
     sources = Rows(q_desc, q_tail), Rows(do_desc, do_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
     inputs = _Inputs(q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
+    if DOCUMENTS:
+        units = gl.load(Lines) * heads
     sizes = Sizes(N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group)
     lists = Lists(offsets, offsets, offsets, offsets, offsets, N)
     if SPARSE:
@@ -421,14 +434,16 @@ def backward_kernel(
     # A tuple of constants would not stay constant, so the lists are written out.
     gl.warp_specialize(
         [
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lists,
-                        sizes, scale, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, SPARSE)),
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lists,
-                        sizes, scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, SPARSE)),
-            (_produce, (sources, inputs, signals, Lse, Delta, offsets, lists, sizes,
-                        BLOCK_M, KV_STAGES, CAUSAL, SPARSE)),
-            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, lists, sizes, 0, BLOCK_M, CAUSAL, SPARSE)),
-            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, lists, sizes, 1, BLOCK_M, CAUSAL, SPARSE)),
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, Lines, lists,
+                        sizes, scale, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
+            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, Lines, lists,
+                        sizes, scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
+            (_produce, (sources, inputs, signals, Lse, Delta, offsets, Lines, lists, sizes,
+                        BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE)),
+            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 0,
+                      BLOCK_M, CAUSAL, DOCUMENTS, SPARSE)),
+            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 1,
+                      BLOCK_M, CAUSAL, DOCUMENTS, SPARSE)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

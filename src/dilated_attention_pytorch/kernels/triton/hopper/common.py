@@ -15,7 +15,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -42,6 +42,22 @@ def copy_rows(source, b, token, row, head, N, rate, barrier, smem, ROWS: gl.cons
         c = gl.where(wraps, c - rest + rate, c - rest)
         t = gl.where(wraps, t - 1, t)
         tma.async_copy_global_to_shared(source.tail, [b, c, head, t, 0], barrier, smem)
+
+
+@gluon.jit
+def clear_rows(smem, first):
+    """Set the rows of a tile in shared memory from `first` on to 0, for the products of this warpgroup that follow."""
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    PIECE: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    for i in gl.static_range(ROWS // PIECE):
+        if first < (i + 1) * PIECE:
+            piece = smem.slice(i * PIECE, PIECE, dim=0)
+            rows = i * PIECE + gl.arange(0, PIECE, layout=gl.SliceLayout(1, layout))
+            piece.store(gl.where((rows < first)[:, None], piece.load(layout), 0.0))
+    fence_async_shared()
+    synchronize_threads()
 
 
 @gluon.jit

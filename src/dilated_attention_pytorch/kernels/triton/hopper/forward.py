@@ -29,13 +29,15 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     Rows,
     advance,
     barriers,
+    clear_rows,
     copy_rows,
 )
 from dilated_attention_pytorch.kernels.triton.hopper.works import (
     Place,
     Sizes,
+    exists,
+    line_of,
     next_work,
-    offset_of,
     place_of,
     segment_rows,
     tile_of,
@@ -65,11 +67,11 @@ class _Signals(NamedTuple):
 
 
 @gluon.jit
-def _key_tiles(tile, count, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many key tiles the rows of a query tile see."""
+def _key_tiles(end, count, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many key tiles the rows up to `end` see."""
     last = count
     if CAUSAL:
-        last = gl.minimum(tile * BLOCK_M + BLOCK_M, count)
+        last = gl.minimum(end, count)
     return (last + BLOCK_N - 1) // BLOCK_N
 
 
@@ -91,8 +93,9 @@ def _ends(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    sources, staged, signals, offsets, lists, sizes,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+    sources, staged, signals, offsets, lines, lists, sizes,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr,
+    SPARSE: gl.constexpr,
 ):  # fmt: skip
     q_rows, k_rows, v_rows = sources
     q_smem, k_smem, v_smem = staged
@@ -105,10 +108,18 @@ def _produce(
     step_work = work_at(sizes.programs, sizes, CAUSAL)
     work = work_at(gl.program_id(0), sizes, CAUSAL)
     second = gl.to_tensor(0)
-    while work.b < sizes.batch:
-        place = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
+    if DOCUMENTS:
+        later_line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
+    while exists(work, sizes, CAUSAL, DOCUMENTS):
+        if DOCUMENTS:  # asked for early, because the answer takes long
+            line = later_line
+            later, later_second = next_work(work, second, step_work, sizes, CAUSAL)
+            later_line = line_of(later, offsets, lines, sizes, CAUSAL, DOCUMENTS)
+        else:
+            line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
+        place = place_of(work, line, rows, sizes, DOCUMENTS)
         b, head, token, count = place
-        tile = tile_of(work, second, sizes, CAUSAL)
+        tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
         if tile * BLOCK_M < count:
             kv = head // sizes.group
             mbarrier.wait(signals.q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
@@ -123,7 +134,7 @@ def _produce(
                 start, steps = _listed(lists, work, tile, place, sizes, BLOCK_M)
                 following = gl.load(lists.keys + start + steps - 1)
             else:
-                steps = _key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N)
+                steps = _key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N)
             for step in range(steps):
                 if SPARSE:  # read a step early
                     row = following * BLOCK_N
@@ -137,7 +148,10 @@ def _produce(
                 mbarrier.expect(signals.v_full.index(stage), v_rows.desc.block_type.nbytes)
                 copy_rows(v_rows, b, token, row, kv, N, rate, signals.v_full.index(stage), v_smem.index(stage), BLOCK_N)
                 stage, phase = advance(stage, phase, STAGES)
-        work, second = next_work(work, second, step_work, sizes, CAUSAL)
+        if DOCUMENTS:
+            work, second = later, later_second
+        else:
+            work, second = next_work(work, second, step_work, sizes, CAUSAL)
 
 
 @gluon.jit
@@ -157,28 +171,20 @@ def _pass_turn(turns, issued, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, ORDE
 
 @gluon.jit
 def _with_rows(
-    work, second, tile, place, ends, step_work, rows, offsets, lists, sizes, BLOCK_M: gl.constexpr,
-    CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+    work, second, tile, place, ends, step_work, rows, offsets, lines, lists, sizes, BLOCK_M: gl.constexpr,
+    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """The first of a program's tiles, from this one on, that has rows, and where that is; no rows after all."""
     b, head, token, count = place
     steps, last = ends
-    while (work.b < sizes.batch) & (tile * BLOCK_M >= count):
+    while exists(work, sizes, CAUSAL, DOCUMENTS) & (tile * BLOCK_M >= count):
         work, second = next_work(work, second, step_work, sizes, CAUSAL)
-        tile = tile_of(work, second, sizes, CAUSAL)
-        b, head, token, count = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
+        line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
+        tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
+        b, head, token, count = place_of(work, line, rows, sizes, DOCUMENTS)
         if SPARSE:
             steps, last = _ends(lists, work, tile, Place(b, head, token, count), sizes, BLOCK_M)
     return work, second, tile, Place(b, head, token, count), (steps, last)
-
-
-@gluon.jit
-def _own_tiles(first_row, count, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many key tiles 64 rows see."""
-    last = count
-    if CAUSAL:
-        last = gl.minimum(first_row + 64, count)
-    return (last + BLOCK_N - 1) // BLOCK_N
 
 
 @gluon.jit
@@ -193,8 +199,8 @@ def _await_tiles(
     """
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     if CAUSAL and CONSUMERS > 2:  # the rows of two are as long as a key tile, and see the same ones
-        mine = _own_tiles(tile * BLOCK_M + WHICH * 64, count, BLOCK_N, CAUSAL)
-        for _ in range(_key_tiles(tile, count, CAUSAL, BLOCK_M, BLOCK_N) - mine):
+        mine = _key_tiles(tile * BLOCK_M + WHICH * 64 + 64, count, CAUSAL, BLOCK_N)
+        for _ in range(_key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N) - mine):
             _await_turn(signals.turns, issued, WHICH, ORDERED)
             issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
             mbarrier.wait(signals.k_full.index(stage), phase)
@@ -249,9 +255,10 @@ def _before(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.conste
 
 @gluon.jit
 def _consume(
-    Out, Lse, staged, signals, offsets, lists, sizes, qk_scale,
+    Out, Lse, staged, signals, offsets, lines, lists, sizes, qk_scale,
     WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+    CONSUMERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     q_smem, k_smem, v_smem = staged
     N, H, rate = sizes.N, sizes.H, sizes.rate
@@ -270,13 +277,28 @@ def _consume(
     step_work = work_at(sizes.programs, sizes, CAUSAL)
     work = work_at(gl.program_id(0), sizes, CAUSAL)
     second = gl.to_tensor(0)
-    tile = tile_of(work, second, sizes, CAUSAL)
-    place = place_of(work, offset_of(work, offsets, sizes), rows, sizes)
+    line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
+    tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
+    place = place_of(work, line, rows, sizes, DOCUMENTS)
     ends = second, second
     if SPARSE:
         ends = _ends(lists, work, tile, place, sizes, BLOCK_M)
     work, second, tile, place, ends = _with_rows(
-        work, second, tile, place, ends, step_work, rows, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
+        work,
+        second,
+        tile,
+        place,
+        ends,
+        step_work,
+        rows,
+        offsets,
+        lines,
+        lists,
+        sizes,
+        BLOCK_M,
+        CAUSAL,
+        DOCUMENTS,
+        SPARSE,
     )
     b, head, token, count = place
     issued, stage, phase = _await_tiles(
@@ -295,13 +317,14 @@ def _consume(
         mbarrier.arrive(signals.k_empty.index(stage), count=1)
         # Where the next tile is: asked for early, because the answer takes long.
         work, second = next_work(work, second, step_work, sizes, CAUSAL)
-        offset = offset_of(work, offsets, sizes)
-        tile = tile_of(work, second, sizes, CAUSAL)
+        line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
         mine, last = ends
+        if not DOCUMENTS:
+            tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
         if SPARSE:
-            ends = _ends(lists, work, tile, place_of(work, offset, rows, sizes), sizes, BLOCK_M)
+            ends = _ends(lists, work, tile, place_of(work, line, rows, sizes, DOCUMENTS), sizes, BLOCK_M)
         else:
-            mine = _own_tiles(first_row, count, BLOCK_N, CAUSAL)
+            mine = _key_tiles(first_row + 64, count, CAUSAL, BLOCK_N)
             last = mine - 1
         if CONTINUES:
             m = before_lse * LOG2_E
@@ -319,6 +342,10 @@ def _consume(
         elif last * BLOCK_N + BLOCK_N > count:
             keys = last * BLOCK_N + columns
             s = gl.where((keys < count)[None, :], s, -float("inf"))
+        # Behind a document may lie anything, NaN too, and 0 times that is not 0.
+        if DOCUMENTS and last * BLOCK_N + BLOCK_N > count:
+            mbarrier.wait(signals.v_full.index(stage), phase)
+            clear_rows(v_smem.index(stage).reshape([BLOCK_N, BLOCK_D]), count - last * BLOCK_N)
         # Finite from this tile on: every row sees a key of it.
         p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
@@ -345,15 +372,33 @@ def _consume(
             p = gl.convert_layout(p32.to(dtype), weights)
         mbarrier.arrive(signals.q_empty.index(done & 1), count=1)
         done += 1
+        if DOCUMENTS:
+            tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
+            place = place_of(work, line, rows, sizes, DOCUMENTS)
         # The last product of this tile and the first of the next go in one turn, and this tile is stored meanwhile.
         v_stage = stage
         mbarrier.wait(signals.v_full.index(v_stage), phase)
         stage, phase = advance(stage, phase, STAGES)
         _await_turn(signals.turns, issued, WHICH, ORDERED)
         acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-        place = place_of(work, offset, rows, sizes)
+        if not DOCUMENTS:
+            place = place_of(work, line, rows, sizes, DOCUMENTS)
         work, second, tile, place, ends = _with_rows(
-            work, second, tile, place, ends, step_work, rows, offsets, lists, sizes, BLOCK_M, CAUSAL, SPARSE
+            work,
+            second,
+            tile,
+            place,
+            ends,
+            step_work,
+            rows,
+            offsets,
+            lines,
+            lists,
+            sizes,
+            BLOCK_M,
+            CAUSAL,
+            DOCUMENTS,
+            SPARSE,
         )
         next_b, next_head, next_token, next_count = place
         issued, stage, phase = _await_tiles(
@@ -384,13 +429,17 @@ def _consume(
 # Numbers that vary from call to call: specialising on them would compile anew.
 @gluon.jit(do_not_specialize=(*Sizes._fields, "rows_per_batch_row"))
 def forward_kernel(
-    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, Out, Lse, offsets,
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, Out, Lse, offsets, Lines,
     Grids, First, Kept,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, rows_per_batch_row, qk_scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    REGISTERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, SPARSE: gl.constexpr,
+    REGISTERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """`Grids`, `First`, `Kept` and `rows_per_batch_row` list the keys of a block layout, and are unread without one."""
+    """`Grids`, `First`, `Kept` and `rows_per_batch_row` list the keys of a block layout, and are unread without one.
+
+    So is `Lines`, of documents: see `works`.
+    """
     dtype: gl.constexpr = q_desc.dtype
     q_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
@@ -405,6 +454,8 @@ def forward_kernel(
         barriers(CONSUMERS, 1),
     )
     fence_async_shared()
+    if DOCUMENTS:
+        batch = gl.load(Lines)
     sizes = Sizes(N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group)
     staged = (q_smem, k_smem, v_smem)
     sources = Rows(q_desc, q_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
@@ -415,12 +466,12 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
-                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
-                (_produce, (sources, staged, signals, offsets, lists, sizes,
-                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
+                (_produce, (sources, staged, signals, offsets, Lines, lists, sizes,
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE)),
             ],
             [4, 4],
             [REGISTERS, 24],
@@ -428,14 +479,14 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
-                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
-                (_consume, (Out, Lse, staged, signals, offsets, lists, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, SPARSE)),
-                (_produce, (sources, staged, signals, offsets, lists, sizes,
-                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
+                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N,
+                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
+                (_produce, (sources, staged, signals, offsets, Lines, lists, sizes,
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 32],

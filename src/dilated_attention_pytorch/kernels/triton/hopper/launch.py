@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dilated_attention_pytorch.core.block_layout import BranchLayout
+from dilated_attention_pytorch.kernels.triton.documents import Works
 from dilated_attention_pytorch.kernels.triton.hopper.backward import backward_kernel
 from dilated_attention_pytorch.kernels.triton.hopper.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch, View
@@ -20,9 +22,22 @@ from dilated_attention_pytorch.kernels.triton.tuning import hopper_tiles_for
 _KEY_ROWS = 128  # of a key tile, in both kernels
 _QUERY_ROWS = 64  # of a query tile in backward
 NOBODY = (0, 0)  # teams of a branch that other kernels compute sooner
+_STRETCH = 16  # tiles of a list of works that a head takes before the next one does: rows of all heads lie together
+SHORT_ROWS = 64  # segments of documents of so many rows or less are left to the plain kernels
+_ALONE_ROWS = (1024, 512, 256)  # and of so many or less get no team in backward, if there is memory
+_WHOLE = 1 << 30
 _MOST_ROWS = 1 << 22  # of a segment: backward counts its key tiles in 16 bits
 _SUMS_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+
+
+class Teams(NamedTuple):
+    """Who computes the backward pass of a branch's segments, or, where documents have lengths, of those in `works`."""
+
+    count: int
+    size: int
+    rows: int  # of the longest segment, rounded up to whole tiles
+    works: Works
 
 
 def padded(head_dim: int) -> int:
@@ -51,8 +66,12 @@ def takes_branch(tokens: int, rate: int, rows: int, block_size: int | None) -> b
     return fits and block_size in (None, _KEY_ROWS)
 
 
-def forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None) -> Launch:
-    """Of one branch of a plan; its tensors are q, k, v, out, lse, the query heads' offsets and the kept keys' lists."""
+def forward_launch(
+    query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None
+) -> tuple[Launch, Works]:
+    """Of one branch of a plan; its tensors are q, k, v, out, lse, the query heads' offsets, the list of works of
+    documents and those of the keys that a layout keeps.
+    """
     N, H, D = query.shape[1:]
     group = H // key.shape[2]
     block_d = padded(D)
@@ -66,9 +85,13 @@ def forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: Br
     count = -(-branch.rows // (64 * tiles.consumers))
     works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
     programs = min(works, multiprocessors)
+    has_documents = branch.plan.documents is not None
+    slots_per_row = branch.slots_per_row
+    if has_documents:
+        count, slots_per_row = min(count, _STRETCH), _WHOLE
     numbers = (
-        *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, branch.slots_per_row, query.shape[0],
-        programs, group, _rows_per_batch_row(kept), qk_scale,
+        *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, slots_per_row, query.shape[0], programs,
+        group, _rows_per_batch_row(kept), qk_scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -80,26 +103,27 @@ def forward_launch(query: Tensor, key: Tensor, branch, qk_scale: float, kept: Br
         "ORDERED": tiles.ordered,
         "CAUSAL": branch.is_causal,
         "CONTINUES": branch.continues,
+        "DOCUMENTS": branch.plan.documents is not None,
         "SPARSE": kept is not None,
         "num_warps": 4,
     }
     views = (_view(branch.r, 64), _view(branch.r, _KEY_ROWS), _view(branch.r, _KEY_ROWS))
-    return Launch(forward_kernel, programs, numbers, settings, views)
+    listed = Works(64 * tiles.consumers, branch.is_causal, least=SHORT_ROWS)
+    return Launch(forward_kernel, programs, numbers, settings, views), listed
 
 
 def backward_launch(
-    query: Tensor, key: Tensor, branch, scale: float, workspace: Tensor, kept: BranchLayout | None
+    query: Tensor, key: Tensor, branch, teams: Teams, scale: float, workspace: Tensor, kept: BranchLayout | None
 ) -> Launch:
-    """Of one branch; its tensors are q, do, k, v, the sums of dq, lse, delta, dq, dk, dv, the workspace, the key/value
-    heads' offsets and the lists of a layout.
+    """Of one branch's segments; its tensors are q, do, k, v, the sums of dq, lse, delta, dq, dk, dv, the workspace, the
+    key/value heads' offsets, the list of segments of documents and the lists of a layout.
     """
     N, H, D = query.shape[1:]
     block_d = padded(D)
-    teams, team_size = branch.teams
     units = len(branch.heads) * branch.slots
     numbers = (
-        *_no_lists(kept, 5), N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, _padded_rows(branch),
-        branch.slots_per_row, units, teams, team_size, _lag(block_d, branch.is_causal), H // key.shape[2],
+        *_no_lists(kept, 5), N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, teams.rows,
+        branch.slots_per_row, units, teams.count, teams.size, _lag(block_d, branch.is_causal), H // key.shape[2],
         _turns_at(workspace, block_d), _rows_per_batch_row(kept), scale,
     )  # fmt: skip
     settings = {
@@ -109,6 +133,7 @@ def backward_launch(
         "KV_STAGES": 2 if block_d == 64 else 1,  # what fits into shared memory
         "CAUSAL": branch.is_causal,
         "CONTINUES": branch.continues,
+        "DOCUMENTS": branch.plan.documents is not None,
         "SPARSE": kept is not None,
         "num_warps": 4,
         # Members of a team wait for each other. Where another kernel holds multiprocessors, some members would start
@@ -117,7 +142,7 @@ def backward_launch(
     }
     queries, keys = _view(branch.r, _QUERY_ROWS), _view(branch.r, _KEY_ROWS)
     sums = functools.partial(_sums_descriptor, block_d=block_d)
-    return Launch(backward_kernel, teams * team_size, numbers, settings, (queries, queries, keys, keys, sums))
+    return Launch(backward_kernel, teams.count * teams.size, numbers, settings, (queries, queries, keys, keys, sums))
 
 
 def _no_lists(kept: BranchLayout | None, count: int) -> tuple[None, ...]:
@@ -144,13 +169,29 @@ def _turns_at(workspace: Tensor, block_d: int) -> int:
 
 def share_out(query: Tensor, key: Tensor, branch, most_bytes: int) -> bool:
     """Set the teams of a branch's backward, whose sums of dq take so many bytes at most; False where few would work."""
-    key_tiles = _padded_rows(branch) // _KEY_ROWS
+    rows = _padded_rows(branch)
     group = query.shape[2] // key.shape[2]
-    team_bytes = workspace_size(group * _padded_rows(branch), query.shape[3])[0] * 4
-    kind = (len(branch.heads) * branch.slots, key_tiles, branch.is_causal, _multiprocessors(query.device))
-    branch.teams = _teams(*kind, most_bytes // team_bytes)
-    branch.workspace_rows = branch.teams[0] * group * _padded_rows(branch)
-    return branch.teams != NOBODY
+    multiprocessors = _multiprocessors(query.device)
+
+    def most_teams(rows: int) -> int:
+        return most_bytes // (4 * workspace_size(group * rows, query.shape[3])[0])
+
+    branch.teams, least = [], 0
+    if branch.plan.documents is not None:
+        # Nobody knows how long documents are. Where they are short, members of a team would have nothing to do.
+        least = SHORT_ROWS
+        alone = next((rows for rows in _ALONE_ROWS if most_teams(rows) >= multiprocessors), 0)
+        if alone:
+            branch.teams.append(Teams(multiprocessors, 1, alone, Works(_WHOLE, least=least, most=alone)))
+            least = alone
+    if least < rows:
+        units = len(branch.heads) * branch.slots
+        count, size = _teams(units, rows // _KEY_ROWS, branch.is_causal, multiprocessors, most_teams(rows))
+        if (count, size) == NOBODY:
+            return False
+        branch.teams.append(Teams(count, size, rows, Works(_WHOLE, least=least)))
+    branch.workspace_rows = max(teams.count * group * teams.rows for teams in branch.teams)
+    return True
 
 
 def _padded_rows(branch) -> int:

@@ -43,15 +43,26 @@ class Lists(NamedTuple):
 
 
 @gluon.jit
-def locate(unit, sizes, offsets):
-    """`(batch row, head, first token, rows)` of the unit-th (segment, key/value head)."""
+def locate(unit, sizes, offsets, lines, DOCUMENTS: gl.constexpr):
+    """`(batch row, head, first token, rows)` of the unit-th (segment, key/value head).
+
+    Where documents have lengths, `lines` has a line for every segment: see `triton.documents`.
+    """
     slot = unit // sizes.heads
     head = sizes.first_head + unit % sizes.heads
     offset = gl.load(offsets + head)
-    start = slot % sizes.slots_per_row * sizes.W
-    length = gl.minimum(sizes.W, sizes.N - start)
-    count = gl.where(offset < 0, 0, (length - offset + sizes.rate - 1) // sizes.rate)
-    return slot // sizes.slots_per_row, head, start + offset, count
+    if DOCUMENTS:
+        line = lines + 8 + slot * 8
+        b = gl.load(line)
+        start = gl.load(line + 1)
+        count = gl.load(line + 2) + gl.where(offset < gl.load(line + 3), 1, 0)
+    else:
+        b = slot // sizes.slots_per_row
+        start = slot % sizes.slots_per_row * sizes.W
+        length = gl.minimum(sizes.W, sizes.N - start)
+        count = (length - offset + sizes.rate - 1) // sizes.rate
+    count = gl.where(offset < 0, 0, count)
+    return b, head, start + offset, count
 
 
 @gluon.jit

@@ -2,6 +2,10 @@
 
 A *work* is a tile of query rows, or under causality a pair of them, taken one after the other. Program `i` of `P` has
 the works number `i`, `i + P`, `i + 2 P` and so on.
+
+Where documents have lengths (DOCUMENTS), works are lines of a list that `triton.documents` made: `segment` then counts
+stretches of it of `tiles` lines (twice as many `tiles` as lines if causal), and all heads take a stretch before any
+takes the next, so that they find its keys in L2.
 """
 
 # mypy: ignore-errors
@@ -23,7 +27,7 @@ class Sizes(NamedTuple):
     first_head: Any
     tiles: Any  # of query rows per segment
     slots_per_row: Any
-    batch: Any
+    batch: Any  # rows of the batch, or lines of the list
     programs: Any
     group: Any
 
@@ -33,6 +37,17 @@ class Work(NamedTuple):
     segment: Any
     head: Any
     place: Any
+
+
+class Line(NamedTuple):
+    """What must be loaded for a work: its head's offset, and its line of the list if there is one."""
+
+    offset: Any
+    b: Any
+    start: Any
+    rows: Any  # the segment's length, divided by the rate
+    rest: Any
+    near: Any
 
 
 class Place(NamedTuple):
@@ -45,8 +60,13 @@ class Place(NamedTuple):
 
 
 @gluon.jit
+def _places(sizes, CAUSAL: gl.constexpr):
+    return (sizes.tiles + 1) // 2 if CAUSAL else sizes.tiles
+
+
+@gluon.jit
 def work_at(number, sizes, CAUSAL: gl.constexpr):
-    places = (sizes.tiles + 1) // 2 if CAUSAL else sizes.tiles
+    places = _places(sizes, CAUSAL)
     unit = number // places
     slot = unit // sizes.heads
     return Work(slot // sizes.slots_per_row, slot % sizes.slots_per_row, unit % sizes.heads, number % places)
@@ -55,7 +75,7 @@ def work_at(number, sizes, CAUSAL: gl.constexpr):
 @gluon.jit
 def _later(work, step, sizes, CAUSAL: gl.constexpr):
     """The work that is `step`, itself written as a work, later: added like digits, as divisions take long."""
-    places = (sizes.tiles + 1) // 2 if CAUSAL else sizes.tiles
+    places = _places(sizes, CAUSAL)
     place = work.place + step.place
     over = place >= places
     place = gl.where(over, place - places, place)
@@ -84,23 +104,47 @@ def next_work(work, second, step, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(work, second, sizes, CAUSAL: gl.constexpr):
+def exists(work, sizes, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """Whether there is such a work, or it and all later ones are past the last."""
+    if DOCUMENTS:
+        return work.segment * _places(sizes, CAUSAL) < sizes.batch  # other heads may have more of this stretch
+    else:
+        return work.b < sizes.batch
+
+
+@gluon.jit
+def line_of(work, offsets, lines, sizes, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """`offsets` has one for every query head."""
+    offset = gl.load(offsets + sizes.first_head + work.head)
+    if DOCUMENTS:
+        number = work.segment * _places(sizes, CAUSAL) + work.place
+        line = lines + 8 + number * 8
+        here = number < sizes.batch
+        b = gl.load(line, mask=here, other=0)
+        start = gl.load(line + 1, mask=here, other=0)
+        rows = gl.load(line + 2, mask=here, other=0)
+        rest = gl.load(line + 3, mask=here, other=0)
+        return Line(offset, b, start, rows, rest, gl.load(line + 4, mask=here, other=0))
+    else:
+        return Line(offset, work.b, work.segment, work.segment, work.segment, work.place)
+
+
+@gluon.jit
+def tile_of(line, second, sizes, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr):
     """The query tile of a work.
 
     Under causality a program takes two tiles in a row, one from either end of a segment, so that all get as much to do.
     A tile in the middle is its own partner: then the second one is the tile behind the last one, which has no rows.
     """
     if CAUSAL:
-        far = sizes.tiles - 1 - work.place
-        return gl.where(second == 0, far, gl.where(work.place == far, sizes.tiles, work.place))
+        tiles = sizes.tiles
+        if DOCUMENTS:
+            # At least one, also past the last line, where it has no rows.
+            tiles = gl.maximum((line.rows + gl.where(line.rest > 0, 1, 0) + BLOCK_M - 1) // BLOCK_M, 1)
+        far = tiles - 1 - line.near
+        return gl.where(second == 0, far, gl.where(line.near == far, tiles, line.near))
     else:
-        return work.place
-
-
-@gluon.jit
-def offset_of(work, offsets, sizes):
-    """The offset of a work's head, of which `offsets` has one for every query head."""
-    return gl.load(offsets + sizes.first_head + work.head)
+        return line.near
 
 
 @gluon.jit
@@ -111,11 +155,16 @@ def segment_rows(sizes):
 
 
 @gluon.jit
-def place_of(work, offset, rows, sizes):
-    """The place of a work whose head has this offset; no rows past the last work."""
-    whole, rest, last_whole, last_rest = rows
-    is_last = work.segment == sizes.slots_per_row - 1
-    # The size of range(offset, length, rate), where offset < rate.
-    count = gl.where(is_last, last_whole, whole) + gl.where(offset < gl.where(is_last, last_rest, rest), 1, 0)
-    count = gl.where((offset < 0) | (work.b >= sizes.batch), 0, count)
-    return Place(work.b, sizes.first_head + work.head, work.segment * sizes.W + offset, count)
+def place_of(work, line, rows, sizes, DOCUMENTS: gl.constexpr):
+    """The place of a work; no rows past the last one."""
+    if DOCUMENTS:
+        count = gl.where(line.offset < 0, 0, line.rows + gl.where(line.offset < line.rest, 1, 0))
+        return Place(line.b, sizes.first_head + work.head, line.start + line.offset, count)
+    else:
+        whole, rest, last_whole, last_rest = rows
+        is_last = work.segment == sizes.slots_per_row - 1
+        # The size of range(offset, length, rate), where offset < rate.
+        last_count = gl.where(is_last, last_whole, whole)
+        count = last_count + gl.where(line.offset < gl.where(is_last, last_rest, rest), 1, 0)
+        count = gl.where((line.offset < 0) | (work.b >= sizes.batch), 0, count)
+        return Place(work.b, sizes.first_head + work.head, work.segment * sizes.W + line.offset, count)
