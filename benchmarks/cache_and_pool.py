@@ -376,17 +376,17 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
     suite = records[0]["suite"] if records else ""
     kinds = Table(
         "Pattern cache: a hit against a rebuild",
-        ["Microseconds; then of a process in which eight threads ask at once."],
+        ["Microseconds; under `8 threads`, those of a process in which eight threads ask at once."],
         ["what", "machine", "rebuild", "hit", "8 threads: rebuild", "8 threads: hit", "cached"],
     )
     steps = Table(
         "Pattern cache: on against off",
-        ["By turns in one process; off/off is the noise of such a quotient."],
+        ["Both are measured by turns in one process; off/off shows the noise of such a quotient."],
         ["case", "machine", "off, ms", "on, ms", "on/off", "off/off"],
     )
     if suite == "pool":
         steps.heading = "Workspace pool: on against off"
-        steps.words[0] += " On a CPU, time is that of all processors, and memory that of new processes."
+        steps.words[0] += " On a CPU, time is summed over all processors, and memory is measured in new processes."
         steps.head += ["off, peak MiB", "on, peak MiB", "on/off"]
     for title, x in ((title, record) for title, found in by_title.items() for record in found):
         first = [title, x["on_machine"]]

@@ -148,9 +148,9 @@ def _peak_memory(suite: str, rows: Sequence[Row]) -> Table:
     rows = [row for row in rows if row.case.encoder_layers or memory(row, rows) is not None]
     names = [name for name in _names(rows) if name != FLOOR]  # which has other tokens
     table = Table(f"{suite}: peak memory, GiB", head=["case", "floor", *names, "memory"])
-    table.words = ["What PyTorch's allocator held at most, inputs included. " + _meaning("memory") + "."]
+    table.words = ["The peak of PyTorch's allocator, inputs included. " + _meaning("memory") + "."]
     if all(row.case.encoder_layers for row in rows):
-        table.words = ["What PyTorch's allocator held at most, inputs and weights included."]
+        table.words = ["The peak of PyTorch's allocator, inputs and weights included."]
     bars: list[tuple[str, list[float]]] = []
     for row in rows:
         over = memory(row, rows)

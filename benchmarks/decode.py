@@ -135,7 +135,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
         )
         prompts = Table(
             "Decoding: a prompt in chunks",
-            [f"{machine}. By turns with one forward of the whole prompt."],
+            [f"{machine}. Measured by turns with one forward of the whole prompt."],
             ["tokens", "at once", "whole, ms", "in chunks, ms", "chunks/whole"],
         )
         for x in mine:

@@ -89,7 +89,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
     for machine, mine in by_machine(records):
         table = Table(
             "One rank's shard beside its plan",
-            [f"{machine}. Forward and backward of one attention layer; the ring class in a world of one rank."],
+            [f"{machine}. Forward and backward of one attention layer; the ring class runs on one rank."],
             ["tokens", "heads", "causal", "ms", "plan, ms", "peak GiB", "plan, GiB", "ring over plain speed"],
         )
         for x in mine:

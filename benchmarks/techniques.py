@@ -164,8 +164,8 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
         mine = [x for x in records if (x["on_machine"], x["size"], x["tokens"]) == subject]
         machine, size, tokens = subject
         words = (
-            f"{machine}; {size}, {tokens:,} tokens a step. `x` is a quotient to the row that `against` names: of the "
-            "peak, of what it is beyond the weights and the optimizer's state, of these, and of time."
+            f"{machine}; {size}, {tokens:,} tokens per step. A figure with `x` is relative to the row that `against` "
+            "names: the peak, its part beyond weights and optimizer state, weights and optimizer state, and time."
         )
         yield Table("Training: each memory technique", [words], _HEAD, [_row(line, mine) for line in mine])
 

@@ -40,7 +40,7 @@ def add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="memory of a training step on one GPU, or cost of attention on many, without running it",
-        description="With --model: the longest sequence that fits a training step of a model on one GPU, and the "
+        description="With --model: the longest sequence for which a training step fits into one GPU, and the "
         "memory options for it; with --tokens too, the cheapest options for that length. With --gpus: the cost of "
         "attention over --tokens tokens on several GPUs: bytes sent, memory, work, and the time at the given rates.",
         argument_default=argparse.SUPPRESS,

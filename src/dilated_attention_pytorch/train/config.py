@@ -93,7 +93,7 @@ class TrainConfig:
         1, "ranks that share the heads and features of the model", range=COUNT, may_change=True
     )
     timeout_seconds: float = setting(
-        600.0, "a rank that is silent for so long ends the run", range=POSITIVE, may_change=True
+        600.0, "a rank that is silent for this long ends the run", range=POSITIVE, may_change=True
     )
     monitors: tuple[Kind, ...] = setting((), "where figures go, beside the progress bar", may_change=True)
     prometheus_address: str = setting("127.0.0.1:9464", "HOST:PORT of --monitors prometheus", may_change=True)
