@@ -146,7 +146,7 @@ def test_the_command_says_the_longest_sequence_and_its_options(capsys) -> None:
     printed = capsys.readouterr().out
     assert "One GPU of 16 GiB, the longest sequence: " in printed
     answer = printed.split("the longest sequence: ")[1].split(" tokens")[0]
-    assert "activations kept for backward" in printed
+    assert "activations saved for backward" in printed
     assert "offload" not in printed
     assert main(["plan", "--model", "125m", "--gpu", "16", "--tokens", answer.replace(",", "")]) == 0
     assert "the cheapest options for" in capsys.readouterr().out
