@@ -37,8 +37,7 @@ def read_rows(path):
     return rows_of(read_records(path))
 
 
-@pytest.fixture
-def results(tmp_path):
+def imagined():
     """Every case of every suite on an imagined GPU: ours at the vendor's rate, torchscale at a tenth of it."""
     lines = []
     for suite, cases in CASES.items():
@@ -47,12 +46,24 @@ def results(tmp_path):
             lines += [line(suite, case, "dense, same tokens"), line(suite, case, "torchscale", rate=40.0)]
             lines += [line(suite, case, "FlexAttention", failed="OutOfMemoryError: <none> left")]
             lines += [line(suite, case, "ours, every tile", rate=40.0)] if case.pattern is not None else []
-    return write(tmp_path / "results.jsonl", lines)
+    return lines
 
 
-def test_the_report_needs_nothing_but_itself(results, tmp_path) -> None:
-    write_report(results, tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text()
+@pytest.fixture
+def results(tmp_path):
+    return write(tmp_path / "results.jsonl", imagined())
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> str:
+    """The HTML report of `results`, drawn once."""
+    folder = tmp_path_factory.mktemp("report")
+    write_report(write(folder / "results.jsonl", imagined()), folder / "report.html")
+    return (folder / "report.html").read_text()
+
+
+def test_the_report_needs_nothing_but_itself(report) -> None:
+    text = report
     inside = re.sub(r"""(href="|url\()#""", "", text)  # one part of a chart refers to another
     for outside in ("http:", "https:", "src=", "href=", "url(", "@import", "<script", "<link", "file:"):
         assert outside not in inside
@@ -62,10 +73,9 @@ def test_the_report_needs_nothing_but_itself(results, tmp_path) -> None:
     )
 
 
-def test_page_and_report_have_every_case_the_machine_and_the_reasons(results, tmp_path) -> None:
+def test_page_and_report_have_every_case_the_machine_and_the_reasons(results, report, tmp_path) -> None:
     write_page(results, tmp_path / "page.md")
-    write_report(results, tmp_path / "report.html")
-    page, report = (tmp_path / "page.md").read_text(), (tmp_path / "report.html").read_text()
+    page = (tmp_path / "page.md").read_text()
     for title in TITLES:
         assert f"| {title} |" in page
         assert f"<td>{title}</td>" in report
@@ -75,9 +85,8 @@ def test_page_and_report_have_every_case_the_machine_and_the_reasons(results, tm
     assert "gpu A &lt;fast&gt; GPU, torch 9.9." in report
 
 
-def test_the_report_draws_rates_memory_and_time(results, tmp_path) -> None:
-    write_report(results, tmp_path / "report.html")
-    charts = re.findall(r"<svg.*?</svg>", (tmp_path / "report.html").read_text(), re.S)
+def test_the_report_draws_rates_memory_and_time(report) -> None:
+    charts = re.findall(r"<svg.*?</svg>", report, re.S)
     everything = "".join(charts)
     for suite, cases in CASES.items():
         for case in cases:
@@ -175,10 +184,9 @@ def test_cache_and_pool_stand_in_one_table_for_all_machines(results, tmp_path) -
     assert "| no peak | CPU, 2 threads | 2.000 | 1.000 | 0.500 | 1.000 |  |  |  |" in page
 
 
-def test_a_table_without_rows_has_no_heading(results, tmp_path) -> None:
+def test_a_table_without_rows_has_no_heading(tmp_path) -> None:
     step = {"suite": "decode", "context": 64, "ours": 2.0, "dense": 8.0, "cache_bytes": 1 << 20}
-    with results.open("a") as stream:
-        stream.write(json.dumps(step) + "\n")
+    results = write(tmp_path / "results.jsonl", [line("attention", CASES["attention"][0]), step])
     for write_to, path in ((write_page, tmp_path / "page.md"), (write_report, tmp_path / "report.html")):
         write_to(results, path)
         assert "Decoding: a token against the bounded cache" in path.read_text()

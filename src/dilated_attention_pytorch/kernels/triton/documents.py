@@ -20,6 +20,8 @@ from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.primitives import is_in_document
 
+_FEW_DOCUMENTS = 8192
+
 
 class Works(NamedTuple):
     """What a list has: a line for every `tile` rows of a segment, or for two such tiles in `pairs`.
@@ -57,7 +59,7 @@ class WorkLists:
         rows = [[*map(int, kind), start] for kind, start in self._starts.items()]
         self._table = lasting(plan.device, lambda: torch.tensor(rows, dtype=torch.int32, device=plan.device))
         # Each program adds up what comes before its documents: few programs for very many, else many.
-        block = 1 if plan.documents <= 8192 else 64
+        block = 1 if plan.documents <= _FEW_DOCUMENTS else 64
         blocks = triton.cdiv(plan.documents, block)
         settings = {"PACKED": plan.B == 1, "DOCUMENTS": block, "LINES": 1024 // block}
         self._launch = Launch(_work_lists_kernel, blocks * len(rows), (plan.N, plan.documents, blocks), settings)
