@@ -75,18 +75,19 @@ class WorkLists:
     def _make(self, spans: Tensor) -> list[Tensor]:
         made = torch.empty((self._lines, 8), dtype=torch.int32, device=spans.device)
         self._launch(spans.contiguous(), made, self._table)
-        return [made[self._starts[kind] :] for kind in self._kinds]
+        starts = [self._starts[kind] for kind in self._kinds]
+        return [made[start : start + 1 + kind[-1]] for kind, start in zip(self._kinds, starts)]
 
 
-def clear_outside(plan, name: str, spans: Tensor, *tensors: Tensor, lse: Tensor | None = None) -> None:
+def clear_outside(plan, spans: Tensor, *tensors: Tensor, lse: Tensor | None = None) -> None:
     """Set what lies outside of documents in tensors like the query, the key and the value to 0, in lse to -inf."""
-    launch = plan.launches.get(name)
+    launch = plan.launches.get("clear")
     if launch is None:
         tokens = plan.B * plan.N
         sizes = [x.numel() // tokens for x in tensors]
         numbers = (tokens, plan.N, plan.H, plan.documents, sizes[0], sizes[-1])
         settings = {"PACKED": plan.B == 1, "TENSORS": len(tensors), "LSE": lse is not None, "ROWS": 16, "BLOCK": 512}
-        launch = plan.launches[name] = Launch(_clear_kernel, triton.cdiv(tokens, 16), numbers, settings)
+        launch = plan.launches["clear"] = Launch(_clear_kernel, triton.cdiv(tokens, 16), numbers, settings)
     first, second, third = (tensors * 3)[:3]
     launch(spans.contiguous(), first, second, third, first if lse is None else lse)
 

@@ -53,7 +53,7 @@ class Triton:
             if not plan.every_row_written:
                 lse.fill_(-torch.inf)
             elif spans is not None:
-                clear_outside(plan, "clear", spans, out, lse=lse)
+                clear_outside(plan, spans, out, lse=lse)
             if not plan.steps:
                 plan.set_steps(_forward_steps(plan, query, key, scale * _LOG2_E, layout))
             lines = plan.lines(spans, resources)
@@ -97,7 +97,7 @@ class Triton:
             workspace = _taken(take, plan.like_workspace) if plan.workspace_size else delta
             launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace, _spans(spans, delta))
             if spans is not None and plan.every_row_written:
-                clear_outside(plan, "clear", spans, dq, dk, dv)
+                clear_outside(plan, spans, dq, dk, dv)
             if not plan.steps:
                 plan.set_steps(_backward_steps(plan, query, key, scale, workspace, layout))
             lines = plan.lines(spans, resources)

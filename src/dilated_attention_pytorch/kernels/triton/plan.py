@@ -1,4 +1,4 @@
-"""What a call needs besides its tensors' values: branches, tables, and which kernels run. Made once a kind of call."""
+"""What a call needs besides its tensors' values: branches, tables, and which kernels run."""
 
 # mypy: ignore-errors
 

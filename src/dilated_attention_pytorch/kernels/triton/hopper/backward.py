@@ -64,7 +64,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     turn_of,
 )
 
-TURNS_A_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `launch.takes_branch`
+TURNS_PER_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `launch.takes_branch`
 
 
 class _Inputs(NamedTuple):
@@ -217,7 +217,7 @@ def _write(
             wait_for_stores()
             gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
         started = 0
-        epoch += TURNS_A_UNIT
+        epoch += TURNS_PER_UNIT
 
 
 @gluon.jit
@@ -383,9 +383,9 @@ def _consume(
                 synchronize_threads()
             # The scratch may be used for the next unit: its turns count from here. The last unit leaves zeros, as it
             # found them, for the next branch.
-            following = gl.where(unit + sizes.teams < sizes.units, epoch + TURNS_A_UNIT, 0)
+            following = gl.where(unit + sizes.teams < sizes.units, epoch + TURNS_PER_UNIT, 0)
             gl.atomic_xchg(pointer, following, sem="release", scope="gpu")
-        epoch += TURNS_A_UNIT
+        epoch += TURNS_PER_UNIT
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.

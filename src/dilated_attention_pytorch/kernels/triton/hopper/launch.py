@@ -103,7 +103,7 @@ def forward_launch(
         "ORDERED": tiles.ordered,
         "CAUSAL": branch.is_causal,
         "CONTINUES": branch.continues,
-        "DOCUMENTS": branch.plan.documents is not None,
+        "DOCUMENTS": has_documents,
         "SPARSE": kept is not None,
         "num_warps": 4,
     }
