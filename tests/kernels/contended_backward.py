@@ -50,8 +50,7 @@ class Contender:
             return torch.autograd.grad(self.out, self.inputs, self.grad_out, retain_graph=True)
 
 
-def contend(held: int, normal: Contender, urgent: Contender) -> None:
-    side, holder = torch.cuda.Stream(), torch.cuda.Stream()
+def contend(held: int, holder: torch.cuda.Stream, side: torch.cuda.Stream, normal: Contender, urgent: Contender) -> None:
     seen, one = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.ones(1, dtype=torch.int32).pin_memory()
     started, released = torch.zeros(2, 1, dtype=torch.int32, device="cuda").unbind(0)
     torch.cuda.synchronize()
@@ -75,8 +74,10 @@ def main(held: str, kind: str, tries: str) -> None:
     if kind == "kept":
         sparse_config = SparsePatternConfig("dilated_sparse", sparsity_ratio=0.1, block_size=128)
     pairs = [(Contender(0, heads, sparse_config), Contender(-1, heads, sparse_config)) for heads in (1, 2)]
+    # Made once: PyTorch hands out 32 streams in turn, and a try whose `side` is that of a backward pass never ends.
+    holder, side = torch.cuda.Stream(), torch.cuda.Stream()
     for attempt in range(int(tries)):
-        contend(int(held), *pairs[attempt % 2])
+        contend(int(held), holder, side, *pairs[attempt % 2])
         print(attempt + 1, "ended", flush=True)
 
 
