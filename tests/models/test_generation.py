@@ -10,6 +10,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models import generation
 from dilated_attention_pytorch.models.generation import Sampling
 
+LATER = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 2.0}
 SIZES = {"d_model": 16, "num_heads": 4, "num_layers": 2, "segment_lengths": (4, 8), "dilation_rates": (1, 2)}
 
 
@@ -18,10 +19,11 @@ def model_of(**sizes) -> LongNetLM:
     return LongNetLM(**(SIZES | sizes)).double().eval()
 
 
+@pytest.mark.parametrize("later", [{}, LATER], ids=["magneto", "later"])
 @pytest.mark.parametrize("positions", ["rotary", "xpos", "none"])
 @pytest.mark.parametrize("layout", ["interleaved", "blocked", "grouped"])
-def test_a_model_gives_the_same_logits_from_its_cache(positions, layout) -> None:
-    model = model_of(positions=positions, head_layout=layout, num_kv_heads=2)
+def test_a_model_gives_the_same_logits_from_its_cache(positions, layout, later) -> None:
+    model = model_of(positions=positions, head_layout=layout, num_kv_heads=2, **later)
     tokens = torch.randint(256, (2, 30))
     padding = torch.tensor([0, 5])
     cache = model.new_cache(2, padding=padding)
@@ -39,7 +41,7 @@ SAMPLING = [{"temperature": 0}, {"temperature": 0.7, "top_k": 20, "seed": 1}, {"
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation_is_the_same_with_and_without_a_cache(sampling, padded) -> None:
-    model = model_of()
+    model = model_of(**(LATER if padded else {}))
     prompt = torch.randint(256, (2, 7))
     mask = (torch.arange(7) < torch.tensor([0, 3])[:, None]) if padded else None
     kept = model.generate(prompt, 20, key_padding_mask=mask, **sampling)

@@ -49,7 +49,7 @@ def llama() -> LlamaForCausalLM:
 
 def longnet(**more) -> LongNetForCausalLM:
     torch.manual_seed(0)
-    return LongNetForCausalLM(LongNetConfig(**SIZES, **more)).double().eval()
+    return LongNetForCausalLM(LongNetConfig(**(SIZES | more))).double().eval()
 
 
 def arguments(folder, steps: int = 15, **more):
@@ -83,14 +83,17 @@ def train(model, folder, length: int = 42, **more) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("tie_weights", [True, False])
-def test_longnet_converts_both_ways_and_computes_the_same(tie_weights) -> None:
+LATER = {"norm": "rms", "activation": "swiglu", "num_kv_heads": 2, "qk_norm": True, "logit_soft_cap": 2.0}
+
+
+@pytest.mark.parametrize("options", [{}, LATER | {"tie_weights": False}], ids=str)
+def test_longnet_converts_both_ways_and_computes_the_same(options) -> None:
     torch.manual_seed(0)
-    original = LongNetLM(**SIZES, tie_weights=tie_weights).double().eval()
+    original = LongNetLM(**(SIZES | options)).double().eval()
     model = LongNetForCausalLM.from_longnet(original)
     x = torch.randint(256, (2, 50))
     torch.testing.assert_close(model(x).logits, original(x))
-    assert (model.lm_head.weight is model.model.longnet.embedding.weight) == tie_weights
+    assert (model.lm_head.weight is model.model.longnet.embedding.weight) == original.config.tie_weights
     back = model.to_longnet()
     assert back.config == original.config
     for name, tensor in original.state_dict().items():
@@ -106,8 +109,9 @@ def test_longnet_converts_both_ways_and_computes_the_same(tie_weights) -> None:
     torch.testing.assert_close(model(x[:1], cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits, expected)
 
 
-def test_longnet_saves_and_loads_through_the_auto_classes(tmp_path) -> None:
-    model, x = longnet(eos_token_id=7), torch.randint(256, (2, 50))
+@pytest.mark.parametrize("options", [{}, LATER], ids=str)
+def test_longnet_saves_and_loads_through_the_auto_classes(tmp_path, options) -> None:
+    model, x = longnet(eos_token_id=7, **options), torch.randint(256, (2, 50))
     model.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(config, LongNetConfig)
@@ -137,8 +141,9 @@ def test_the_base_model_loads_from_a_folder_with_an_untied_head(tmp_path) -> Non
     torch.testing.assert_close(base(x).last_hidden_state, model.model(x).last_hidden_state)
 
 
-def test_longnet_generates_the_same_with_and_without_its_bounded_cache() -> None:
-    model = longnet(pad_token_id=0)
+@pytest.mark.parametrize("options", [{}, LATER], ids=str)
+def test_longnet_generates_the_same_with_and_without_its_bounded_cache(options) -> None:
+    model = longnet(pad_token_id=0, **options)
     x = torch.randint(1, 256, (2, 19))
     mask = torch.ones_like(x)
     mask[1, :5] = 0

@@ -7,6 +7,7 @@ import torch
 
 from dilated_attention_pytorch import LongNet, LongNetLM, ModelConfig
 from dilated_attention_pytorch.models.config import ModelFields
+from dilated_attention_pytorch.nn.positions import rotate
 
 SIZES = {
     "d_model": 16,
@@ -16,6 +17,68 @@ SIZES = {
     "segment_lengths": (4, 8),
     "dilation_rates": (1, 2),
 }
+
+
+# What later models do instead of MAGNETO, each alone and all together.
+LATER = {
+    "norm": "rms", "activation": "swiglu", "num_kv_heads": 2, "qk_norm": True, "tie_weights": False,
+    "logit_soft_cap": 2.0,
+}  # fmt: skip
+OPTIONS = [{}, *({name: value} for name, value in LATER.items()), LATER]
+
+
+def plain_logits(model: LongNetLM, tokens: torch.Tensor) -> torch.Tensor:
+    """The model in plain PyTorch, for a single segment."""
+    c, state = model.config, model.state_dict()
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        if f"{name}.bias" not in state:
+            return x / (x.square().mean(-1, keepdim=True) + c.layer_norm_eps).sqrt() * state[f"{name}.weight"]
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + c.layer_norm_eps).sqrt()
+        return x * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+    x = state["embedding.weight"][tokens] * c.d_model**0.5
+    for i in range(c.num_layers):
+        layer = f"layers.{i}"
+        rows, attention = norm(x, f"{layer}.norm1"), f"{layer}.self_attn"
+        q, k, v = (linear(rows, f"{attention}.{one}_proj").unflatten(-1, (-1, c.head_dim)) for one in "qkv")
+        if c.qk_norm:
+            q, k = norm(q, f"{attention}.q_norm"), norm(k, f"{attention}.k_norm")
+        q, k = rotate(q, k, model.positions(1, tokens.shape[1]))
+        k, v = (one.repeat_interleave(q.shape[2] // k.shape[2], 2) for one in (k, v))
+        scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / c.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v).flatten(-2)
+        x = x + linear(norm(out, f"{attention}.norm"), f"{attention}.out_proj")
+        rows, network = norm(x, f"{layer}.norm2"), f"{layer}.feed_forward"
+        hidden = linear(rows, f"{network}.linear1")
+        gate = linear(rows, f"{network}.gate") if c.activation == "swiglu" else None
+        hidden = 0.5 * hidden * (1 + torch.erf(hidden / 2**0.5)) if gate is None else gate * gate.sigmoid() * hidden
+        x = x + linear(norm(hidden, f"{network}.norm"), f"{network}.linear2")
+    logits = norm(x, "norm") @ state["embedding.weight" if c.tie_weights else "head.weight"].T
+    return logits if c.logit_soft_cap is None else (logits / c.logit_soft_cap).tanh() * c.logit_soft_cap
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_model_computes_what_its_options_say(options) -> None:
+    torch.manual_seed(0)
+    model = LongNetLM(**(SIZES | {"segment_lengths": (16,), "dilation_rates": (1,)} | options)).double()
+    for x in model.parameters():  # norms and biases that are not ones and zeros
+        torch.nn.init.normal_(x, mean=x.detach().mean().item(), std=0.3)
+    tokens = torch.randint(256, (2, 13))
+    torch.testing.assert_close(model(tokens), plain_logits(model, tokens), rtol=1e-6, atol=1e-6)  # angles are float32
+
+
+def test_a_gated_network_has_about_the_parameters_of_a_plain_one() -> None:
+    assert [ModelConfig(d_model=d, num_heads=8, activation="swiglu").dim_feedforward for d in (768, 4096)] == [
+        2048,
+        11008,
+    ]
+    assert ModelConfig(d_model=768, activation="swiglu", dim_feedforward=96).dim_feedforward == 96
 
 
 def test_the_keywords_of_a_model_are_the_fields_of_its_config() -> None:
@@ -36,10 +99,11 @@ def test_weights_are_tied_unless_told_otherwise() -> None:
     assert apart.head.weight is not apart.embedding.weight
 
 
+@pytest.mark.parametrize("options", [{}, {"norm": "rms", "activation": "swiglu", "qk_norm": True}], ids=str)
 @pytest.mark.parametrize("build", [LongNetLM, LongNet])
-def test_checkpointing_changes_memory_not_gradients(build) -> None:
+def test_checkpointing_changes_memory_not_gradients(build, options) -> None:
     torch.manual_seed(0)
-    model = build(**SIZES, dropout=0.3, attention_dropout=0.3)
+    model = build(**SIZES, **options, dropout=0.3, attention_dropout=0.3)
     x = torch.randn(2, 10, 16)
     tokens = torch.randint(256, (2, 10))
     grads = []
@@ -62,15 +126,15 @@ def test_checkpointing_changes_memory_not_gradients(build) -> None:
     assert saved[1] < saved[0] / 2
 
 
-@pytest.mark.parametrize("tie_weights", [True, False])
-def test_saved_models_load_equal(tmp_path, tie_weights) -> None:
-    model = LongNetLM(**SIZES, tie_weights=tie_weights)
+@pytest.mark.parametrize("options", [{}, LATER], ids=str)
+def test_saved_models_load_equal(tmp_path, options) -> None:
+    model = LongNetLM(**SIZES, **options)
     model.save_pretrained(tmp_path / "model")
     loaded = LongNetLM.from_pretrained(tmp_path / "model")
     tokens = torch.randint(256, (2, 10))
     assert torch.equal(loaded(tokens), model(tokens))
     assert loaded.config == model.config
-    assert (loaded.head.weight is loaded.embedding.weight) == tie_weights
+    assert (loaded.head.weight is loaded.embedding.weight) == model.config.tie_weights
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -140,6 +204,8 @@ def test_an_encoder_alone_takes_no_target() -> None:
         LongNet(**SIZES)(x, x.expand(2, -1, -1))
     with pytest.raises(ValueError, match="needs tgt"):
         LongNet(**SIZES)(x)
+    with pytest.raises(ValueError, match=r"logit_soft_cap=5\.0 caps logits, and a LongNet returns hidden states"):
+        LongNet(**SIZES, logit_soft_cap=5.0)
     with pytest.raises(ValueError, match="use positions='rotary'"):
         LongNet(**SIZES, positions="xpos")
 
@@ -175,6 +241,9 @@ def test_a_config_or_its_fields_but_not_both() -> None:
         ModelConfig(d_model=10, num_heads=3)
     with pytest.raises(ValueError, match="num_kv_heads must divide num_heads, got num_kv_heads=5 and num_heads=12"):
         ModelConfig(num_kv_heads=5)
+    for wrong in ({"norm": "batch"}, {"activation": "tanh"}, {"logit_soft_cap": 0.0}, {"logit_soft_cap": -1.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            ModelConfig(**wrong)
     with pytest.raises(ValueError, match="positions must be one of rotary, xpos, none"):
         ModelConfig(positions="learned")
     with pytest.raises(ValueError, match="whole numbers"):

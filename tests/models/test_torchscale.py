@@ -468,6 +468,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded() -> None
         ({"head_layout": "interleaved"}, 'head_layout="blocked"'),
         ({"num_decoder_layers": 1}, "num_decoder_layers=0"),
         ({"positions": "rotary"}, "positions='none'"),
+        ({"norm": "rms", "qk_norm": True}, "has no norm='rms', qk_norm=True: build LongNet without"),
     ):
         with pytest.raises(ValueError, match=message):
             load_torchscale_weights(LongNet(**as_ours(**({"num_decoder_layers": 0} | change))), state)

@@ -31,6 +31,7 @@ from .check_block_sparse import check_schedule_is_shared
 
 SPEC = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4)}
 SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "vocab_size": 50, **SPEC}
+MODERN = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 4.0}
 AXES = (
     {"sequence": 4},
     {"data": 2, "sequence": 2},
@@ -107,6 +108,14 @@ def check_language_model(mesh: DeviceMesh) -> None:
     dropout = 0.2 if mesh.ndim < 3 and place(mesh, "data")[1] == 1 else 0.0
     plain, model = (built(LongNetLM, **SIZES, attention_dropout=dropout) for _ in range(2))
     check_gradients(mesh, parallelize(model, mesh), plain, language_loss())
+
+
+def check_modern_language_model(mesh: DeviceMesh) -> None:
+    plain, model = (built(LongNetLM, **SIZES, **MODERN) for _ in range(2))
+    model = parallelize(model, mesh)
+    check_gradients(mesh, model, plain, language_loss())
+    for name, parameter in model.named_parameters():  # an optimizer on shards needs sums, not each rank's summands
+        assert not isinstance(parameter, DTensor) or parameter.grad.placements == parameter.placements, name
 
 
 def check_padded_language_model(mesh: DeviceMesh) -> None:
@@ -294,6 +303,8 @@ def check_parallelize() -> None:
     sequence, _, both, *_, heads = every = meshes()
     for mesh in every:
         check_language_model(mesh)
+    for mesh in (both, every[-2], heads):
+        check_modern_language_model(mesh)
     for mesh in (every[1], both):
         check_padded_language_model(mesh)
     for mesh in (sequence, both):

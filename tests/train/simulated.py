@@ -78,12 +78,17 @@ class _Attend(torch.autograd.Function):
 _layer_norm = F.layer_norm
 
 
-def _layer_norm_of_cuda(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def _layer_norm_of_cuda(x: Tensor, shape: Any, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """CUDA's autocast lets it run in float32; the CPU's does not."""
     if not torch.is_autocast_enabled("cpu"):
         return _layer_norm(x, shape, weight, bias, eps)
     with torch.autocast("cpu", enabled=False):
-        return _layer_norm(x.float(), shape, weight.float(), bias.float(), eps)
+        return _layer_norm(x.float(), shape, weight.float(), None if bias is None else bias.float(), eps)
+
+
+def _rms_norm_of_cuda(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    """Fused, as a layer norm is; the CPU's is several operators."""
+    return _layer_norm_of_cuda(x, shape, weight, None, eps)
 
 
 @contextmanager
@@ -98,6 +103,7 @@ def as_on_a_gpu(count: Count, patch: Any) -> Iterator[None]:
     with patch.context() as changes, torch.device("cpu"):
         changes.setattr(functional, "attend", lambda call, inputs, *rest: _Attend.apply(*inputs[:3]))
         changes.setattr(F, "layer_norm", _layer_norm_of_cuda)
+        changes.setattr(F, "rms_norm", _rms_norm_of_cuda)
         changes.setattr(WorkspacePool, "checkout", on_the_host)
         reset_global_memory_pool()  # whose buffers are real ones
         yield

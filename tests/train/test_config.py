@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.core.spec import branches_for
 from dilated_attention_pytorch.parallel import Zero
 from dilated_attention_pytorch.train import TrainConfig, command
 from dilated_attention_pytorch.train.config import SMALL_MODEL, override, read_settings
+from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.presets import hardware_preset, run_preset
 
@@ -76,6 +78,34 @@ def test_the_default_model_connects_the_length_that_is_stated(file, started) -> 
     assert (followed.model.segment_lengths, followed.model.dilation_rates) == ((64, 128, 256, 4096), (1, 2, 4, 8))
     assert stated.model.segment_lengths == (64, 512)
     assert short.model == SMALL_MODEL
+
+
+def test_flags_say_what_later_models_do_and_sizes_that_are_not_stated_follow(tmp_path, started) -> None:
+    flags = [
+        "--norm",
+        "rms",
+        "--activation",
+        "swiglu",
+        "--num-kv-heads",
+        "2",
+        "--qk-norm",
+        "--no-tie-weights",
+        "--logit-soft-cap",
+        "15",
+    ]
+    path = tmp_path / "settings.toml"
+    path.write_text("[model]\ndim_feedforward = 300\n")
+    main(["train", *flags])
+    main(["train", *flags, "--preset", "125m", "--hardware", "cpu"])
+    main(["train", *flags, "--config", str(path), "--d-model", "64"])
+    small, preset, stated = (config.model for config in started)
+    for model in (small, preset, stated):
+        assert (model.norm, model.activation, model.num_kv_heads, model.qk_norm) == ("rms", "swiglu", 2, True)
+        assert (model.tie_weights, model.logit_soft_cap) == (False, 15.0)
+    assert (small.dim_feedforward, small.dilation_rates) == (384, branches_for(512, 2, shortest=64)[1])
+    assert (preset.dim_feedforward, preset.dilation_rates) == (2048, branches_for(32_768, 2)[1])
+    assert parameter_count(preset) == pytest.approx(125e6, rel=0.05)
+    assert (stated.dim_feedforward, stated.d_model) == (300, 64)
 
 
 def test_a_file_goes_before_what_its_preset_stands_for(tmp_path, started) -> None:

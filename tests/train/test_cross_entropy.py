@@ -25,14 +25,17 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_the_chunked_loss_is_cross_entropy(chunk, smoothing, reduction) -> None:
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_the_chunked_loss_is_cross_entropy(chunk, smoothing, reduction, cap) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(13, (3, 11)).masked_fill(torch.rand(3, 11) < 0.3, -7)
     how = {"ignore_index": -7, "label_smoothing": smoothing, "reduction": reduction}
-    found = linear_cross_entropy(hidden, weight, targets, chunk=chunk, **how)
-    expected = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten(), **how)
+    found = linear_cross_entropy(hidden, weight, targets, chunk=chunk, soft_cap=cap, **how)
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    expected = F.cross_entropy(logits, targets.flatten(), **how)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for x, y in zip(
         torch.autograd.grad(3 * found, (hidden, weight)), torch.autograd.grad(3 * expected, (hidden, weight))

@@ -50,9 +50,30 @@ AUTOCAST, BFLOAT16 = {"precision": "bf16"}, {"precision": "bf16", "parameters": 
     ids=str,
 )
 def test_the_ledger_counts_what_a_step_makes(regime, changes, monkeypatch) -> None:
-    monkeypatch.setattr(model, "attention_scratch", lambda *sizes: 0)  # of kernels, which the simulation has none of
     options = MemoryOptions(**regime, **changes)
-    config = replace(SMALL, num_layers=5) if options.offload else SMALL
+    check_ledger(replace(SMALL, num_layers=5) if options.offload else SMALL, options, monkeypatch)
+
+
+@pytest.mark.parametrize("regime", [{}, AUTOCAST, BFLOAT16], ids=str)
+@pytest.mark.parametrize(
+    ("option", "changes"),
+    [
+        ({"norm": "rms"}, {"checkpointing": "full", "loss_chunk": 1024}),
+        ({"activation": "swiglu", "dim_feedforward": 0}, {"checkpointing": "full", "loss_chunk": 1024}),
+        ({"activation": "swiglu", "dim_feedforward": 0}, FULL),
+        ({"qk_norm": True, "dim_feedforward": 128}, {"loss_chunk": 1024}),
+        ({"logit_soft_cap": 30.0, "vocab_size": 8192}, {}),
+        ({"logit_soft_cap": 30.0, "vocab_size": 8192}, FULL),
+        ({"tie_weights": False, "vocab_size": 65_536}, FULL),
+    ],
+    ids=str,
+)
+def test_the_ledger_knows_the_options_of_a_model(option, changes, regime, monkeypatch) -> None:
+    check_ledger(replace(SMALL, **option), MemoryOptions(**regime, **changes), monkeypatch)
+
+
+def check_ledger(config, options, monkeypatch) -> None:
+    monkeypatch.setattr(model, "attention_scratch", lambda *sizes: 0)  # of kernels, which the simulation has none of
     found = footprint(config, TOKENS, options)
     counted = simulate(config, TOKENS, options, monkeypatch)
     assert (found.peak - found.parts["optimizer"]) / counted == pytest.approx(1.0, abs=0.03)
@@ -67,7 +88,11 @@ def test_a_model_of_any_size_can_be_counted(monkeypatch) -> None:
     assert (found.peak - found.parts["optimizer"]) / counted == pytest.approx(1.0, abs=0.03)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2}, {"tie_weights": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_kv_heads": 2}, {"tie_weights": False}, {"norm": "rms"}, {"activation": "swiglu"}, {"qk_norm": True}],
+    ids=str,
+)
 def test_parameters_are_counted_as_the_model_has_them(changes) -> None:
     config = ModelConfig(vocab_size=100, d_model=32, num_heads=4, num_layers=3, **changes)
     assert parameter_count(config) == sum(p.numel() for p in LongNetLM(config).parameters())

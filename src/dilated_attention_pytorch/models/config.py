@@ -9,9 +9,11 @@ from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_divides, check_fields
+from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, SIZE, check_divides, check_fields
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
+from dilated_attention_pytorch.nn.multihead import Norm
+from dilated_attention_pytorch.nn.transformer import Activation
 
 Positions = Literal["rotary", "xpos", "none"]
 
@@ -35,10 +37,20 @@ class ModelFields(TypedDict, total=False):
     scale_base: float
     dropout: float
     attention_dropout: float
-    activation: str
+    activation: Activation
+    norm: Norm
     layer_norm_eps: float
+    qk_norm: bool
     tie_weights: bool
+    logit_soft_cap: float | None
     max_length: int | None
+
+
+def feed_forward_width(d_model: int, activation: Activation) -> int:
+    """The `dim_feedforward` of a config that states none: about as many parameters with any activation."""
+    if activation == "swiglu":
+        return -(-8 * d_model // (3 * 128)) * 128
+    return 4 * d_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +58,19 @@ class ModelConfig:
     """Sizes of `LongNetLM` and `LongNet`; the defaults are the LongNet paper's base model.
 
     `num_layers` is the number of layers of `LongNetLM` and of `LongNet`'s encoder; `num_decoder_layers` that of
-    `LongNet`'s decoder, 0 for an encoder alone. `vocab_size` applies to `LongNetLM` only. `max_length` replaces
-    `segment_lengths` and `dilation_rates`: `branches_for` chooses branches that connect this many tokens.
+    `LongNet`'s decoder, 0 for an encoder alone. `max_length` replaces `segment_lengths` and `dilation_rates`:
+    `branches_for` chooses branches that connect this many tokens. `dim_feedforward=0` means four times `d_model`, or
+    with `activation="swiglu"`, which has a third matrix, two thirds of that, rounded up to a multiple of 128.
+
+    The defaults follow MAGNETO; `norm="rms"`, `activation="swiglu"`, `num_kv_heads`, `qk_norm` and `logit_soft_cap`
+    are what later models do instead. `qk_norm` scales queries and keys by an RMS norm over each head.
+    `logit_soft_cap=c` returns `c * tanh(logits / c)`. `vocab_size`, `tie_weights` and `logit_soft_cap` apply to
+    `LongNetLM` only.
 
     >>> ModelConfig(d_model=128, num_heads=4, num_layers=2).dim_feedforward
     512
+    >>> ModelConfig(d_model=768, activation="swiglu", norm="rms", num_kv_heads=4, qk_norm=True).dim_feedforward
+    2048
     >>> ModelConfig(d_model=128, num_heads=4, max_length=100_000).segment_lengths
     (2048, 4096, 131072)
     """
@@ -58,10 +78,10 @@ class ModelConfig:
     vocab_size: int = 256
     d_model: int = setting(768, "width of the model")
     num_heads: int = setting(12, "attention heads")
-    num_kv_heads: int | None = None
+    num_kv_heads: int | None = setting(None, "key/value heads, if fewer: grouped queries (default: --num-heads)")
     num_layers: int = setting(12, "layers")
     num_decoder_layers: int = 12
-    dim_feedforward: int = 0  # 0: four times d_model
+    dim_feedforward: int = 0
     segment_lengths: tuple[int, ...] = setting(_LENGTHS, "segment lengths, one per branch")
     dilation_rates: tuple[int, ...] = setting(_RATES, "dilation rates, one per branch")
     head_layout: HeadLayout = "interleaved"
@@ -69,9 +89,12 @@ class ModelConfig:
     scale_base: float = 512.0  # the distance over which xPos lets scores decay
     dropout: float = setting(0.0, "dropout of embeddings and layers")
     attention_dropout: float = 0.0
-    activation: str = "gelu"
+    activation: Activation = setting("gelu", "activation of feed-forward networks")
+    norm: Norm = setting("layer", "layer norm or RMS norm, everywhere in the model")
     layer_norm_eps: float = 1e-5
-    tie_weights: bool = True
+    qk_norm: bool = setting(False, "scale queries and keys by an RMS norm over each head")
+    tie_weights: bool = setting(True, "use the embedding as the head's weight")
+    logit_soft_cap: float | None = setting(None, "cap logits smoothly: c * tanh(logits / c)", range=POSITIVE)
     max_length: InitVar[int | None] = None
 
     def __post_init__(self, max_length: int | None) -> None:
@@ -83,7 +106,8 @@ class ModelConfig:
             lengths, rates = stated_branches(lengths, rates, max_length, heads=heads, head_layout=self.head_layout)
             object.__setattr__(self, "segment_lengths", tuple(lengths))
             object.__setattr__(self, "dilation_rates", tuple(rates))
-        object.__setattr__(self, "dim_feedforward", self.dim_feedforward or 4 * self.d_model)
+        width = self.dim_feedforward or feed_forward_width(self.d_model, self.activation)
+        object.__setattr__(self, "dim_feedforward", width)
         check_divides("num_heads", self.num_heads, "d_model", self.d_model)
         if self.num_kv_heads is not None:
             check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)

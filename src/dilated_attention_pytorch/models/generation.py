@@ -88,7 +88,7 @@ def cached_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | N
     for piece in tokens.split(chunk or max(tokens.shape[1], 1), dim=1):
         last = model.hidden(piece, cache=cache)[:, -1]
     while True:
-        chosen = yield model.head(last)
+        chosen = yield model.logits(last)
         last = model.hidden(chosen[:, None], cache=cache)[:, -1]
 
 
@@ -97,7 +97,7 @@ def recomputed_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor
     _left_padding(tokens, key_padding_mask)
     mask = key_padding_mask
     while True:
-        chosen = yield model.head(model.hidden(tokens, key_padding_mask=mask)[:, -1])
+        chosen = yield model.logits(model.hidden(tokens, key_padding_mask=mask)[:, -1])
         tokens = torch.cat([tokens, chosen[:, None]], dim=1)
         mask = None if mask is None else F.pad(mask, (0, 1))
 

@@ -30,6 +30,7 @@ from dilated_attention_pytorch.models.generation import Sampling, cached_logits,
 from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model, save_weights
 from dilated_attention_pytorch.nn.attention import SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+from dilated_attention_pytorch.nn.multihead import NORMS
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, XPosPositions
 from dilated_attention_pytorch.nn.transformer import (
     DilatedTransformerDecoderLayer,
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="_Pretrained")
 # Fields of the config that a layer takes under the same name.
 _OF_LAYERS = (
-    "d_model", "num_kv_heads", "dim_feedforward", "dropout", "attention_dropout", "activation", "layer_norm_eps",
+    "d_model", "num_kv_heads", "dim_feedforward", "dropout", "attention_dropout", "activation", "norm",
+    "layer_norm_eps", "qk_norm",
 )  # fmt: skip
 _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
 
@@ -144,6 +146,11 @@ class _Pretrained(SharesResources, nn.Module):
         return layer(*args, **kwargs)
 
 
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits within `(-cap, cap)`; unchanged if `cap` is None."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def _positions(config: ModelConfig) -> RotaryPositions | None:
     if config.positions == "none":
         return None
@@ -169,7 +176,7 @@ class LongNetLM(_Pretrained):
         self.positions = _positions(c)
         self.dropout = nn.Dropout(c.dropout)
         self.layers = nn.ModuleList(self._layer_class(**settings) for _ in range(c.num_layers))
-        self.norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps, **self._factory)
+        self.norm = NORMS[c.norm](c.d_model, eps=c.layer_norm_eps, **self._factory)
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False, **self._factory)
         if c.tie_weights:
             self.head.weight = self.embedding.weight
@@ -184,19 +191,27 @@ class LongNetLM(_Pretrained):
         seqlens: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: Sequence[DilatedKVCache] | None = None,
-        finish: Callable[[Tensor, Tensor], Tensor] | None = None,
+        finish: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Logits `(B, N, vocab)` of the token that follows each position.
 
         `finish(hidden, weight)` replaces the head: it gets the final hidden states and the head's weight, for a loss
-        that never holds the logits of all tokens. It runs within `forward`, where sharded weights are gathered.
+        that never holds the logits of all tokens. If the model has a `logit_soft_cap`, `finish` must apply it, and also
+        gets it as the keyword `soft_cap`. It runs within `forward`, where sharded weights are gathered.
         """
         if finish is not None:
             check_instance("finish", finish, Callable)
         hidden = self.hidden(
             tokens, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens, cache=cache
         )
-        return self.head(hidden) if finish is None else finish(hidden, self.head.weight)
+        if finish is None:
+            return self.logits(hidden)
+        cap = self.config.logit_soft_cap
+        return finish(hidden, self.head.weight, **({} if cap is None else {"soft_cap": cap}))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits `(..., vocab)` of final hidden states `(..., d_model)`."""
+        return soft_cap(self.head(hidden), self.config.logit_soft_cap)
 
     def hidden(
         self,
@@ -378,17 +393,22 @@ class LongNet(_Pretrained):
             decoder_gamma = math.sqrt(math.log(3 * M))
         else:
             encoder_gamma = decoder_gamma = math.sqrt(math.log(2 * N)) if N > 1 else 1.0
+        if c.logit_soft_cap is not None:
+            raise ValueError(
+                f"logit_soft_cap={c.logit_soft_cap} caps logits, and a LongNet returns hidden states: leave it out, or "
+                "use LongNetLM"
+            )
         if c.positions == "xpos":
             raise ValueError("xPos grows towards later keys, which an encoder sees: use positions='rotary'")
         self.positions = _positions(c)
         self.encoder = nn.ModuleList(
             DilatedTransformerEncoderLayer(**self._layer_settings(encoder_gamma)) for _ in range(N)
         )
-        self.encoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps, **self._factory)
+        self.encoder_norm = NORMS[c.norm](c.d_model, eps=c.layer_norm_eps, **self._factory)
         self.decoder = nn.ModuleList(
             DilatedTransformerDecoderLayer(**self._layer_settings(decoder_gamma)) for _ in range(M)
         )
-        self.decoder_norm = nn.LayerNorm(c.d_model, eps=c.layer_norm_eps, **self._factory) if M else None
+        self.decoder_norm = NORMS[c.norm](c.d_model, eps=c.layer_norm_eps, **self._factory) if M else None
 
     def forward(
         self,

@@ -238,6 +238,9 @@ def load_torchscale_weights(
         raise ValueError("torchscale's LongNetEncoder is an encoder alone: build LongNet with num_decoder_layers=0")
     if is_decoder and config.tie_weights:
         raise ValueError("torchscale's embedding and head differ in scale: build LongNetLM with tie_weights=False")
+    later = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "logit_soft_cap": config.logit_soft_cap or 0.0}
+    if stated := [f"{name}={value!r}" for name, value in later.items() if getattr(config, name) == value]:
+        raise ValueError(f"torchscale's LongNet has no {', '.join(stated)}: build {type(model).__name__} without")
     names = dict(_named(model, is_decoder))
     found = {name: x for name, x in found.items() if not name.endswith(("self_attn.xpos.scale", "version"))}
     own = model.state_dict()

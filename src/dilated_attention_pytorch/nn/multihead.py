@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,17 @@ from dilated_attention_pytorch.nn.positions import Rotation, rotate
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+Norm = Literal["layer", "rms"]
+NORMS: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
 _FUSED, _APART = "qkv_proj", ("q_proj", "k_proj", "v_proj")
 
 
 class MultiheadDilatedAttention(SharesResources, nn.Module):
     """Drop-in for `nn.MultiheadAttention(batch_first=True)` with dilated attention.
 
-    Follows MAGNETO: an extra LayerNorm before the output projection, and value and output projections initialised with
-    gain `gamma_init`.
+    Follows MAGNETO: an extra norm before the output projection, and value and output projections initialised with gain
+    `gamma_init`.
 
     `load_state_dict` accepts separate projections, as here; fused ones, as in `ImprovedMultiheadDilatedAttention`; and,
     with `layer_norm=False`, those of `nn.MultiheadAttention`.
@@ -42,9 +45,12 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
             all its tokens with this number of key/value heads.
         dropout: of the attention weights, while training.
         bias: whether projections have a bias.
-        layer_norm: whether a LayerNorm (with `layer_norm_eps`) precedes the output projection.
+        layer_norm: whether a norm precedes the output projection.
+        norm: the kind of that norm, `layer` or `rms`.
+        layer_norm_eps: the epsilon of all norms here.
         gamma_init: gain of the initial value and output projections.
         num_kv_heads: the number of key/value heads, which may be smaller (grouped-query attention).
+        qk_norm: whether an RMS norm over `head_dim` scales each query and key, before any rotation.
         batch_first: inputs and outputs are `(B, N, E)`, or with False `(N, B, E)`.
         settings: those of `DilatedAttention`: `softmax_scale`, `head_layout`, `backend`, `use_pattern_cache`, ...
 
@@ -80,9 +86,11 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         layer_norm: bool = True,
+        norm: Norm = "layer",
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
         num_kv_heads: int | None = None,
+        qk_norm: bool = False,
         batch_first: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -108,7 +116,10 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         )
         self.attention = self._attention_class(*branches, **settings)
         self.attention.attention_dropout = dropout
-        self.norm = nn.LayerNorm(embed_dim, eps=layer_norm_eps, **factory) if layer_norm else None
+        self.norm = NORMS[norm](embed_dim, eps=layer_norm_eps, **factory) if layer_norm else None
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.head_dim, eps=layer_norm_eps, **factory) if qk_norm else None for _ in range(2)
+        )
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
 
@@ -200,6 +211,8 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         rows_k = rows_q if key is query else self._batched(key)
         rows_v = rows_k if value is key else self._batched(value)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(rows_q, rows_k, rows_v))  # (B, N, H, D)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).to(q.dtype), self.k_norm(k).to(k.dtype)  # autocast norms in float32
         if rotation is not None:
             q, k = rotate(q, k, rotation)
         lengths = {

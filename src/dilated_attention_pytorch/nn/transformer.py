@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import check_choice, check_flag, check_tensor, checked
+from dilated_attention_pytorch.core.checks import check_flag, check_tensor, checked
 from dilated_attention_pytorch.nn.attention import AttentionSettings, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
-from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.multihead import NORMS, MultiheadDilatedAttention, Norm
 from dilated_attention_pytorch.nn.positions import Rotation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+Activation = Literal["relu", "gelu", "silu", "swiglu"]
+
+# SwiGLU applies `silu` to a second product.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swiglu": F.silu,
+}  # fmt: skip
 
 
 def check_features(name: str, x: Tensor, features: int, dims: tuple[int, ...] = (2, 3)) -> None:
@@ -40,7 +45,13 @@ def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> Non
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with MAGNETO's LayerNorm before the second one."""
+    """Two linear layers with MAGNETO's norm before the second one: `linear2(norm(activation(linear1(x))))`.
+
+    With `activation="swiglu"` a third one gates: `linear2(norm(silu(gate(x)) * linear1(x)))`.
+
+    >>> FeedForward(8, 32, activation="swiglu", norm="rms")(torch.randn(2, 10, 8)).shape
+    torch.Size([2, 10, 8])
+    """
 
     @checked()
     def __init__(
@@ -49,27 +60,30 @@ class FeedForward(nn.Module):
         dim_feedforward: int,
         *,
         dropout: float = 0.0,
-        activation: str = "gelu",
+        activation: Activation = "gelu",
+        norm: Norm = "layer",
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
         **factory: Any,
     ) -> None:
         super().__init__()
-        check_choice("activation", activation, tuple(_ACTIVATIONS))
         self.activation = activation
         self.linear1 = nn.Linear(d_model, dim_feedforward, **factory)
-        self.norm = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **factory)
+        self.norm = NORMS[norm](dim_feedforward, eps=layer_norm_eps, **factory)
         self.linear2 = nn.Linear(dim_feedforward, d_model, **factory)
+        if activation == "swiglu":
+            self.gate = nn.Linear(d_model, dim_feedforward, **factory)
         self.dropout = nn.Dropout(dropout)
-        for linear in (self.linear1, self.linear2):
+        for linear in (part for part in self.children() if isinstance(part, nn.Linear)):
             nn.init.xavier_normal_(linear.weight, gain=gamma_init)
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., d_model)` to `(..., d_model)`."""
         check_features("x", x, self.linear1.in_features)
-        x = self.dropout(_ACTIVATIONS[self.activation](self.linear1(x)))
-        return self.linear2(self.norm(x))
+        activate = _ACTIVATIONS[self.activation]
+        hidden = activate(self.gate(x)) * self.linear1(x) if self.activation == "swiglu" else activate(self.linear1(x))
+        return self.linear2(self.norm(self.dropout(hidden)))
 
 
 class LayerSettings(AttentionSettings, total=False):
@@ -79,13 +93,15 @@ class LayerSettings(AttentionSettings, total=False):
     bias: bool
     layer_norm: bool
     num_kv_heads: int | None
+    qk_norm: bool
     batch_first: bool
 
 
 class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     """`nn.TransformerEncoderLayer(norm_first=True, batch_first=True)` with dilated self-attention.
 
-    With `is_causal=True` it is a decoder-only layer. `settings` are those of `MultiheadDilatedAttention`.
+    With `is_causal=True` it is a decoder-only layer. `norm` is the kind of all its norms, `layer` or `rms`, and
+    `activation` that of `FeedForward`. `settings` are those of `MultiheadDilatedAttention`.
 
     >>> layer = DilatedTransformerEncoderLayer(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> layer(torch.randn(2, 100, 32)).shape
@@ -103,7 +119,8 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
-        activation: str = "gelu",
+        activation: Activation = "gelu",
+        norm: Norm = "layer",
         layer_norm_eps: float = 1e-5,
         gamma_init: float = 1.0,
         device: torch.device | str | None = None,
@@ -112,12 +129,12 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        magneto: dict[str, Any] = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **factory}
-        self.norm1 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        magneto: dict[str, Any] = {"norm": norm, "layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, **factory}
+        self.norm1 = NORMS[norm](d_model, eps=layer_norm_eps, **factory)
         self.self_attn = MultiheadDilatedAttention(
             d_model, nhead, segment_lengths, dilation_rates, dropout=attention_dropout, **magneto, **settings
         )
-        self.norm2 = nn.LayerNorm(d_model, eps=layer_norm_eps, **factory)
+        self.norm2 = NORMS[norm](d_model, eps=layer_norm_eps, **factory)
         self.feed_forward = FeedForward(d_model, dim_feedforward, dropout=dropout, activation=activation, **magneto)
         self.dropout = nn.Dropout(dropout)
         self._make_cross_attention(factory)
@@ -167,7 +184,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
         own = self.self_attn
         dropout = own.attention.attention_dropout
         self.cross_attn = nn.MultiheadAttention(own.embed_dim, own.num_heads, dropout, batch_first=True, **factory)
-        self.norm3 = nn.LayerNorm(own.embed_dim, eps=self.norm1.eps, **factory)
+        self.norm3 = type(self.norm1)(own.embed_dim, eps=self.norm1.eps, **factory)  # type: ignore[arg-type]
 
     def forward(  # type: ignore[override]
         self,

@@ -1,7 +1,7 @@
 """Heads and feed-forward features over the ranks of a mesh's axis, through PyTorch's tensor-parallel plans.
 
 The first linear layer of a pair gives each rank its share of the features, and the second one sums over ranks. What
-lies between works on a share: attention on some of the heads, LayerNorm with statistics of all ranks, and dropout.
+lies between works on a share: attention on some of the heads, a norm with statistics of all ranks, and dropout.
 """
 
 from __future__ import annotations
@@ -45,23 +45,33 @@ def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
 
     `AcrossRanks` tells the attention within which heads it has.
     """
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
 
     def cut(module: nn.Module, first: tuple[str, ...], last: str) -> None:
-        plan = {**{name: ColwiseParallel() for name in first}, last: RowwiseParallel()}
+        plan: dict[str, ParallelStyle] = {**{name: ColwiseParallel() for name in first}, last: RowwiseParallel()}
         parallelize_module(module, mesh, plan)
-        if module.norm is not None:
-            assert isinstance(module.norm, nn.LayerNorm)
-            module.norm = SharedLayerNorm(module.norm, mesh)
+        if isinstance(module.norm, nn.LayerNorm | nn.RMSNorm):
+            module.norm = SharedNorm(module.norm, mesh)
 
     for module in list(model.modules()):
         if isinstance(module, MultiheadDilatedAttention):
             if isinstance(module, ImprovedMultiheadDilatedAttention):
                 module.unfuse()  # no plan of PyTorch's cuts the rows of three projections, each by heads
             cut(module, ("q_proj", "k_proj", "v_proj"), "out_proj")
+            if module.q_norm is not None and module.k_norm is not None:
+                heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+                parallelize_module(module, mesh, {"q_norm": heads, "k_norm": heads})
+                for norm in (module.q_norm, module.k_norm):
+                    norm.weight.register_hook(_sum_over_ranks)
             module.register_forward_pre_hook(_EnterOnce(mesh), with_kwargs=True)
         elif isinstance(module, FeedForward):
-            cut(module, ("linear1",), "linear2")
+            cut(module, ("linear1", "gate") if module.activation == "swiglu" else ("linear1",), "linear2")
             module._modules["dropout"] = SharedDropout(module.dropout.p, Place(mesh=mesh, axis="tensor"))
 
 
@@ -101,45 +111,59 @@ class _EnterOnce:
         return (*(enter(x) for x in args[:3]), *args[3:]), named
 
 
-class SharedLayerNorm(nn.Module):
-    """`nn.LayerNorm` over features of which each rank of a mesh has an equal share."""
+def _sum_over_ranks(grad: Any) -> Any:
+    """The gradient of a parameter that all ranks have whole, from those of each rank's heads."""
+    from torch.distributed.tensor import Replicate
 
-    def __init__(self, norm: nn.LayerNorm, mesh: DeviceMesh) -> None:
+    return grad.redistribute(placements=[Replicate()])
+
+
+class SharedNorm(nn.Module):
+    """`nn.LayerNorm` or `nn.RMSNorm` over features of which each rank of a mesh has an equal share."""
+
+    def __init__(self, norm: nn.LayerNorm | nn.RMSNorm, mesh: DeviceMesh) -> None:
         from torch.distributed.tensor import Shard, distribute_tensor
 
         super().__init__()
         self.eps = norm.eps
         self.features = norm.normalized_shape[0]
         self._ranks = Place(mesh=mesh, axis="tensor")
-        self.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh, [Shard(0)]))
-        self.bias = nn.Parameter(distribute_tensor(norm.bias.detach(), mesh, [Shard(0)]))
+        for name, parameter in norm.named_parameters():  # an RMS norm has no bias
+            setattr(self, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., features / ranks)` from the rank's share of the features."""
         from torch.distributed.tensor import DTensor
 
-        weight, bias = (x.to_local() for x in (self.weight, self.bias) if isinstance(x, DTensor))
-        return _LayerNormAcrossRanks.apply(x, weight, bias, self.eps, self._ranks.ranks().group)
+        weight, *bias = (one.to_local() for one in self.parameters() if isinstance(one, DTensor))
+        return _NormAcrossRanks.apply(x, weight, bias[0] if bias else None, self.eps, self._ranks.ranks().group)
 
     def extra_repr(self) -> str:
         return f"{self.features}, eps={self.eps}"
 
 
-class _LayerNormAcrossRanks(torch.autograd.Function):
-    """Two numbers per row travel each way: mean and variance, and the two means that the gradient subtracts."""
+class _NormAcrossRanks(torch.autograd.Function):
+    """Layer norm, or without a bias RMS norm.
+
+    Two numbers per row travel each way: mean and variance, and the two means that the gradient subtracts. An RMS norm
+    subtracts no mean, and divides by the mean square instead of the variance.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ProcessGroup) -> Tensor:
         wide = x.to(lse_dtype(x.dtype))
         own = torch.stack([wide.mean(-1), wide.var(-1, correction=0)])
         every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(every, own, group=group)
         means, variances = torch.stack(every, 1)  # (ranks, ...) each
-        mean = means.mean(0)[..., None]
-        rstd = (variances.mean(0) + means.var(0, correction=0) + eps).rsqrt()[..., None]
+        mean, variance = means.mean(0), variances.mean(0) + means.var(0, correction=0)
+        if bias is None:
+            mean, variance = torch.zeros_like(mean), variance + mean.square()
+        mean, rstd = mean[..., None], (variance + eps).rsqrt()[..., None]
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.group = group
-        return ((wide - mean) * rstd * weight + bias).to(x.dtype)
+        ctx.group, ctx.centers = group, bias is not None
+        normal = (wide - mean) * rstd * weight
+        return (normal if bias is None else normal + bias).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -151,9 +175,10 @@ class _LayerNormAcrossRanks(torch.autograd.Function):
         means = torch.stack([inner.mean(-1), (inner * normal).mean(-1)])
         dist.all_reduce(means, group=ctx.group)
         shift, tilt = (means / dist.get_world_size(ctx.group))[..., None].unbind(0)
-        dx = rstd * (inner - shift - normal * tilt)
+        dx = rstd * (inner - (shift if ctx.centers else 0.0) - normal * tilt)
         rows = tuple(range(grad.dim() - 1))
-        return dx.to(x.dtype), (grad * normal).sum(rows).to(weight.dtype), grad.sum(rows).to(weight.dtype), None, None
+        of_bias = grad.sum(rows).to(weight.dtype) if ctx.centers else None
+        return dx.to(x.dtype), (grad * normal).sum(rows).to(weight.dtype), of_bias, None, None
 
 
 class SharedDropout(nn.Module):

@@ -32,7 +32,7 @@ from dilated_attention_pytorch.train.config import (
     settings_of,
 )
 from dilated_attention_pytorch.train.loop import train
-from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, expand_presets
+from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, OF_A_PRESET, expand_presets
 from dilated_attention_pytorch.train.ranks import RESTARTABLE, Stopped, torchrun_arguments
 from dilated_attention_pytorch.train.run_folder import list_checkpoints
 from dilated_attention_pytorch.train.stages import Stage, read_stages
@@ -167,15 +167,17 @@ def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, 
 
 
 def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, Any]:
-    """The fields that `preset` and `hardware` decide, and a model whose branches connect the stated length."""
+    """The fields that `preset` and `hardware` decide, and a model with branches for the stated tokens and heads."""
     concerning = ("device", "engine", "sequence_length", "stages", *PRESETS)
     concerned = {name: together[name] for name in concerning if name in together}
-    before = expand_presets({**concerned, **vocabulary})
     model, tokens = together["model"], together.get("sequence_length", 0)
+    stated = {name: model[name] for name in OF_A_PRESET if name in model}
+    before = expand_presets({**concerned, **stated, **vocabulary})
     is_stated = "model" in before or together.get("stages") or model.keys() & {*PATTERN}
-    if not is_stated and tokens > SMALL_MODEL.segment_lengths[-1]:
+    reach = SMALL_MODEL.segment_lengths[-1]
+    if not is_stated and (tokens > reach or model.get("num_kv_heads")):
         heads = model.get("num_kv_heads") or model.get("num_heads", SMALL_MODEL.num_heads)
-        pattern = branches_for(tokens, heads, shortest=SMALL_MODEL.segment_lengths[0])
+        pattern = branches_for(max(tokens, reach), heads, shortest=SMALL_MODEL.segment_lengths[0])
         before |= override({}, {"model": dict(zip(PATTERN, pattern))})
     return before
 

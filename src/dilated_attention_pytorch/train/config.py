@@ -19,7 +19,7 @@ from typing import Any
 from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_fields, check_sequence
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.files import read_toml
-from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.config import ModelConfig, feed_forward_width
 from dilated_attention_pytorch.parallel.options import RunOptions, Zero
 from dilated_attention_pytorch.train.data import Order
 from dilated_attention_pytorch.train.memory import MemoryOptions
@@ -147,9 +147,7 @@ class TrainConfig:
                 self.zero is not None and not deepspeed
             ),
             f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} keeps "
-            "another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'": (
-                deepspeed and memory.optimizer != "adamw"
-            ),
+            "another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'": (deepspeed and memory.optimizer != "adamw"),
             "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine deepspeed "
             "does by itself: use 'bf16', or engine fsdp or ddp": deepspeed and memory.precision == "fp16",
             f"the engine deepspeed shards float32 parameters, and parameters={memory.parameters!r} are not: use engine "
@@ -250,11 +248,11 @@ def override(before: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, 
     for name in TABLES.keys() & stated.keys():
         if not isinstance(stated[name], Mapping):
             continue
-        changes = dict(stated[name])
-        if "d_model" in changes:  # the width of feed-forward networks follows unless it is stated
-            changes = {"dim_feedforward": 0, **changes}
+        own, changes = before.get(name) or _DEFAULTS[name], dict(stated[name])
+        if name == "model" and own.dim_feedforward == feed_forward_width(own.d_model, own.activation):
+            changes = {"dim_feedforward": 0, **changes}  # it follows unless it is stated
         try:
-            result[name] = dataclasses.replace(before.get(name) or _DEFAULTS[name], **changes)
+            result[name] = dataclasses.replace(own, **changes)
         except (TypeError, ValueError) as error:
             raise ValueError(f"[{name}]: {error}") from None
     return result

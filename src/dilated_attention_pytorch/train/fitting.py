@@ -104,16 +104,17 @@ def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
     E, F = config.d_model, config.dim_feedforward
     heads = config.num_kv_heads or config.num_heads
     projections = tokens * 4 * E * (E + heads * config.head_dim)
-    hidden = tokens * 2 * E * F  # of one of two linear layers
+    hidden = tokens * 2 * E * F  # of one linear layer of a feed-forward network
+    layers = 3 if config.activation == "swiglu" else 2
     head = tokens * 2 * E * config.vocab_size
     attention = forward_flops(
         config.spec, tokens, config.num_heads, config.head_dim, kv_heads=config.num_kv_heads, is_causal=True
     )
-    layer = 3 * (projections + 2 * hidden) + attention * 7 // 2
-    if options.checkpointing != "none":  # the result of the second linear layer is not computed again
-        layer += projections + hidden + (attention if options.checkpointing == "full" else 0)
+    layer = 3 * (projections + layers * hidden) + attention * 7 // 2
+    if options.checkpointing != "none":  # the result of the last linear layer is not computed again
+        layer += projections + (layers - 1) * hidden + (attention if options.checkpointing == "full" else 0)
     if options.mlp_tile:
-        layer += 2 * hidden if options.checkpointing == "none" else hidden
+        layer += layers * hidden if options.checkpointing == "none" else hidden
     return config.num_layers * layer + (4 if options.loss_chunk else 3) * head
 
 

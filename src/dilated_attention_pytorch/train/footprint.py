@@ -41,14 +41,28 @@ def parameter_count(config: ModelConfig) -> int:
     123781632
     """
     tables = (1 if config.tie_weights else 2) * config.vocab_size * config.d_model
-    return tables + config.num_layers * _layer_parameters(config) + 2 * config.d_model
+    return tables + config.num_layers * _layer_parameters(config) + _norm_parameters(config, config.d_model)
 
 
 def _layer_parameters(config: ModelConfig) -> int:
     E, F, K = config.d_model, config.dim_feedforward, _kv_width(config)
-    attention = 2 * E * (E + 1) + 2 * K * (E + 1) + 2 * E
-    feed_forward = F * (E + 1) + 2 * F + E * (F + 1)
-    return attention + feed_forward + 4 * E
+    biases = 2 * E + 2 * K + (_feed_forward_matrices(config) - 1) * F + E
+    norms = 3 * _norm_parameters(config, E) + _norm_parameters(config, F) + 2 * config.head_dim * config.qk_norm
+    return _layer_matrices(config) + biases + norms
+
+
+def _layer_matrices(config: ModelConfig) -> int:
+    """The number of weights in the matrices of a layer."""
+    E = config.d_model
+    return 2 * E * (E + _kv_width(config)) + _feed_forward_matrices(config) * E * config.dim_feedforward
+
+
+def _feed_forward_matrices(config: ModelConfig) -> int:
+    return 3 if config.activation == "swiglu" else 2
+
+
+def _norm_parameters(config: ModelConfig, features: int) -> int:
+    return features if config.norm == "rms" else 2 * features
 
 
 def _kv_width(config: ModelConfig) -> int:
@@ -104,6 +118,8 @@ class _Step:
         self.casts = self.product != self.stream
         heads = config.num_kv_heads or config.num_heads
         self.wide_sums = self.product == 2 and not rounds_little(config.spec, config.spec.offsets(heads))
+        self.gated = config.activation == "swiglu"
+        self.mlp_weights = _feed_forward_matrices(config) * self.width * self.hidden
         self.tile = min(options.mlp_tile, rows)
         self.checkpointed = options.checkpointing != "none"
         self.selective = options.checkpointing == "selective"
@@ -183,7 +199,10 @@ class _Step:
             self._backward()
         self.layer = -1
         self.now = "backward of the embedding"
-        self.briefly("table", config.vocab_size * E * self.weight)
+        if config.tie_weights:
+            self.briefly("table", config.vocab_size * E * self.weight)
+        else:
+            self.add_gradients(config.vocab_size * E * self.weight)
         self.drop("x", layer=0)
         self.now = "update of the parameters"
         # PyTorch's AdamW takes the root of all second moments at once; an 8-bit one goes tensor by tensor.
@@ -216,17 +235,26 @@ class _Step:
 
         self.now = "forward of attention" if not again else "attention, computed again"
         # Autocast remembers converted weights until its context ends, and autograd those that it saves; not tiles'.
-        tiled = 2 * E * F if self.tile else 0
+        tiled = self.mlp_weights if self.tile else 0
         self.hold("weights, narrow", (_layer_parameters(self.config) - tiled) * cast)
         self.make("norm1", E, n)
         for name, width in (("q", E), ("k", K), ("v", K)):
             self.make(f"input of {name}", E, cast)
             self.make(name, width, p, *unless_saved(f"input of {name}"))
+        normed = ""
+        if self.config.qk_norm:
+            normed = " normed"
+            for name, width in (("q", E), ("k", K)):
+                self.make(f"{name}, wide", width, 4 * self.casts)
+                self.make(f"{name} normed, wide", width, n * self.casts)
+                self.make(f"{name} normed", width, p, f"{name} normed, wide", *unless_saved(f"{name}, wide"))
+            if self.casts or not saves:  # else autograd has saved them for the norms
+                self.drop("q", "k")
         if self.config.positions != "none":
             for name, width in (("q", E), ("k", K)):
                 self.briefly("halves, and both", self.rows * 2 * width * 4)
                 self.make(f"{name} turned", width, p)
-            self.drop("q", "k")
+            self.drop(f"q{normed}", f"k{normed}")
         if not (again and self.selective):
             self.make("sums", E, 4 * self.wide_sums)
             self.make("out", E, p)
@@ -237,14 +265,19 @@ class _Step:
             self.drop(*unless_saved("out", "lse"))
         self.make("input of out_proj", E, cast)
         done = ("norm1", "attention's norm") if self.casts or not saves else ()
-        self.make("attended", E, p, *unless_saved("q", "k", "q turned", "k turned", "v", "input of out_proj"), *done)
+        read = ("q", "k", "q normed", "k normed", "q turned", "k turned", "v", "input of out_proj")
+        self.make("attended", E, p, *unless_saved(*read), *done)
         self.make("x1", E, self.stream, "attended")
         self.now = "forward of the feed-forward network"
         self.make("norm2", E, n)
         if not self.tile:
+            if self.gated:
+                self.make("input of gate", E, cast)
+                self.make("gate", F, p, *unless_saved("input of gate"))
+                self.make("opened", F, p, *unless_saved("gate"))
             self.make("input of linear1", E, cast)
             self.make("hidden", F, p, *unless_saved("input of linear1"))
-            self.make("active", F, p, *unless_saved("hidden"))
+            self.make("active", F, p, *unless_saved("hidden", "opened"))
             self.make("active, wide", F, 4 * self.casts)
             self.make("inner norm", F, n, *unless_saved("active, wide"))
             self.make("input of linear2", F, cast)
@@ -269,9 +302,9 @@ class _Step:
         self.now = "backward of the feed-forward network"
         if self.tile:
             self.make("d norm2", E, n)
-            held = (p + 4 + 4 + 4) if self.casts else 4 * p
-            self.hold("tile", self.tile * (F * held + E * p))
-            self.hold("sums of the weights' gradients", 2 * E * F * (4 + p))
+            held = ((p + 4 + 4 + 4) if self.casts else 4 * p) + 2 * p * self.gated
+            self.hold("tile", self.tile * (F * held + E * p * (1 + self.gated * self.casts)))
+            self.hold("sums of the weights' gradients", self.mlp_weights * (4 + p))
             self.drop("tile", "sums of the weights' gradients", "dy")
         else:
             self.make("d inner norm", F, p, "dy", "inner norm", "input of linear2")
@@ -279,10 +312,18 @@ class _Step:
             self.make("d active", F, n, "d inner norm", "active, wide", "active")
             if self.casts:
                 self.make("d active, narrow", F, p, "d active")
-            self.make("d hidden", F, p, "hidden", "d active", "d active, narrow")
-            self.make("d norm2", E, p, "d hidden", "input of linear1")
-        self.add_gradients(2 * F * E * self.weight)
+            if self.gated:
+                self.make("d opened", F, p)
+                self.make("d hidden", F, p, "hidden", "opened", "d active", "d active, narrow")
+                self.make("d norm2 from linear1", E, p, "d hidden", "input of linear1")
+                self.widen("d norm2 from linear1", E)
+                self.make("d gate", F, p, "gate", "d opened")
+            else:
+                self.make("d hidden", F, p, "hidden", "d active", "d active, narrow")
+            self.make("d norm2", E, p, "d hidden", "d gate", "input of linear1", "input of gate")
+        self.add_gradients(self.mlp_weights * self.weight)
         self.widen("d norm2", E)
+        self.drop("d norm2 from linear1")  # added to the other
         self.make("d x1", E, self.stream, "d norm2", "x1", "norm2", "d x1")
         self.now = "backward of attention"
         self.make("d attended", E, p * self.casts)
@@ -302,10 +343,20 @@ class _Step:
             for name, width in gradients.items():
                 self.drop(name, f"{name}, rounded")
                 self.make(name, width, p)
-        self.drop("delta", "scratch", "q", "k", "q turned", "k turned", "v", "out", "lse", "d out", "d out, narrow")
+        self.drop("delta", "scratch", "q normed", "k normed", "q turned", "k turned", "v", "out", "lse", "d out")
+        self.drop("d out, narrow")
         if self.config.positions != "none":
             for name in ("dk", "dq"):
                 self.briefly("turned back", self.rows * gradients[name] * 2.5 * 4)
+        if self.config.qk_norm:
+            for name in ("k", "q"):
+                self.widen(f"d{name}", gradients[f"d{name}"])
+                self.make(f"d{name} before its norm", gradients[f"d{name}"], n, f"d{name}", f"{name}, wide")
+                if self.casts:
+                    self.make(f"d{name}", gradients[f"d{name}"], p, f"d{name} before its norm")
+                else:
+                    self.entries[self.layer, f"d{name}"] = self.entries.pop((self.layer, f"d{name} before its norm"))
+        self.drop("q", "k")
         self.now = "backward of the projections"
         for name in ("v", "k", "q"):
             self.make(f"d input of {name}", E, p)
@@ -316,12 +367,12 @@ class _Step:
         self.drop("norm1", "weights, narrow")
         self.make("dx", E, self.stream, "d input of v", "dx")
         self.drop("x", layer=self.layer + 1)  # its gradient takes the place of this layer's input
-        self.add_gradients((_layer_parameters(self.config) - 2 * F * E) * self.weight)
+        self.add_gradients((_layer_parameters(self.config) - self.mlp_weights) * self.weight)
 
     # The head and the loss.
 
     def _loss(self) -> None:
-        E, V, p = self.width, self.config.vocab_size, self.product
+        E, V, p, capped = self.width, self.config.vocab_size, self.product, self.config.logit_soft_cap is not None
         self.now = "forward of the loss"
         self.make("last norm", E, self.norm)
         if self.options.loss_chunk:
@@ -344,13 +395,22 @@ class _Step:
                 self.hold("head, narrow", V * E * p)
                 self.drop("last norm")
             self.make("logits", V, p)
+            if capped:
+                self.make("logits over the cap", V, p)
+                self.make("tanh", V, p, "logits over the cap")
+                self.make("capped", V, p, "logits")
+                self.entries[self.layer, "logits"] = self.entries.pop((self.layer, "capped"))
             self.make("logits, wide", narrow, 4)
             self.make("log of the softmax", V, 4, "logits", "logits, wide")
             self.now = "backward of the loss"
             self.make("d log", V, 4)
             self.make("d logits, wide", V, 4, "d log", "log of the softmax")
             self.make("d logits", narrow, p, *(("d logits, wide",) if narrow else ()))
+            if capped:
+                self.make("d tanh", V, p, "d logits", "d logits, wide")
+                self.make("d over the cap", V, p, "d tanh", "tanh")
+                self.make("d logits", V, p, "d over the cap")
             self.make("d last norm", E, p, "d logits", "d logits, wide", "last norm", "input of head", "head, narrow")
             self.widen("d last norm", E)
-        self.add_gradients(V * E * self.weight + 2 * E * self.weight)
+        self.add_gradients(V * E * self.weight + _norm_parameters(self.config, E) * self.weight)
         self.make("dx", E, self.stream, "d last norm", "dx")  # in the place of the last layer's result

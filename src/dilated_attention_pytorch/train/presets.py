@@ -45,6 +45,8 @@ _SIZES = {
 }
 MODEL_SIZES = tuple(_SIZES)
 _LENGTH = 32_768  # the reach of the LongNet paper's branches
+# Fields of a model that decide how many layers have the parameters of a size, and which branches connect its tokens.
+OF_A_PRESET = ("vocab_size", "num_kv_heads", "activation", "norm", "qk_norm", "tie_weights")
 
 _ROWS_AT_A_TIME = 16_384
 
@@ -78,7 +80,7 @@ HARDWARE = ("auto", *_HARDWARE)
 def model_preset(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[ModelFields]) -> ModelConfig:
     """The config of a `LongNetLM` of `size` parameters whose branches connect `sequence_length` tokens.
 
-    `fields` are those of `ModelConfig` that override the preset. Depth follows from the vocabulary.
+    `fields` are those of `ModelConfig` that override the preset. Depth follows from the other sizes.
 
     >>> config = model_preset("125m", vocab_size=50_257)
     >>> config.d_model, config.num_heads, config.num_layers
@@ -88,6 +90,7 @@ def model_preset(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[
     """
     wanted = _size(size)
     settings: Any = {"d_model": wanted.d_model, "num_heads": wanted.num_heads, "num_decoder_layers": 0, **fields}
+    settings.setdefault("vocab_size", 256)
     if not fields.keys() & {"segment_lengths", "dilation_rates"}:
         settings["max_length"] = sequence_length
     if "num_layers" in fields:
@@ -164,9 +167,11 @@ def memory_preset(size: str, hardware: Hardware) -> MemoryOptions:
 
 
 def run_preset(
-    size: str | None, hardware: Hardware, *, vocab_size: int = 256, sequence_length: int = _LENGTH
+    size: str | None, hardware: Hardware, *, sequence_length: int = _LENGTH, **fields: Unpack[ModelFields]
 ) -> dict[str, Any]:
     """The fields of a `TrainConfig` that the size of the model and the hardware decide; None for the default model.
+
+    `fields` are those of the model that are stated.
 
     >>> sorted(run_preset("350m", hardware_preset("cpu")))
     ['batch_size', 'device', 'learning_rate', 'memory', 'model', 'sequence_length', 'tf32']
@@ -177,7 +182,7 @@ def run_preset(
     wanted = _size(size)
     return {
         **where,
-        "model": model_preset(size, vocab_size=vocab_size, sequence_length=sequence_length),
+        "model": model_preset(size, sequence_length=sequence_length, **fields),
         "memory": memory_preset(size, hardware),
         "sequence_length": sequence_length,
         "batch_size": wanted.batch_size,
@@ -188,16 +193,17 @@ def run_preset(
 def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `TrainConfig`, with `preset` and `hardware` replaced by the fields that they decide.
 
-    Stated fields override those. A preset without hardware is for the device of the run. `vocab_size` is that of the
-    run's tokenizer, if it has one.
+    Stated fields override those. A preset without hardware is for the device of the run. Fields of the model that its
+    number of layers depends on (`OF_A_PRESET`) may be stated too, such as the `vocab_size` of the run's tokenizer.
 
     >>> expand_presets({"hardware": "v100", "steps": 10})["memory"].precision
     'fp16'
     """
     given = dict(stated)
     size, named = given.pop("preset", None), given.pop("hardware", None)
-    known = {name: given[name] for name in ("sequence_length", "vocab_size") if name in given}
-    given.pop("vocab_size", None)
+    known = {name: given.pop(name) for name in OF_A_PRESET if name in given}
+    if "sequence_length" in given:
+        known["sequence_length"] = given["sequence_length"]
     if size is None and named is None:
         return given
     settings = run_preset(size, hardware_preset(named or "auto", given.get("device", "auto")), **known)

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.config import ModelConfig, feed_forward_width
 from dilated_attention_pytorch.models.hf.cache import DilatedCache
 from dilated_attention_pytorch.models.hf.masks import (
     MaskFacts,
@@ -24,7 +24,7 @@ from dilated_attention_pytorch.models.hf.masks import (
     read_mask,
 )
 from dilated_attention_pytorch.models.hf.pattern import FIELD, pattern_values, read_pattern
-from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.models.longnet import LongNetLM, soft_cap
 from dilated_attention_pytorch.nn.kv_cache import reordered
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
@@ -60,7 +60,8 @@ class LongNetConfig(PreTrainedConfig):
             if name in values:
                 values[names] = values.pop(name)
         own = {name: values.pop(name, getattr(_DEFAULTS, name)) for name in _OWN_FIELDS if name != "dim_feedforward"}
-        own["dim_feedforward"] = values.pop("dim_feedforward", None) or 4 * own["d_model"]
+        width = values.pop("dim_feedforward", None) or feed_forward_width(own["d_model"], own["activation"])
+        own["dim_feedforward"] = width
         values.setdefault("tie_word_embeddings", _DEFAULTS.tie_weights)
         values.setdefault("use_cache", True)
         super().__init__(**values)
@@ -318,7 +319,7 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **passed
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, keep])
+        logits = soft_cap(self.lm_head(out.last_hidden_state[:, keep]), self.config.logit_soft_cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **keywords)
