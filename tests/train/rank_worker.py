@@ -20,6 +20,12 @@ RANK = int(os.environ.get("RANK", "0"))
 EXACT = "--accumulate 2 --checkpointing selective --offload --mlp-tile 5 --loss-chunk 7".split()  # noqa: SIM905
 
 
+# What later models do instead of MAGNETO.
+LATER = """
+    --norm rms --activation swiglu --num-kv-heads 2 --qk-norm --no-tie-weights --logit-soft-cap 15 --optimizer muon
+""".split()  # noqa: SIM905
+
+
 def at_step(number: int, act) -> None:
     """Let rank 1 act just before a step."""
     real = Stepper.step
@@ -38,6 +44,8 @@ def share(folder: Path, flags: list[str]) -> None:
     assert main([*flags, "--out", str(folder / "fsdp"), "--monitors", "jsonl"]) == 0
     assert main([*flags, "--out", str(folder / "ddp"), "--engine", "ddp"]) == 0
     assert main(["train", "--resume", str(folder / "from-one"), "--engine", "fsdp"]) == 0
+    assert main([*flags, "--out", str(folder / "later-fsdp"), *LATER]) == 0
+    assert main([*flags, "--out", str(folder / "later-ddp"), "--engine", "ddp", *LATER, *EXACT]) == 0
     at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
     assert main([*flags, "--out", str(folder / "stopped")]) == 128 + signal.SIGTERM
     Stepper.step = real
@@ -103,6 +111,8 @@ def four(folder: Path, flags: list[str]) -> None:
     assert main(["train", "--resume", str(folder / "sequence-tensor")]) == 0
     assert main(["train", "--resume", str(folder / "one-to-tensor"), *both]) == 0
     assert main(["train", "--resume", str(folder / "one-to-ddp"), "--sequence-parallel", "2", "--engine", "ddp"]) == 0
+    assert main([*flags, "--out", str(folder / "later-tensor"), *both, *LATER]) == 0
+    assert main(["train", "--resume", str(folder / "later-one-to-tensor"), "--tensor-parallel", "2"]) == 0
     assert main([*flags, "--out", str(folder / "three"), "--tensor-parallel", "3"]) == 1
     assert main([*flags, "--out", str(folder / "odd"), "--batch-size", "6"]) == 1
 

@@ -289,6 +289,7 @@ def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
     [
         ({"engine": "deepspeed", "memory": MemoryOptions(precision="fp16")}, "use 'bf16', or engine fsdp or ddp"),
         ({"engine": "deepspeed", "memory": MemoryOptions(optimizer="adamw8bit-torchao")}, "PyTorch's AdamW"),
+        ({"engine": "deepspeed", "memory": MemoryOptions(optimizer="muon")}, "use engine fsdp or ddp, or optimizer"),
         ({"engine": "deepspeed", "memory": MemoryOptions(mlp_tile=8)}, "use stage 1 or 2, engine fsdp, or"),
         (
             {"engine": "deepspeed", "memory": MemoryOptions(precision="bf16", parameters="bf16")},

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dilated_attention_pytorch import LongNet, LongNetLM
+from dilated_attention_pytorch import DilatedAttention, LongNet, LongNetLM
 from dilated_attention_pytorch.core.pool import WorkspacePool
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train import memory
+from dilated_attention_pytorch.train.footprint import footprint
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
 from dilated_attention_pytorch.train.offload import Offload
 from dilated_attention_pytorch.train.recompute import TiledFeedForward
@@ -118,6 +119,48 @@ def test_a_prepared_model_can_be_compiled_whole_and_attends_once(changes, plain,
     value.backward()
     assert_same((value.detach(), {name: p.grad for name, p in model.named_parameters()}), plain)
     assert len(attention_calls) == LAYERS
+
+
+def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest() -> None:
+    model, twin = small_model(tie_weights=False), small_model(tie_weights=False)
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = make_optimizer(model, MemoryOptions(optimizer="muon"), betas=(0.9, 0.95), **settings)
+    matrices = [p for p in twin.layers.parameters() if p.dim() == 2]
+    tables, vectors = [twin.embedding.weight, twin.head.weight], [p for p in twin.parameters() if p.dim() == 1]
+    by_hand = [
+        torch.optim.Muon(matrices, **settings, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(tables, betas=(0.9, 0.95), **settings),
+        torch.optim.AdamW(vectors, betas=(0.9, 0.95), lr=1e-2, weight_decay=0.0),
+    ]
+    for _ in range(3):
+        for one in (model, twin):
+            loss(one, *drawn(), MemoryOptions()).backward()
+        for one in (optimizer, *by_hand):
+            one.step()
+            one.zero_grad()
+    for one, other in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(one, other)
+    held = sum(x.nbytes for state in optimizer.state.values() for name, x in state.items() if name != "step")
+    assert footprint(model.config, 64, MemoryOptions(optimizer="muon")).parts["optimizer"] * 2 == held  # in float64
+    copied = make_optimizer(twin, MemoryOptions(optimizer="muon"), **settings)
+    copied.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in (model, twin):
+        loss(one, *drawn(), MemoryOptions()).backward()
+    optimizer.step()
+    copied.step()
+    for one, other in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_muon_is_refused_where_it_cannot_be(monkeypatch) -> None:
+    options = MemoryOptions(optimizer="muon")
+    with pytest.raises(TypeError, match="does not tell from others: pass the model"):
+        make_optimizer(small_model().parameters(), options, lr=1e-2)
+    with pytest.raises(ValueError, match="finds no matrix in a layer of DilatedAttention: use 'adamw'"):
+        make_optimizer(DilatedAttention([16], [1]), options, lr=1e-2)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"from 2\.9 on, and this is 2"):
+        make_optimizer(small_model(), options, lr=1e-2)
 
 
 @pytest.mark.parametrize("technique", ["none", "full", "selective"])
@@ -488,7 +531,7 @@ def test_structured_sparsity_prunes_two_of_four_weights_of_the_feed_forward_netw
     [
         ({"checkpointing": "some"}, "one of none, full, selective; got 'some'"),
         ({"precision": "int8"}, "one of fp32, bf16, fp16"),
-        ({"optimizer": "sgd"}, "one of adamw, adamw8bit-torchao"),
+        ({"optimizer": "sgd"}, "one of adamw, muon, adamw8bit-torchao"),
         ({"mlp_tile": -1}, "at least 0, got -1"),
         ({"offload_least_bytes": 0}, "at least 1, got 0"),
         ({"offload": True}, "moves what checkpointing keeps"),

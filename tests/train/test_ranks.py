@@ -24,6 +24,7 @@ from dilated_attention_pytorch.train import checkpoint as checkpoints
 from dilated_attention_pytorch.train import ranks as train_ranks
 
 from ..ranks import Ranks, run_ranks
+from .rank_worker import LATER
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(train_ranks.__file__).parents[2])}
@@ -108,6 +109,14 @@ EXACT = ["fsdp-exact", "ddp-exact", "sequence-exact"]
 @pytest.mark.parametrize("name", ["fsdp", "ddp", "from-one", "stopped", *EXACT])
 def test_two_ranks_have_the_losses_of_one_process(folder, alone, shared, name) -> None:
     assert losses(folder / name) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["later-fsdp", "later-ddp"])
+def test_two_ranks_train_what_later_models_do_as_one_process_does(folder, flags, shared, name) -> None:
+    one = folder / "later"
+    if not one.exists():
+        assert main([*flags, "--out", str(one), *LATER]) == 0
+    assert losses(folder / name) == pytest.approx(losses(one), rel=1e-4)  # Muon computes in bfloat16
 
 
 def test_what_ranks_save_is_a_checkpoint_with_weights_for_use(folder, alone, shared) -> None:
@@ -202,6 +211,8 @@ def on_four(folder, uneven, shared) -> str:
     without_newest(folder / "fsdp", folder / "four")
     without_newest(folder / "uneven", folder / "one-to-tensor")
     without_newest(folder / "uneven", folder / "one-to-ddp")
+    assert main([*uneven, "--out", str(folder / "later-uneven"), *LATER]) == 0
+    without_newest(folder / "later-uneven", folder / "later-one-to-tensor")
     return launch(4, "four", folder, uneven)
 
 
@@ -216,6 +227,12 @@ def test_four_ranks_go_on_where_two_stopped(folder, alone, on_four) -> None:
 def test_ranks_that_share_sequences_heads_and_parameters_have_the_losses_of_one_process(folder, on_four, name) -> None:
     assert len(losses(folder / name)) == STEPS
     assert losses(folder / name) == pytest.approx(losses(folder / "uneven"), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["later-tensor", "later-one-to-tensor"])
+def test_ranks_that_share_heads_train_what_later_models_do_as_one_process_does(folder, on_four, name) -> None:
+    assert len(losses(folder / name)) == STEPS
+    assert losses(folder / name) == pytest.approx(losses(folder / "later-uneven"), rel=1e-4)
 
 
 def test_ranks_that_share_sequences_log_what_travels_for_each_branch(folder, on_four) -> None:

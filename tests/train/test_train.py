@@ -15,8 +15,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.train import TrainConfig, loop, report
+from dilated_attention_pytorch.train import TrainConfig, loop, memory, report
 from dilated_attention_pytorch.train import checkpoint as checkpoints
+from dilated_attention_pytorch.train.memory import make_optimizer
 from dilated_attention_pytorch.train.run_folder import claim
 from dilated_attention_pytorch.train.step import Stepper
 
@@ -71,9 +72,16 @@ def test_the_log_tells_each_checkpoint_that_is_saved(tmp_path, text, caplog) -> 
     assert caplog.messages.count(f"saved checkpoint {saved}") == 1
 
 
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text) -> None:
-    assert run("--data", text, "--out", tmp_path / "whole", "--steps", 6, *FLAGS) == 0
-    assert run("--data", text, "--out", tmp_path / "parts", "--steps", 6, *FLAGS) == 0
+# What later models do instead of MAGNETO.
+LATER = """
+    --norm rms --activation swiglu --num-kv-heads 1 --qk-norm --no-tie-weights --logit-soft-cap 15 --optimizer muon
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("more", [[], LATER], ids=["magneto", "later"])
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text, more) -> None:
+    for name in ("whole", "parts"):
+        assert run("--data", text, "--out", tmp_path / name, "--steps", 6, *FLAGS, *more) == 0
     # Take the second one back to step 4, as if it had been killed after step 5.
     newest = checkpoints.list_checkpoints(tmp_path / "parts")
     assert [path.name for path in newest] == ["step-00000004", "step-00000006"]
@@ -86,6 +94,27 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text) -> None:
         for path in (tmp_path / "whole", tmp_path / "parts")
     ]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_whether_the_update_is_fused_depends_on_where_it_runs(tmp_path, text, monkeypatch, optimizer) -> None:
+    """A run moves between a CPU and a GPU; here both are a CPU, which can do both."""
+    made = []
+
+    def make(*given, **how):
+        made.append(make_optimizer(*given, **how))
+        return made[-1]
+
+    monkeypatch.setattr(loop, "make_optimizer", make)
+    flags = ["--data", text, "--steps", 4, *FLAGS, "--optimizer", optimizer]
+    assert run(*flags, "--out", tmp_path / "plain") == 0
+    shutil.copytree(tmp_path / "plain", tmp_path / "moved")
+    shutil.rmtree(checkpoints.list_checkpoints(tmp_path / "moved")[-1])
+    monkeypatch.setattr(memory, "_can_be_fused", lambda parameters: True)
+    assert run("--resume", tmp_path / "moved") == 0
+    assert [one.param_groups[-1]["fused"] for one in made] == [None, True]
+    plain, moved = ([m["loss"] for m in metrics(tmp_path / name)] for name in ("plain", "moved"))
+    assert moved == pytest.approx(plain, rel=1e-5)
 
 
 def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> None:

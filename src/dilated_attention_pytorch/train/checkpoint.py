@@ -254,6 +254,9 @@ class Checkpointer:
                 "one process wrote the 8-bit state of its optimizer, which ranks cannot cut: resume it alone"
             )
         _read(state, folder, self._group)
+        for saved, group in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
+            if "fused" in group:  # it depends on where the update runs, which may have changed
+                saved["fused"] = group["fused"]
         set_model_state_dict(model, state["model"])
         before = {parameter: dict(own) for parameter, own in optimizer.state.items()}
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

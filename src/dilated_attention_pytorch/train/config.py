@@ -147,7 +147,7 @@ class TrainConfig:
                 self.zero is not None and not deepspeed
             ),
             f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} keeps "
-            "another: use engine fsdp with 'adamw8bit-torchao', or optimizer 'adamw'": (deepspeed and memory.optimizer != "adamw"),
+            "another: use engine fsdp or ddp, or optimizer 'adamw'": (deepspeed and memory.optimizer != "adamw"),
             "precision='fp16' needs a loss scale before gradients are averaged and clipped, which the engine deepspeed "
             "does by itself: use 'bf16', or engine fsdp or ddp": deepspeed and memory.precision == "fp16",
             f"the engine deepspeed shards float32 parameters, and parameters={memory.parameters!r} are not: use engine "

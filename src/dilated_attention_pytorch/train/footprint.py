@@ -172,7 +172,9 @@ class _Step:
         config, E = self.config, self.width
         count = parameter_count(config)
         self.hold("weights", count * self.weight)
-        self.hold("optimizer", count * (2 * self.weight if self.options.optimizer == "adamw" else _EIGHT_BIT))
+        matrices = config.num_layers * _layer_matrices(config)
+        moments = {"adamw": 2 * self.weight * count, "muon": self.weight * (2 * count - matrices)}
+        self.hold("optimizer", moments.get(self.options.optimizer, _EIGHT_BIT * count))
         self.hold("tokens", self.rows * 24)
         tables = {"none": 0, "rotary": 2, "xpos": 3}[config.positions]
         self.hold("rotation", self.positions * config.head_dim // 2 * 4 * tables)
@@ -205,9 +207,12 @@ class _Step:
             self.add_gradients(config.vocab_size * E * self.weight)
         self.drop("x", layer=0)
         self.now = "update of the parameters"
-        # PyTorch's AdamW takes the root of all second moments at once; an 8-bit one goes tensor by tensor.
-        largest = max(config.vocab_size, self.hidden) * E
-        self.hold("roots", count * self.weight if self.options.optimizer == "adamw" else 2 * 4 * largest)
+        # PyTorch's fused AdamW holds nothing; an 8-bit one holds two numbers of float32 per weight of one tensor, and
+        # Muon an update and two copies of it in bfloat16 of one matrix.
+        if self.options.optimizer == "muon":
+            self.hold("update", max(E, self.hidden) * E * (self.weight + 2 * 2))
+        elif self.options.optimizer != "adamw":
+            self.hold("update", max(config.vocab_size, self.hidden) * E * 2 * 4)
         return Footprint(self.parts, self.at, self.host)
 
     def _fetch(self, layer: int) -> None:

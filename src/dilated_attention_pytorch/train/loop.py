@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import sweep_partials, write_whole
@@ -94,12 +93,13 @@ class _Trainer:
         prepare(self.plain, config.memory)
         model = ranks.share(self.plain, config.engine)
         optimizer = make_optimizer(
-            _parameter_groups(model, config.weight_decay),
+            model,
             config.memory,
             lr=config.learning_rate,
             betas=(0.9, 0.95),
-            # The fused update reads main memory once.
-            **({"fused": True} if config.zero is not None and config.zero.offloads else {}),
+            weight_decay=config.weight_decay,
+            # DeepSpeed decides where the update runs: in main memory, which the fused one reads once, or elsewhere.
+            **({} if config.zero is None else {"fused": config.zero.offloads or None}),
         )
         if config.zero is not None:
             model = ZeroModel(self.plain, optimizer, config, ranks)
@@ -327,13 +327,6 @@ class _Trainer:
         write_whole(path, lambda partial: partial.write_text(sample, encoding="utf-8"))
         print(f"sample\n{sample}")
         return {**self.figures(), "sample": sample}
-
-
-def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def _shown(records: Sequence[dict[str, Any]]) -> dict[str, str]:

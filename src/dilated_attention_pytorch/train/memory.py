@@ -1,13 +1,13 @@
 """How a training step saves memory: one frozen value, applied to a model, its loss and its optimizer.
 
-Each option is independent of the others. All but `precision`, `parameters`, `float8`, `structured_sparsity` and the
-8-bit optimizers compute the same result, up to rounding.
+Each option is independent of the others. All but `precision`, `parameters`, `float8`, `structured_sparsity` and
+`optimizer` compute the same result, up to rounding.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar
@@ -26,6 +26,7 @@ from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.replacement import replace_parts
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.cross_entropy import Reduction, linear_cross_entropy
+from dilated_attention_pytorch.train.muon import MuonWithAdamW
 from dilated_attention_pytorch.train.offload import Offload
 from dilated_attention_pytorch.train.recompute import Recomputation, TiledFeedForward, tile_feed_forwards
 
@@ -34,7 +35,7 @@ Prepared = TypeVar("Prepared", bound=nn.Module)
 Checkpointing = Literal["none", "full", "selective"]
 Precision = Literal["fp32", "bf16", "fp16"]
 ParameterPrecision = Literal["fp32", "bf16"]
-OptimizerName = Literal["adamw", "adamw8bit-torchao", "adamw8bit-bitsandbytes"]
+OptimizerName = Literal["adamw", "muon", "adamw8bit-torchao", "adamw8bit-bitsandbytes"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,7 +86,9 @@ class MemoryOptions:
         0, "rows of a feed-forward network per tile, computed again in backward", range=SIZE, may_change=True
     )
     loss_chunk: int = setting(0, "rows whose logits exist at the same time", range=SIZE, may_change=True)
-    optimizer: OptimizerName = setting("adamw", "optimizer, with a state of 32 or 8 bits")
+    optimizer: OptimizerName = setting(
+        "adamw", "AdamW with a state of 32 or 8 bits, or Muon for the matrices of layers and AdamW for the rest"
+    )
     precision: Precision = setting("fp32", "precision of products")
     parameters: ParameterPrecision = setting(
         "fp32", "bf16 (with --precision bf16): parameters, gradients and activations between layers"
@@ -227,30 +230,59 @@ def loss(
 
 
 def make_optimizer(
-    parameters: Iterable[Tensor] | Iterable[dict[str, Any]], options: MemoryOptions, **settings: Any
+    parameters: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]], options: MemoryOptions, **settings: Any
 ) -> torch.optim.Optimizer:
-    """The AdamW that the options choose; `settings` are its arguments: `lr`, `betas`, `weight_decay` and so on.
+    """The optimizer that the options choose; `settings` are AdamW's arguments: `lr`, `betas`, `weight_decay` and so on.
 
-    8-bit optimizers keep the state of tensors of fewer than 4,096 elements in float32. Change the learning rate with
-    `set_learning_rate`.
+    Of a model, matrices decay, and biases and norms do not. `muon` takes a model, because it must know which matrices
+    belong to layers; AdamW updates the others, such as the embedding. On a GPU PyTorch's AdamW is fused, unless ranks
+    shard parameters in several ways. 8-bit optimizers keep the state of tensors of fewer than 4,096 elements in
+    float32. Change the learning rate with `set_learning_rate`.
 
     >>> make_optimizer([nn.Parameter(torch.zeros(3))], MemoryOptions(), lr=1e-3).defaults["lr"]
     0.001
     """
-    given: list[Any] = list(parameters)
+    if isinstance(parameters, nn.Module):
+        tensors = list(parameters.parameters())
+        given: list[Any] = [
+            {"params": [p for p in tensors if p.dim() >= 2]},
+            {"params": [p for p in tensors if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    else:
+        given = list(parameters)
+        tensors = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
     if options.optimizer == "adamw8bit-torchao":
         settings = {"bf16_stochastic_round": options.parameters == "bf16", **settings}
         return import_optional("torchao.optim", "torchao", options.optimizer).AdamW8bit(given, **settings)
     if options.optimizer == "adamw8bit-bitsandbytes":
         from torch.distributed.tensor import DTensor
 
-        flat = [p for part in given for p in (part["params"] if isinstance(part, dict) else [part])]
-        if any(isinstance(p, DTensor) for p in flat):
+        if any(isinstance(p, DTensor) for p in tensors):
             raise ValueError(
                 "bitsandbytes cannot step parameters that ranks shard: choose 'adamw8bit-torchao' for them"
             )
         return import_optional("bitsandbytes.optim", "bitsandbytes", options.optimizer).AdamW8bit(given, **settings)
-    return torch.optim.AdamW(given, **settings)
+    if _can_be_fused(tensors):
+        settings.setdefault("fused", True)
+    if options.optimizer != "muon":
+        return torch.optim.AdamW(given, **settings)
+    if not isinstance(parameters, nn.Module):
+        raise TypeError(
+            "optimizer 'muon' updates the matrices of a model's layers, which a list of parameters does not tell from "
+            "others: pass the model"
+        )
+    inner = parameters.module if isinstance(parameters, nn.parallel.DistributedDataParallel) else parameters
+    matrices = {p: None for layer in _layers(inner) for p in layer.parameters() if p.dim() == 2}
+    if not matrices:
+        raise ValueError(f"optimizer 'muon' finds no matrix in a layer of {type(inner).__name__}: use 'adamw'")
+    others = [{**group, "params": [p for p in group["params"] if p not in matrices]} for group in given]
+    return MuonWithAdamW(list(matrices), others, **{"lr": 1e-3, "weight_decay": 1e-2, **settings})
+
+
+def _can_be_fused(parameters: Sequence[Tensor]) -> bool:
+    """Whether PyTorch updates all of these at once: on GPUs, and if sharded, all on one mesh."""
+    on_gpus = all(p.is_cuda for p in parameters)
+    return on_gpus and len({getattr(p, "device_mesh", None) for p in parameters}) == 1
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

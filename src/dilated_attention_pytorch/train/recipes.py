@@ -92,7 +92,7 @@ def optimize_medium_model(
     """
     changes = {"offload": use_cpu_offload, **changes}
     model, options = _choose("medium", model, hardware, segment_lengths, dilation_rates, changes)
-    optimizer = _make_adamw(model, options)  # a missing package is told before the model is changed
+    optimizer = _make_optimizer(model, options)  # a missing package is told before the model is changed
     return _prepare(model, options, hardware), optimizer
 
 
@@ -117,7 +117,7 @@ def optimize_large_model(
     """
     if not use_deepspeed:
         model, options = _choose("large", model, hardware, segment_lengths, dilation_rates, changes)
-        optimizer = _make_adamw(model, options)
+        optimizer = _make_optimizer(model, options)
         return _prepare(model, options, hardware), optimizer
     if changes.setdefault("optimizer", "adamw") != "adamw":
         raise ValueError(
@@ -136,7 +136,7 @@ def optimize_large_model(
         config["fp16"] = {"enabled": True}
         options = dataclasses.replace(options, precision="fp32")
     model = _prepare(model, options, hardware)
-    return start_deepspeed(model, _make_adamw(model, fused=True), config, options, device)
+    return start_deepspeed(model, _make_optimizer(model, fused=True), config, options, device)
 
 
 @checked()
@@ -271,7 +271,7 @@ def train_stage(
             f"{list(stage.dilation_rates)}: call update_attention_config(model, stage_config) before"
         )
     if optimizer is None:
-        optimizer = _make_adamw(model, options)
+        optimizer = _make_optimizer(model, options)
     step = _Step(model, optimizer, None, options, compute_loss, clip_norm)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
@@ -306,7 +306,7 @@ def train_hierarchically(
     for stage in schedule:
         Stage.of(stage, sequences=1)  # errors in later stages are raised before training
     if optimizer is None:
-        optimizer = _make_adamw(model, options)
+        optimizer = _make_optimizer(model, options)
     settings: dict[str, Any] = {"warmup_steps": warmup_steps, "clip_norm": clip_norm, "seed": seed}
     settings |= {"optimizer": optimizer, "compute_loss": compute_loss, "options": options}
     losses = []
@@ -361,9 +361,10 @@ def _enable(model: nn.Module, option: str) -> nn.Module:
     return model
 
 
-def _make_adamw(model: nn.Module, options: MemoryOptions | None = None, **settings: Any) -> torch.optim.Optimizer:
+def _make_optimizer(model: nn.Module, options: MemoryOptions | None = None, **settings: Any) -> torch.optim.Optimizer:
     options = options or options_of(model) or MemoryOptions()
-    return memory.make_optimizer(model.parameters(), options, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **settings)
+    given = model if options.optimizer == "muon" else model.parameters()
+    return memory.make_optimizer(given, options, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, **settings)
 
 
 def _device_of(model: nn.Module) -> torch.device:
