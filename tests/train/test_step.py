@@ -170,12 +170,19 @@ def test_broken_steps_are_skipped_reported_and_end_the_run_when_there_are_too_ma
     assert [path.name for path in checkpoints.list_checkpoints(run)] == ["step-00000004"]
 
 
-def test_the_smoothed_loss_is_a_mean_first_and_forgets_later() -> None:
+def test_the_smoothed_loss_weighs_recent_losses_more_and_the_first_no_more_than_its_age() -> None:
+    losses = [1.8 + 3.5 * math.exp(-step / 40) for step in range(1, 1201)]
     found: list[dict] = []
-    for step in range(1, 201):
-        found.append(record_of(step, Outcome(1.0 if step <= 50 else 0.0, 1.0), found))
-    assert found[49]["loss_ema"] == pytest.approx(1.0)
-    assert found[99]["loss_ema"] == pytest.approx((1 - 1 / 50) ** 50)
+    for step, loss in enumerate(losses, 1):
+        found.append(record_of(step, Outcome(math.nan if step == 3 else loss, 1.0), found))
+    del losses[2]  # it was skipped
+    for count in (1, 2, 10, 150, 1199):
+        weights = [(1 - 2 / 51) ** age for age in range(count)][::-1]
+        mean = sum(w * loss for w, loss in zip(weights, losses)) / sum(weights)
+        assert found[count if count > 2 else count - 1]["loss_ema"] == pytest.approx(mean, rel=1e-12)
+    assert found[149]["loss_ema"] == pytest.approx(sum(losses[99:149]) / 50, rel=0.02)
+    # A run whose records were moved away begins to average anew.
+    assert record_of(501, Outcome(2.0, 1.0), [{"step": 500, "loss": 4.0, "loss_ema": 4.0}])["loss_ema"] < 3.0
 
 
 @pytest.mark.parametrize("limit", [600, 20_000])

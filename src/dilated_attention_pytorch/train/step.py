@@ -16,7 +16,8 @@ from dilated_attention_pytorch.train.memory import make_scaler, set_learning_rat
 from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.zero import ZeroModel
 
-_MEMORY = 50  # steps over which the smoothed loss forgets
+_DECAY = 1 - 2 / 51  # of the smoothed loss per step: its losses are as old, on average, as those of a mean over 50
+_FORGOTTEN = 1000  # steps after which the weight of a loss is lost in rounding
 _HALVINGS = 16  # of the loss scale, from its first value down to 1
 
 
@@ -37,12 +38,12 @@ def record_of(
 ) -> dict[str, Any]:
     """The record of a step, given those of the steps before it: finite numbers by name.
 
-    A skipped step has `"skipped": 1`, and a loss only if that was finite. `loss_ema` is the mean of the losses so far,
-    and after 50 of them their exponential moving average.
+    A skipped step has `"skipped": 1`, and a loss only if that was finite. `loss_ema` is the exponential moving average
+    of the losses of `before` and this one: a weighted mean whose weights add up to 1 from the first loss on.
 
     >>> first = record_of(1, Outcome(4.0, 1.0), [])
-    >>> record_of(2, Outcome(2.0, 1.0), [first])["loss_ema"]
-    3.0
+    >>> round(record_of(2, Outcome(2.0, 1.0), [first])["loss_ema"], 2)
+    2.98
     """
     record: dict[str, Any] = {"step": step}
     if math.isfinite(outcome.loss):
@@ -55,7 +56,8 @@ def record_of(
     elif average is None:
         average = outcome.loss
     else:
-        average += (outcome.loss - average) / min(step, _MEMORY)
+        averaged = 1 + sum("loss" in one and "skipped" not in one for one in before[-_FORGOTTEN:])
+        average += (outcome.loss - average) * (1 - _DECAY) / (1 - _DECAY**averaged)  # Adam's bias correction
     if average is not None:
         record["loss_ema"] = average
     return record
