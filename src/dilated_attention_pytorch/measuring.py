@@ -8,7 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,6 +57,43 @@ def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls
     else:
         times = sorted(_seconds(run) * 1e3 for _ in range(calls))
     return Timing(statistics.median(times), times[calls // 5], times[calls * 4 // 5], statistics.mean(times), peak)
+
+
+def thread_rates(*further: int) -> dict[int, float]:
+    """GFLOP/s of a product on the CPU by PyTorch's number of threads: 1, 2, 4, ..., all usable cores, and `further`.
+
+    On a busy machine a product may wait long for a core that another process has. So the numbers take turns, and the
+    rate is that of the median turn, whose products are averaged.
+    """
+    cores = max(1, int(usable_cores()))
+    counts = sorted({*(1 << power for power in range(cores.bit_length())), cores, *further})
+    x = torch.ones(512, 512)
+    turns: dict[int, list[float]] = {count: [] for count in counts}
+    with keeping_threads():
+        for _ in range(5):
+            for count, times in turns.items():
+                torch.set_num_threads(count)
+                times.append(measure(lambda: x @ x, "cpu", seconds=0.04).mean)
+    return {count: 2 * 512**3 / statistics.median(times) / 1e6 for count, times in turns.items()}
+
+
+def fastest_threads(rates: Mapping[int, float]) -> int:
+    """The number of threads with the highest of `thread_rates`, or the fewest that come within a tenth of it.
+
+    >>> fastest_threads({1: 40.0, 2: 78.0, 4: 80.0}), fastest_threads({1: 40.0, 2: 6.0})
+    (2, 1)
+    """
+    return min(count for count, rate in rates.items() if rate >= 0.9 * max(rates.values()))
+
+
+@contextmanager
+def keeping_threads() -> Iterator[None]:
+    """Restore PyTorch's number of threads at the end of the block."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _seconds(run: Callable[[], object]) -> float:

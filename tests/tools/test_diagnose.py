@@ -202,20 +202,25 @@ def test_values_that_are_not_finite_are_found() -> None:
 
 
 def test_threads_that_do_not_fit_the_cores_are_timed_and_restored(monkeypatch) -> None:
-    from dilated_attention_pytorch.measuring import Timing
-    from dilated_attention_pytorch.tools import diagnose
+    from dilated_attention_pytorch import measuring
 
     threads = torch.get_num_threads()
-    monkeypatch.setattr(diagnose, "usable_cores", lambda: threads + 3.5)
+    monkeypatch.setattr(measuring, "usable_cores", lambda: threads + 3.5)
+    fastest = threads + 3
 
     def timing(run, device, seconds):
-        ms = 1.0 / torch.get_num_threads()
-        return Timing(ms, ms, ms, ms, None)
+        ms = 1.0 if torch.get_num_threads() == fastest else 2.0
+        return measuring.Timing(ms, ms, ms, ms, None)
 
-    monkeypatch.setattr(diagnose, "measure", timing)
+    monkeypatch.setattr(measuring, "measure", timing)
     (found,) = said(diagnose_performance_issues(quiet=True), "PyTorch uses")
-    assert f"torch.set_num_threads({threads + 3})" in found.way_out
+    assert f"torch.set_num_threads({fastest})" in found.way_out
     assert torch.get_num_threads() == threads
+    with measuring.keeping_threads():  # fewer may be faster too
+        torch.set_num_threads(fastest)
+        fastest = 1
+        (found,) = said(diagnose_performance_issues(quiet=True), "PyTorch uses")
+    assert "torch.set_num_threads(1)" in found.way_out
 
 
 def test_loaders_without_workers_are_counted() -> None:

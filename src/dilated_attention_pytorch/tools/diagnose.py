@@ -18,7 +18,7 @@ from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.plans import global_caches
 from dilated_attention_pytorch.core.pool import is_out_of_memory
 from dilated_attention_pytorch.functional import backends
-from dilated_attention_pytorch.measuring import measure, size, usable_cores
+from dilated_attention_pytorch.measuring import fastest_threads, measure, size, thread_rates, usable_cores
 from dilated_attention_pytorch.tools.memory import (
     ROLES,
     GpuMemory,
@@ -238,22 +238,15 @@ def diagnose_performance_issues(step: Callable[[], object] | None = None, *, qui
 
 def slow_processor() -> Iterator[Finding]:
     """Whether PyTorch has the wrong number of threads, timed, and whether other processes take the cores."""
-    cores, threads = max(1, int(usable_cores())), torch.get_num_threads()
-    if threads != cores:
-        x = torch.randn(512, 512)
-        rates = {}
-        try:
-            for count in (threads, cores):
-                torch.set_num_threads(count)
-                rates[count] = 2 * 512**3 / measure(lambda: x @ x, "cpu", seconds=0.05).median / 1e6
-        finally:
-            torch.set_num_threads(threads)
-        if rates[cores] > 1.1 * rates[threads]:
-            yield pitfall(
-                f"PyTorch uses {threads} threads where {cores} cores may be used: a product runs at "
-                f"{rates[threads]:.0f} GFLOP/s, with {cores} threads at {rates[cores]:.0f}",
-                f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}",
-            )
+    threads = torch.get_num_threads()
+    rates = thread_rates(threads)
+    fastest = fastest_threads(rates)
+    if rates[fastest] > 1.1 * rates[threads]:
+        yield pitfall(
+            f"PyTorch uses {threads} threads, and {usable_cores():g} cores may be used: a product runs at "
+            f"{rates[threads]:.0f} GFLOP/s, with {fastest} threads at {rates[fastest]:.0f}",
+            f"torch.set_num_threads({fastest}), or OMP_NUM_THREADS={fastest}",
+        )
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > 1.5 * (os.cpu_count() or 1):
         yield pitfall(
