@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Continue a prompt with the model of a run; figures go to stderr.",
     )
     generate.set_defaults(command=_generate)
-    generate.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, or of save_pretrained")
+    generate.add_argument("run", type=Path, metavar="RUN", help=_RUN_OR_WEIGHTS)
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads stdin")
     generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to generate (200)")
     for flag, kind, text in (
@@ -64,6 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
+
+    export = commands.add_parser(
+        "export",
+        help="write a trained model for another library",
+        description="Write the model of a run as a folder that transformers loads, with the run's tokenizer.",
+    )
+    export.set_defaults(command=_export)
+    export.add_argument("run", type=Path, metavar="RUN", help=_RUN_OR_WEIGHTS)
+    export.add_argument("--hf", type=Path, metavar="FOLDER", required=True, help="the folder to write; it must be new")
 
     bench = commands.add_parser("bench", help="tune the kernels for this GPU; in a checkout, run a benchmark suite")
     bench.set_defaults(command=_tune)
@@ -88,6 +97,8 @@ def _add_report(commands: Any) -> None:
     report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
 
+
+_RUN_OR_WEIGHTS = "the folder of a run, of one of its checkpoints, or of save_pretrained"
 
 # Commands that are modules of a checkout of the repository, not of the installed package.
 _IN_CHECKOUT = {"bench": "benchmarks.command", "recall": "examples.recall"}
@@ -123,18 +134,22 @@ def _report(arguments: argparse.Namespace) -> None:
     print(write_run_report(arguments.run, arguments.out))
 
 
+def _export(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.train.export import export_to_hf
+
+    print(f"{export_to_hf(arguments.run, arguments.hf)} is now in {arguments.hf}; to load it with transformers, first")
+    print("import dilated_attention_pytorch.models.hf, which registers its classes")
+
+
 def _generate(arguments: argparse.Namespace) -> None:
     import torch
 
     from dilated_attention_pytorch.train.ranks import find_device
-    from dilated_attention_pytorch.train.run_folder import holds_run, list_checkpoints, load_newest
+    from dilated_attention_pytorch.train.run_folder import load_model
     from dilated_attention_pytorch.train.tokenizer import saved_tokenizer
 
-    checkpoints = list_checkpoints(arguments.run)
-    if not checkpoints and holds_run(arguments.run):
-        raise FileNotFoundError(f"the run in {arguments.run} has no complete checkpoint yet: wait until it has")
     device = find_device(arguments.device or "auto")
-    folder, model = load_newest(checkpoints or [arguments.run], device)
+    folder, model = load_model(arguments.run, device)
     tokenizer = saved_tokenizer(folder, model.config.vocab_size)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:

@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,21 +112,37 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: math.nan if value is None else value for name, value in one.items()} for one in records]
 
 
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def best_checkpoint(run: Path, validated: Mapping[int, float]) -> Path | None:
+    """The checkpoint with the fewest validation bits, given those bits by step; None if none was validated."""
+    bits = {checkpoint_path(run, step): bits for step, bits in validated.items() if math.isfinite(bits)}
+    return min((one for one in list_checkpoints(run) if one in bits), key=bits.__getitem__, default=None)
+
+
 def list_checkpoints(run: Path) -> list[Path]:
     """Checkpoints that were saved to the end, oldest first."""
     return [folder for folder in step_folders(run) if is_complete(folder)]
 
 
-def load_newest(folders: Sequence[Path], device: torch.device) -> tuple[Path, LongNetLM]:
-    """The last of these folders that is not damaged, and its model; prints which ones it passes over."""
-    *older, folder = folders
-    try:
-        return folder, LongNetLM.from_pretrained(folder, device=device)
-    except DamagedFile as damage:
-        if not older:
-            raise
-        print(f"passed over {damage}", file=sys.stderr)
-        return load_newest(older, device)
+def load_model(run: Path, device: torch.device) -> tuple[Path, LongNetLM]:
+    """The newest checkpoint of a run that is not damaged, or `run` itself if it is a folder of weights; and its model.
+
+    Prints which checkpoints it passes over.
+    """
+    *older, folder = list_checkpoints(run) or [run]
+    if folder == run and holds_run(run):
+        raise FileNotFoundError(f"the run in {run} has no complete checkpoint yet: wait until it has")
+    while True:
+        try:
+            return folder, LongNetLM.from_pretrained(folder, device=device)
+        except DamagedFile as damage:
+            if not older:
+                raise
+            print(f"passed over {damage}", file=sys.stderr)
+            folder = older.pop()
 
 
 @dataclass(frozen=True)
