@@ -32,7 +32,8 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 def flags_of(command: str, rest: str) -> set[str]:
     """The flags of a command, or of the subcommand that the rest of its line names."""
     if command == "train":
-        return {"--" + name.replace("_", "-") for name in (*training._STARTING, *training.SETTINGS)}
+        short = [field.metadata["short"] for _, field in training.SETTINGS.values()]
+        return {"--" + name.replace("_", "-") for name in (*training._STARTING, *training.SETTINGS, *short)}
     parser = commands()[command]
     return set(subcommands(parser).get(rest.split()[0], parser)._option_string_actions)
 

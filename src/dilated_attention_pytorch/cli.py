@@ -22,18 +22,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given[:1] == ["train"]:
             from dilated_attention_pytorch.train.command import run_command
 
-            run_command(given[1:])
-            return 0
+            return run_command(given[1:])
         if given and given[0] in _IN_CHECKOUT and given[:2] != ["bench", "tune"]:
             return _run_from_checkout(*given)
         arguments = _parser().parse_args(given)
         status: int | None = arguments.command(arguments)
-    except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
-        print(f"dilated-attention: {error}", file=sys.stderr)
+    except (OSError, ValueError, FloatingPointError, ImportError) as error:
+        if _tells_errors(given):
+            print(f"dilated-attention: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         return getattr(stop, "status", 130)
     return status or 0
+
+
+def _tells_errors(given: Sequence[str]) -> bool:
+    """Whether this process prints its errors: of the ranks of `train --ranks`, only the first that fails does."""
+    if given[:1] != ["rank"]:
+        return True
+    from dilated_attention_pytorch.train.command import is_first_to_fail
+
+    return is_first_to_fail(Path(given[-1]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,7 +193,8 @@ def entry() -> NoReturn:
     try:
         status = main()
     except Exception:
-        traceback.print_exc()
+        if _tells_errors(sys.argv[1:]):
+            traceback.print_exc()
         status = 1
     if f"{__package__}.train" in sys.modules:  # else there are no ranks
         from dilated_attention_pytorch.train.ranks import exit_process

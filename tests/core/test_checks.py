@@ -114,7 +114,7 @@ class Sizes:
 
 def test_a_limit_may_be_infinite() -> None:
     assert check_number("clip_norm", float("inf"), above=0, most=float("inf")) == float("inf")
-    with pytest.raises(ValueError, match="finite number above 0, got nan"):
+    with pytest.raises(ValueError, match="clip_norm must be a number above 0, got nan"):
         check_number("clip_norm", float("nan"), above=0, most=float("inf"))
 
 

@@ -80,7 +80,10 @@ def test_show_prints_a_drawing_and_writes_pictures(pattern, tmp_path, capsys) ->
 
 def test_show_draws_branches_without_a_pattern(capsys) -> None:
     assert main(["show", "--segments", "8", "--rates", "1", "--tokens", "16", "--width", "4"]) == 0
-    _, _, _, *lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    assert main(["show", "--segment-lengths", "8", "--dilation-rates", "1", "--tokens", "16", "--width", "4"]) == 0
+    assert capsys.readouterr().out == printed
+    _, _, _, *lines = printed.splitlines()
     assert lines[:2] == ["██··", "··██"]
     assert "100.00% of what the branches show" in "\n".join(lines)
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.core.spec import branches_for
@@ -229,6 +233,73 @@ def test_ranks_are_told_the_parsed_config_as_a_file(file, started, monkeypatch) 
     assert not Path(caught[0][-1]).exists()
 
 
+def test_ranks_that_fail_print_one_error(started, monkeypatch, capsys) -> None:
+    def fail(config, run, resume):
+        raise OSError(f"rank {next(ranks)} cannot go on")
+
+    def torchrun(arguments: list[str]) -> None:
+        for restarts in ("0", "1"):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+            assert [main(arguments[arguments.index("rank") :]) for _ in range(3)] == [1, 1, 1]
+        raise ChildFailedError("ranks", {rank: ProcessFailure(rank, 9, code, "") for rank, code in enumerate(codes)})
+
+    ranks, codes = itertools.count(), [1, 1, 1]
+    monkeypatch.setattr(command, "train", fail)
+    monkeypatch.setattr("torch.distributed.run.main", torchrun)
+    assert main(["train", "--out", "run", "--ranks", "3"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"dilated-attention: rank {rank} cannot go on" for rank in (0, 3)]  # once per start
+    codes[:] = [1, -signal.SIGKILL, 1]
+    assert main(["train", "--out", "run", "--ranks", "3"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "dilated-attention: SIGKILL ended rank 1: the run has no complete checkpoint yet; --max-restarts N would "
+        "restart the ranks"
+    )
+
+
+def test_help_has_headings_and_shows_defaults(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    headings = ["start", "data", "steps and optimizer", "checkpoints and output", "devices and ranks", "model"]
+    assert all(f" {heading} options " in shown for heading in [*headings, "memory and speed", "deepspeed"])
+    words = " ".join(shown.replace("│", " ").split())
+    for flag, default in {
+        "--weight-decay": "0.1",
+        "--no-keep-best": "off",
+        "--sample-prompt": "'def '",
+        "--dilation-rates": "1 2 4",
+        "--d-model": "128",
+        "--mlp-tile": "0",
+    }.items():
+        assert re.search(rf"{flag} .{{0,90}}?\(default: {re.escape(default)}\)", words), flag
+
+
+def test_old_and_short_names_of_branches_are_one_flag(started) -> None:
+    assert main(["train", "--segments", "64", "512", "--rates", "1", "4"]) == 0
+    assert main(["train", "--segment-lengths", "64", "512", "--dilation-rates", "1", "4"]) == 0
+    assert started[0].model == started[1].model
+    assert (started[0].model.segment_lengths, started[0].model.dilation_rates) == ((64, 512), (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--keep-checkpoints 0", "keep_checkpoints must be a whole number of at least 1, got 0"),
+        ("--weight-decay -1", "weight_decay must be a finite number of at least 0, got -1.0"),
+        ("--clip-norm 0", "clip_norm must be a number above 0, got 0.0"),
+        ("--clip-norm nan", "clip_norm must be a number above 0, got nan"),
+        ("--threads 0", "threads must be a whole number of at least 1 and at most 4096, got 0"),
+        ("--sample-prompt=", "sample_prompt must have at least one character, got ''"),
+    ],
+)
+def test_values_out_of_range_are_refused(started, capsys, flags, message) -> None:
+    assert main(["train", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
+    assert not started
+
+
 def test_flags_that_are_wrong_are_told_before_anything_runs(started, capsys, monkeypatch) -> None:
     for flags, message in (("--step 3", "--steps"), ("--order sorted", "Expected one of ('random', 'epochs')")):
         with pytest.raises(SystemExit, match="2"):
@@ -257,6 +328,12 @@ def test_a_run_from_before_the_memory_options_resumes_with_those_that_change_not
     assert main(["train", "--resume", str(saved), *changes.split()]) == 0
     assert started[1].memory.checkpointing == "selective"
     assert started[1].is_same_run(started[0])
+    changes = "--keep-checkpoints 5 --keep-best --threads 2"
+    assert main(["train", "--resume", str(saved), *changes.split(), "--sample-prompt", "a b"]) == 0
+    assert (started[2].keep_checkpoints, started[2].keep_best, started[2].sample_prompt) == (5, True, "a b")
+    assert started[2].is_same_run(started[0])
+    assert main(["train", "--resume", str(saved), "--clip-norm", "inf", "--weight-decay", "0"]) == 1
+    assert "--clip-norm, --weight-decay cannot change when a run is resumed" in capsys.readouterr().err
     assert main(["train", "--resume", str(saved), "--precision", "bf16", "--dropout", "0.1"]) == 1
     assert "--dropout, --precision cannot change when a run is resumed" in capsys.readouterr().err
     assert not started[1].is_same_run(TrainConfig(steps=9, memory=MemoryOptions(precision="bf16")))

@@ -23,7 +23,10 @@ def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys) 
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     file = write_tokenizer(tmp_path / "words.json") if has_tokenizer else None
-    flags = [*FLAGS, *(["--tokenizer", str(file)] if has_tokenizer else [])]
+    flags = list(FLAGS)
+    if has_tokenizer:  # and all that later models do differently
+        later = "--norm rms --activation swiglu --qk-norm --logit-soft-cap 15 --no-tie-weights"
+        flags += ["--tokenizer", str(file), *later.split()]
     run, folder = tmp_path / "run", tmp_path / "deep" / "hf"
     assert main(["train", "--data", str(tmp_path / "text.txt"), "--out", str(run), "--steps", "4", *flags]) == 0
     assert main(["export", str(run), "--hf", str(folder)]) == 0

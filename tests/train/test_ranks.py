@@ -268,7 +268,7 @@ def test_one_process_goes_on_where_two_stopped_and_passes_over_what_is_damaged(f
     (run / "checkpoints" / "step-00000008" / "state" / ".metadata").unlink()
     assert main(["train", "--resume", str(run)]) == 0
     printed = capsys.readouterr().out
-    assert ".step-00000009.1.partial: its save was cut off" in printed
+    assert ".step-00000009.1.partial: its save or its deletion was cut off" in printed
     assert "step-00000008: it has no state/.metadata, so its save was cut off" in printed
     assert "step-00000007: state/__1_0.distcp is broken or truncated (it has 1,000 bytes, " in printed
     assert ", from step 6 on cpu" in printed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -115,6 +116,80 @@ def test_whether_the_update_is_fused_depends_on_where_it_runs(tmp_path, text, mo
     assert [one.param_groups[-1]["fused"] for one in made] == [None, True]
     plain, moved = ([m["loss"] for m in metrics(tmp_path / name)] for name in ("plain", "moved"))
     assert moved == pytest.approx(plain, rel=1e-5)
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, text, capsys, monkeypatch) -> None:
+    losses = iter([3.0, 1.0, 2.0, 2.5, 1.5, 0.5, math.nan])
+    monkeypatch.setattr(Stepper, "validate", lambda *_: next(losses))
+    deleted: list[str] = []
+    delete = checkpoints._delete
+
+    def delete_after_look(folder) -> None:
+        whole = checkpoints.list_checkpoints(folder.parents[1])
+        assert whole.index(folder) < len(whole) - 1  # a newer one is whole
+        deleted.append(folder.name[-1])
+        delete(folder)
+
+    monkeypatch.setattr(checkpoints, "_delete", delete_after_look)
+
+    def kept() -> str:
+        return "".join(sorted(path.name[-1] for path in (tmp_path / "run" / "checkpoints").iterdir()))
+
+    few = "--steps 8 --validate-every 100 --keep-checkpoints 1 --keep-best --sample-prompt quick"
+    assert run("--data", text, "--out", tmp_path / "run", *FLAGS, *few.split()) == 0
+    assert (kept(), "".join(deleted)) == ("48", "26")
+    printed = capsys.readouterr().out
+    assert (
+        f"best     {1 / math.log(2):.3f} bits per byte at step 4: {tmp_path}/run/checkpoints/step-00000004" in printed
+    )
+    assert "\nsample\nquick" in printed
+    assert run("--resume", tmp_path / "run", "--steps", 12) == 0
+    assert kept() == "2"  # the newest, of step 12, is the best
+    assert run("--resume", tmp_path / "run", "--steps", 13, "--sample-prompt", "fox") == 0
+    assert kept() == "23"  # what is not a number is not the best
+    assert "\nsample\nfox" in capsys.readouterr().out
+
+
+def test_a_deletion_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, text, capsys, monkeypatch) -> None:
+    def cut_off(folder, **_):
+        if folder.name.endswith(".deleted.partial"):
+            (folder / "config.json").unlink()
+            raise KeyboardInterrupt
+
+    few = [*FLAGS, "--keep-checkpoints", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", cut_off)
+        assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *few) == 130
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path / "run")] == ["step-00000004"]
+    assert run("--resume", tmp_path / "run") == 0
+    assert ".step-00000002.deleted.partial: its save or its deletion was cut off" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_threads_are_timed_once_and_stay_when_a_run_is_resumed(tmp_path, text, capsys, monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(loop, "usable_cores", lambda: 4.0)
+    rates = {1: 10.0, 2: 60.0, 4: 60.0}
+    monkeypatch.setattr(loop, "thread_rates", lambda: rates)
+    now = [7]  # more than one would wait for each other
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: now.__setitem__(0, count))
+
+    def told(*arguments: object) -> str:
+        assert run(*arguments) == 0
+        return re.search(r"^threads  (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
+
+    assert told("--data", text, "--out", tmp_path / "run", "--steps", 2, *FLAGS).startswith(
+        "2: the fastest now (GFLOP/s with 1: 10, 2: 60, 4: 60); --threads or OMP_NUM_THREADS overrides it"
+    )
+    assert now == [7]
+    rates[1] = 99.0
+    assert told("--resume", tmp_path / "run", "--steps", 3).startswith("2: as before the run was resumed")
+    monkeypatch.setattr(loop, "usable_cores", lambda: 1.0)  # a smaller machine
+    assert told("--resume", tmp_path / "run", "--steps", 4).startswith("1: the fastest now")
+    assert told("--resume", tmp_path / "run", "--steps", 5, "--threads", 3) == "3: as --threads states"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert told("--data", text, "--out", tmp_path / "other", "--steps", 2, *FLAGS) == "7: as OMP_NUM_THREADS states"
 
 
 def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> None:
@@ -235,8 +310,8 @@ def test_a_run_that_is_killed_after_a_save_has_the_records_of_all_steps(tmp_path
     class Killed(BaseException):
         pass
 
-    def save_and_die(self, step):
-        real(self, step)
+    def save_and_die(self, step, validated):
+        real(self, step, validated)
         raise Killed
 
     monkeypatch.setattr(checkpoints.Checkpointer, "save", save_and_die)

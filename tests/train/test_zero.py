@@ -200,7 +200,7 @@ def test_options_decide_what_a_run_is_carried_out_with(folder, flags, monkeypatc
     assert config.monitors == ("jsonl",)
     (folder / "survives.json").write_text(survives.to_json())
     caught = []
-    monkeypatch.setattr(command, "launch_ranks", lambda *told: caught.append(told))
+    monkeypatch.setattr(command, "launch_ranks", lambda *told: caught.append(told) or 0)
     options = ["--options", str(folder / "survives.json")]
     assert main([*flags, "--out", "here", "--ranks", "2", *options]) == 0
     assert main([*flags, "--out", "here", "--ranks", "2", "--max-restarts", "1", *options]) == 0

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -98,7 +99,7 @@ def check_number(
     if not isinstance(value, (int, float, str, bytes, Tensor)):
         with contextlib.suppress(TypeError, ValueError):
             value = float(value)  # of NumPy's types
-    rule = f"a finite number{_range(least, most, above, below)}"
+    rule = f"a {'' if most == math.inf else 'finite '}number{_range(least, most, above, below)}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _refused(TypeError, name, rule, value)
     inside = (

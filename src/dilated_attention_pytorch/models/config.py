@@ -82,8 +82,8 @@ class ModelConfig:
     num_layers: int = setting(12, "layers")
     num_decoder_layers: int = 12
     dim_feedforward: int = 0
-    segment_lengths: tuple[int, ...] = setting(_LENGTHS, "segment lengths, one per branch")
-    dilation_rates: tuple[int, ...] = setting(_RATES, "dilation rates, one per branch")
+    segment_lengths: tuple[int, ...] = setting(_LENGTHS, "segment lengths, one per branch", short="segments")
+    dilation_rates: tuple[int, ...] = setting(_RATES, "dilation rates, one per branch", short="rates")
     head_layout: HeadLayout = "interleaved"
     positions: Positions = "rotary"
     scale_base: float = 512.0  # the distance over which xPos lets scores decay
@@ -94,7 +94,9 @@ class ModelConfig:
     layer_norm_eps: float = 1e-5
     qk_norm: bool = setting(False, "scale queries and keys by an RMS norm over each head")
     tie_weights: bool = setting(True, "use the embedding as the head's weight")
-    logit_soft_cap: float | None = setting(None, "cap logits smoothly: c * tanh(logits / c)", range=POSITIVE)
+    logit_soft_cap: float | None = setting(
+        None, "cap logits at c: c * tanh(logits / c) (default: no cap)", range=POSITIVE
+    )
     max_length: InitVar[int | None] = None
 
     def __post_init__(self, max_length: int | None) -> None:

@@ -61,11 +61,13 @@ def add_plan(commands: Any) -> None:
 
 
 def _add_branches(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    for flag, words in (("--segments", "segment lengths"), ("--rates", "dilation rates")):
-        default = "" if required else " (default: for all tokens)"
-        parser.add_argument(
-            flag, nargs="+", type=whole_number, required=required, metavar="N", help=f"{words}, one per branch{default}"
-        )
+    of_all_tokens = "" if required else " (default: for all tokens)"
+    options: dict[str, Any] = {"nargs": "+", "type": whole_number, "required": required, "metavar": "N"}
+    for name, long, words in (
+        ("segments", "--segment-lengths", "segment lengths"),
+        ("rates", "--dilation-rates", "dilation rates"),
+    ):
+        parser.add_argument(f"--{name}", long, dest=name, help=f"{words}, one per branch{of_all_tokens}", **options)
     parser.add_argument("--layout", help="layout of heads: interleaved (default), blocked or grouped")
 
 

@@ -75,6 +75,7 @@ class Checkpointer:
     ) -> None:
         self._run, self._plain, self._model, self._optimizer, self._scaler = run, plain, model, optimizer, scaler
         self._ranks, self._keep, self._beside = ranks, keep, dict(beside or {})
+        self._validated: dict[int, float] = {}
         self._saving: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
         # Read now: the saving thread must not touch the model, because reading its state reshards it during training.
@@ -84,14 +85,17 @@ class Checkpointer:
             self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, validated: Mapping[int, float] | None = None) -> None:
         """Save the state after `step`, then delete all but the newest checkpoints.
+
+        With the validation bits by step, the best of the checkpoints that were `validated` is kept too.
 
         Weights that are not finite raise an error, because they would replace the last finite ones. On ranks this
         returns when the state is copied, and `settle` waits for the save to end; at most one save is under way.
         """
         self.settle()
-        folder = self._run / "checkpoints" / f"step-{step:08d}"
+        self._validated = dict(validated or {})
+        folder = run_folder.checkpoint_path(self._run, step)
         state = self._state(step, alone=self._group is None)
         finite = all(bool(_local(weight).isfinite().all()) for weight in state["model"].values())
         if not self._ranks.gather(finite).all():
@@ -134,7 +138,7 @@ class Checkpointer:
         )
         passed: list[Path] = []
         for unfinished in cut_off:
-            self._say(f"passed over {unfinished}: its save was cut off")
+            self._say(f"passed over {unfinished}: its save or its deletion was cut off")
         for folder in reversed(found):
             has_checksums, damage = self._on_all(self._check, folder)
             if not damage:
@@ -206,13 +210,15 @@ class Checkpointer:
         files.write_checksums(unfinished / files.CHECKSUMS, sums)
         files.sync_folder(unfinished / run_folder.SHARDS)
         if folder.exists():
-            shutil.rmtree(folder)
+            _delete(folder)
         unfinished.rename(folder)
         for changed in (folder.parent, self._run):
             files.sync_folder(changed)
         log.debug("saved checkpoint %s", folder)
+        best = run_folder.best_checkpoint(self._run, self._validated)
         for old in list_checkpoints(self._run)[: -self._keep]:
-            shutil.rmtree(old)
+            if old != best:
+                _delete(old)
 
     def _check(self, folder: Path) -> bool:
         """Compare this rank's share of the files with their checksums; whether there are any."""
@@ -311,6 +317,13 @@ def _open_unfinished(run: Path, folder: Path) -> Path:
     with run_folder.naming_a_full_disk(run, _CHECKPOINT):
         unfinished.mkdir(parents=True)
     return unfinished
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint, which loses its name first: one that is half deleted must not count as whole."""
+    deleted = folder.with_name(f".{folder.name}.deleted.partial")
+    folder.rename(deleted)
+    shutil.rmtree(deleted)
 
 
 def _set_aside(passed: list[Path]) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +18,11 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from dilated_attention_pytorch.core.checks import check_sequence, check_whole, import_optional
-from dilated_attention_pytorch.core.environment import under_torchrun, world_size
+from dilated_attention_pytorch.core.environment import torchrun_restarts, under_torchrun, world_size
 from dilated_attention_pytorch.core.spec import branches_for
 from dilated_attention_pytorch.parallel.options import RunOptions
 from dilated_attention_pytorch.train.config import (
+    DEFAULTS,
     PATTERN,
     PRESETS,
     SMALL_MODEL,
@@ -34,7 +37,7 @@ from dilated_attention_pytorch.train.config import (
 from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, OF_A_PRESET, expand_presets
 from dilated_attention_pytorch.train.ranks import RESTARTABLE, Stopped, torchrun_arguments
-from dilated_attention_pytorch.train.run_folder import list_checkpoints
+from dilated_attention_pytorch.train.run_folder import last_checkpoint, list_checkpoints
 from dilated_attention_pytorch.train.stages import Stage, read_stages
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 
@@ -54,10 +57,12 @@ _STARTING: dict[str, tuple[Any, str]] = {
         tuple[()] | tuple[Path],
         "continue the run in a folder (default: the newest below runs/); only how long and where it runs may change",
     ),
-    "auto_resume": (bool, "continue the run in --out if there is one, else begin it"),
-    "ranks": (int, "train on this number of processes of this machine; across machines use torchrun"),
-    "max_restarts": (int, "with --ranks: how often to restart after a rank dies"),
+    "auto_resume": (bool, "continue the run in --out if there is one, else begin it (default: off)"),
+    "ranks": (int, "processes of this machine (default: this one alone); across machines use torchrun"),
+    "max_restarts": (int, "with --ranks: how often to restart after a rank dies (default: 0)"),
 }
+# Headings of `--help` for settings in tables; those of the run itself state theirs.
+_GROUPS = {"model": "model", "memory": "memory and speed", "zero": "deepspeed"}
 
 
 # By flag: the table of the setting ("" for the run itself) and its field.
@@ -73,20 +78,48 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of the flags that were given, by flag."""
     tyro = import_optional("tyro", "train", "the command train")
     hints = {table: get_type_hints(kind) for table, kind in {"": TrainConfig, **TABLES}.items()}
-    kinds: dict[str, Any] = {
-        name: Annotated[
-            kind, tyro.conf.arg(help=text, help_behavior_hint="", metavar="[PATH]" if name == "resume" else None)
-        ]
-        for name, (kind, text) in _STARTING.items()
+    groups: dict[str, dict[str, Any]] = {
+        "start": {
+            name: Annotated[
+                kind, tyro.conf.arg(help=text, help_behavior_hint="", metavar="[PATH]" if name == "resume" else None)
+            ]
+            for name, (kind, text) in _STARTING.items()
+        }
     }
+    defaults = {"": TrainConfig(), **DEFAULTS}
     for name, (table, field) in SETTINGS.items():
         kind = Path if name == "stages" else _without_none(hints[table][field.name])
-        shown = "" if field.default in (None, False, 0, ()) or "(default" in field.metadata["help"] else field.default
-        hint = f"(default: {shown})" if shown and table != "model" else ""
-        kinds[name] = Annotated[kind, tyro.conf.arg(help=field.metadata["help"], help_behavior_hint=hint)]
-    flags: Any = TypedDict("flags", kinds, total=False)  # type: ignore[misc]
-    description = "Train a LongNetLM on text; by default on the bytes of the source of Python's standard library."
-    return dict(tyro.cli(flags, args=list(arguments), prog="dilated-attention train", description=description))
+        words = field.metadata["help"]
+        default = "" if "(default" in words else _shown(getattr(defaults[table], field.name))
+        short = [f"--{field.metadata['short']}"] if field.metadata["short"] else None
+        groups.setdefault(field.metadata["group"] or _GROUPS[table], {})[name] = Annotated[
+            kind, tyro.conf.arg(help=words, help_behavior_hint=default and f"(default: {default})", aliases=short)
+        ]
+    by_group: Any = TypedDict(  # type: ignore[misc]
+        "flags",
+        {group: TypedDict(group, kinds, total=False) for group, kinds in groups.items()},
+    )
+    description = (
+        "Train a LongNetLM on text; by default on the bytes of the source of Python's standard library. Flags override "
+        "--config, which overrides --preset; the defaults below are those without both."
+    )
+    given = tyro.cli(
+        by_group,
+        args=list(arguments),
+        prog="dilated-attention train",
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    return {name: value for group in given.values() for name, value in group.items()}
+
+
+def _shown(default: Any) -> str:
+    """A default as a flag takes it; empty where there is nothing to type."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default is None:
+        return ""
+    return " ".join(map(str, default)) if isinstance(default, tuple) else shlex.quote(str(default))
 
 
 def _without_none(kind: Any) -> Any:
@@ -94,8 +127,8 @@ def _without_none(kind: Any) -> Any:
     return rest[0] if NoneType in get_args(kind) else kind
 
 
-def run_command(arguments: Sequence[str]) -> None:
-    """Carry out `train` with these arguments."""
+def run_command(arguments: Sequence[str]) -> int:
+    """Carry out `train` with these arguments; returns the status of the process."""
     flags = parse_flags(arguments)
     given = {name: flags.pop(name) for name in _STARTING if name in flags}
     ranks, max_restarts, out = given.get("ranks"), given.get("max_restarts"), given.get("out")
@@ -135,10 +168,10 @@ def run_command(arguments: Sequence[str]) -> None:
         started = ranks or world_size()
         config = _begin(flags, given, {} if options is None else settings_of(options, started))
     resume: bool | Literal["auto"] = "auto" if auto_resume else resuming
-    if ranks is None:
-        train(config, run, resume=resume)
-    else:
-        launch_ranks(config, run, resume, ranks, max_restarts or 0)
+    if ranks is not None:
+        return launch_ranks(config, run, resume, ranks, max_restarts or 0)
+    train(config, run, resume=resume)
+    return 0
 
 
 def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, Any]) -> TrainConfig:
@@ -218,20 +251,50 @@ def _newest_run() -> Path:
     return max(newest, key=lambda checkpoint: checkpoint.stat().st_mtime).parents[1]
 
 
-def launch_ranks(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: int, max_restarts: int) -> None:
-    """Run torchrun, which starts `train_rank` on `ranks` processes of this machine and restarts them after a death."""
+def launch_ranks(config: TrainConfig, run: Path, resume: bool | Literal["auto"], ranks: int, max_restarts: int) -> int:
+    """Run torchrun, which starts `train_rank` on `ranks` processes of this machine and restarts them after a death.
+
+    Returns 0, or 1 if a rank has failed and printed why.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    # Without restarts, torchrun's log only repeats what the ranks print and what is raised here.
+    torchrun_log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    level = torchrun_log.level
     with tempfile.TemporaryDirectory(prefix="dilated-attention-") as folder:
         file = Path(folder) / "run.json"
         file.write_text(json.dumps({"config": dataclasses.asdict(config), "run": str(run), "resume": resume}))
         program = ["-m", "dilated_attention_pytorch.cli", "rank", str(file)]
         os.environ.update(RESTARTABLE)
+        if ranks > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would do so with a warning
         try:
+            torchrun_log.setLevel(level if max_restarts else logging.CRITICAL)
             main(torchrun_arguments(ranks, max_restarts, program))
         except SignalException as stop:  # the ranks have ended and printed why
             raise Stopped(stop.sigval) from None
+        except ChildFailedError as failed:
+            for rank, failure in failed.failures.items():
+                if failure.exitcode < 0:
+                    raise ChildProcessError(
+                        f"{failure.signal_name()} ended rank {rank}: {last_checkpoint(run)}; --max-restarts N would "
+                        "restart the ranks"
+                    ) from None
+            return 1
+        finally:
+            torchrun_log.setLevel(level)
+    return 0
+
+
+def is_first_to_fail(file: Path) -> bool:
+    """Whether this is the first rank of `launch_ranks` to fail; the others raise its error, or one due to it."""
+    try:
+        file.with_name(f"failed-{torchrun_restarts()}").touch(exist_ok=False)
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
+    return True
 
 
 def train_rank(file: Path) -> None:

@@ -31,7 +31,10 @@ OF_A_STAGE = ("sequence_length", "batch_size", "learning_rate")  # fields of a r
 PATTERN = ("segment_lengths", "dilation_rates")  # fields of the model that they decide
 PRESETS = ("preset", "hardware")  # keys of a config file that stand for several fields
 
-_FROM_ZERO = {"least": 0, "most": 2**63 - 1}
+SAMPLE_PROMPT = "def "
+_FROM_ZERO, _ANY_POSITIVE = {"least": 0, "most": 2**63 - 1}, {"above": 0, "most": math.inf}
+# Headings of `--help`.
+_DATA, _STEPS, _OUTPUT, _DEVICES = "data", "steps and optimizer", "checkpoints and output", "devices and ranks"
 
 # Small enough to learn something visible on two CPU cores in two minutes; its branches connect 512 tokens.
 SMALL_MODEL = ModelConfig(
@@ -58,48 +61,88 @@ class TrainConfig:
     stages.
     """
 
-    data: tuple[str, ...] = setting((), "text files or folders (default: the standard library's source)")
-    tokenizer: str | None = setting(None, "a tokenizer.json (default: bytes)")
-    token_cache: str | None = setting(None, "folder for token files (default: beside the run)", may_change=True)
-    pack: bool = setting(False, "keep attention and loss within each file")
+    data: tuple[str, ...] = setting((), "text files or folders (default: the standard library's source)", group=_DATA)
+    tokenizer: str | None = setting(None, "a tokenizer.json (default: bytes)", group=_DATA)
+    token_cache: str | None = setting(
+        None, "folder for token files (default: beside the run)", group=_DATA, may_change=True
+    )
+    pack: bool = setting(False, "keep attention and loss within each file", group=_DATA)
     order: Order | None = setting(
-        None, "random windows, or epochs in which each sequence comes once (default: epochs with --pack)"
+        None, "random windows, or epochs in which each sequence comes once (default: epochs with --pack)", group=_DATA
     )
     model: ModelConfig = SMALL_MODEL
-    sequence_length: int = setting(512, "tokens per sequence (bytes without --tokenizer)", range=COUNT)
-    batch_size: int = setting(8, "sequences per step, of all ranks together", range=COUNT)
+    sequence_length: int = setting(512, "tokens per sequence (bytes without --tokenizer)", range=COUNT, group=_DATA)
+    batch_size: int = setting(8, "sequences per step, of all ranks together", range=COUNT, group=_DATA)
     steps: int = setting(
-        0, "optimizer steps in all (default: those of the stages, or 250)", range=_FROM_ZERO, may_change=True
+        0,
+        "optimizer steps in all (default: those of the stages, or 250)",
+        range=_FROM_ZERO,
+        group=_STEPS,
+        may_change=True,
     )
-    stages: tuple[Stage, ...] = setting((), "TOML or JSON file: stages of length, pattern, batch and learning rate")
-    learning_rate: float = setting(2e-3, "peak learning rate", range=POSITIVE)
-    warmup_steps: int = setting(30, "steps of linear warm-up", range=_FROM_ZERO)
-    weight_decay: float = setting(0.1, range=NOT_NEGATIVE)
-    clip_norm: float = setting(1.0, range={"above": 0, "most": math.inf})  # infinite: nothing is clipped
-    validate_every: int = setting(50, "steps between validations", range=COUNT)
+    stages: tuple[Stage, ...] = setting(
+        (), "TOML or JSON file: stages of length, pattern, batch and learning rate", group=_STEPS
+    )
+    learning_rate: float = setting(2e-3, "peak learning rate", range=POSITIVE, group=_STEPS)
+    warmup_steps: int = setting(30, "steps of linear warm-up", range=_FROM_ZERO, group=_STEPS)
+    weight_decay: float = setting(0.1, "weight decay of matrices", range=NOT_NEGATIVE, group=_STEPS)
+    clip_norm: float = setting(
+        1.0, "largest norm of the gradient, which is scaled down to it; inf: any", range=_ANY_POSITIVE, group=_STEPS
+    )
+    validate_every: int = setting(50, "steps between validations", range=COUNT, group=_OUTPUT)
     validation_batches: int = setting(8, range=COUNT)
-    checkpoint_every: int = setting(100, "steps between checkpoints", range=COUNT)
-    keep_checkpoints: int = setting(2, range=COUNT)
-    sample_bytes: int = setting(200, "tokens (bytes without --tokenizer) to generate at the end", range=_FROM_ZERO)
-    seed: int = setting(0, "seed of weights, batches and the sample", range=_FROM_ZERO)
-    device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", may_change=True)
+    checkpoint_every: int = setting(100, "steps between checkpoints", range=COUNT, group=_OUTPUT)
+    keep_checkpoints: int = setting(
+        2, "newest checkpoints to keep; older ones are deleted", range=COUNT, group=_OUTPUT, may_change=True
+    )
+    keep_best: bool = setting(
+        False, "validate every checkpoint, and keep the best one too", group=_OUTPUT, may_change=True
+    )
+    sample_bytes: int = setting(
+        200, "tokens (bytes without --tokenizer) to generate at the end", range=_FROM_ZERO, group=_OUTPUT
+    )
+    sample_prompt: str = setting(
+        SAMPLE_PROMPT, "text that the sample at the end continues", group=_OUTPUT, may_change=True
+    )
+    seed: int = setting(0, "seed of weights, batches and the sample", range=_FROM_ZERO, group=_STEPS)
+    device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", group=_DEVICES, may_change=True)
+    threads: int | None = setting(
+        None,
+        "PyTorch's threads per process (default: OMP_NUM_THREADS; without it, on a CPU, the fastest in a short timing)",
+        range={"least": 1, "most": 4096},
+        group=_DEVICES,
+        may_change=True,
+    )
     tf32: bool = setting(False, may_change=True)  # float32 products on GPUs may round to TF32
     engine: Engine = setting(
-        "fsdp", "ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard", may_change=True
+        "fsdp",
+        "ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard",
+        group=_DEVICES,
+        may_change=True,
     )
     zero: Zero | None = setting(None, may_change=True)
-    sequence_parallel: int = setting(1, "ranks that share the tokens of a sequence", range=COUNT, may_change=True)
+    sequence_parallel: int = setting(
+        1, "ranks that share the tokens of a sequence", range=COUNT, group=_DEVICES, may_change=True
+    )
     tensor_parallel: int = setting(
-        1, "ranks that share the heads and features of the model", range=COUNT, may_change=True
+        1, "ranks that share the heads and features of the model", range=COUNT, group=_DEVICES, may_change=True
     )
     timeout_seconds: float = setting(
-        600.0, "a rank that is silent for this long ends the run", range=POSITIVE, may_change=True
+        600.0, "a rank that is silent for this long ends the run", range=POSITIVE, group=_DEVICES, may_change=True
     )
-    monitors: tuple[Kind, ...] = setting((), "where figures go, beside the progress bar", may_change=True)
-    prometheus_address: str = setting("127.0.0.1:9464", "HOST:PORT of --monitors prometheus", may_change=True)
-    accumulate: int = setting(1, "micro-batches per step", range=COUNT, may_change=True)
+    monitors: tuple[Kind, ...] = setting(
+        (), "where figures go, beside the progress bar (default: nowhere)", group=_OUTPUT, may_change=True
+    )
+    prometheus_address: str = setting(
+        "127.0.0.1:9464", "HOST:PORT of --monitors prometheus", group=_OUTPUT, may_change=True
+    )
+    accumulate: int = setting(1, "micro-batches per step", range=COUNT, group=_STEPS, may_change=True)
     skip_broken_steps: int = setting(
-        5, "steps in a row that may have a loss or gradient that is not finite", range=_FROM_ZERO, may_change=True
+        5,
+        "steps in a row that may have a loss or gradient that is not finite",
+        range=_FROM_ZERO,
+        group=_STEPS,
+        may_change=True,
     )
     memory: MemoryOptions = MemoryOptions()
 
@@ -156,6 +199,9 @@ class TrainConfig:
             "or checkpointing without mlp_tile": bool(tiles_in_stage_3),
             f"accumulate cuts a batch into micro-batches of one size: {self.accumulate} must divide the batch_size, "
             f"which is {self.batch_size}": self.batch_size % self.accumulate > 0,
+            "sample_prompt must have at least one character, got '': leave it out for the default": (
+                not self.sample_prompt
+            ),
             f"without a tokenizer text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}": (
                 self.tokenizer is None and self.model.vocab_size != 256
             ),
@@ -220,7 +266,7 @@ def may_change(field: dataclasses.Field[Any]) -> bool:
 
 
 TABLES: dict[str, Any] = {"model": ModelConfig, "memory": MemoryOptions, "zero": Zero}
-_DEFAULTS: dict[str, Any] = {"model": SMALL_MODEL, "memory": MemoryOptions(), "zero": Zero()}
+DEFAULTS: dict[str, Any] = {"model": SMALL_MODEL, "memory": MemoryOptions(), "zero": Zero()}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -248,7 +294,7 @@ def override(before: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, 
     for name in TABLES.keys() & stated.keys():
         if not isinstance(stated[name], Mapping):
             continue
-        own, changes = before.get(name) or _DEFAULTS[name], dict(stated[name])
+        own, changes = before.get(name) or DEFAULTS[name], dict(stated[name])
         if name == "model" and own.dim_feedforward == feed_forward_width(own.d_model, own.activation):
             changes = {"dim_feedforward": 0, **changes}  # it follows unless it is stated
         try:

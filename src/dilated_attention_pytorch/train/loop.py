@@ -15,12 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import sweep_partials, write_whole
+from dilated_attention_pytorch.measuring import fastest_threads, keeping_threads, thread_rates, usable_cores
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.checkpoint import Checkpointer
-from dilated_attention_pytorch.train.config import TrainConfig
+from dilated_attention_pytorch.train.config import SAMPLE_PROMPT, TrainConfig
 from dilated_attention_pytorch.train.data import Batch, open_corpus
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
@@ -43,14 +45,15 @@ def train(config: TrainConfig, run: Path, *, resume: Resume = False) -> dict[str
     there is one. Ranks that torchrun restarts resume by themselves. SIGTERM and Ctrl-C save, then raise `Stopped`.
     """
     shared = {"sequence": config.sequence_parallel, "tensor": config.tensor_parallel}
-    with (
-        float32_products(config.tf32),
-        join_ranks(config.device, config.timeout_seconds, **shared) as ranks,
-        ExitStack() as claims,
-    ):
-        trainer = _Trainer(config, run, "auto" if ranks.restarts else resume, ranks, claims)
-        trainer.take_steps()
-    return trainer.report() if ranks.first else trainer.figures()
+    with keeping_threads():
+        with (
+            float32_products(config.tf32),
+            join_ranks(config.device, config.timeout_seconds, **shared) as ranks,
+            ExitStack() as claims,
+        ):
+            trainer = _Trainer(config, run, "auto" if ranks.restarts else resume, ranks, claims)
+            trainer.take_steps()
+        return trainer.report() if ranks.first else trainer.figures()
 
 
 class _Ahead(NamedTuple):
@@ -71,11 +74,15 @@ class _Trainer:
         ranks.on_first(lambda: self._claim(resume, claims))
         found = ranks.on_first(lambda: self._is_to_resume(resume))
         self._check_batches()
+        threads, why = ranks.on_first(lambda: self._choose_threads(resuming=found))
+        torch.set_num_threads(threads)
         if config.zero is not None:
             check_zero(config.zero, ranks)
 
         vocab_size = config.model.vocab_size
         self.tokenizer = ranks.on_first(lambda: run_tokenizer(config.tokenizer, run, vocab_size, resuming=found))
+        if config.sample_prompt != SAMPLE_PROMPT and not self.tokenizer.encode(config.sample_prompt):
+            raise ValueError(f"the tokenizer makes no token of --sample-prompt {config.sample_prompt!r}: give another")
         cache = Path(config.token_cache or run.parent / "token-cache")
         if not config.token_cache:
             ranks.on_first(lambda: private_folder(cache))
@@ -119,6 +126,8 @@ class _Trainer:
         ranks.on_first(lambda: run_folder.record_start(run, start, ranks.device.type, **known, **many))
         if ranks.first:
             self._introduce(parameters)
+            if ranks.device.type == "cpu":
+                print(f"threads  {threads}: {why}", flush=True)
 
     def _claim(self, resume: Resume, claims: ExitStack) -> None:
         """Take the folder before anything in it is read, and sweep what killed processes left there."""
@@ -154,6 +163,24 @@ class _Trainer:
                     f"{accumulate} micro-batches must divide a rank's part of the batch, which is "
                     f"{stage.batch_size // ranks}: choose another --accumulate or --batch-size"
                 )
+
+    def _choose_threads(self, *, resuming: bool) -> tuple[int, str]:
+        """The number of PyTorch's threads, and what decides it."""
+        config, ranks, now = self.config, self.ranks, torch.get_num_threads()
+        if config.threads is not None:
+            return config.threads, "as --threads states"
+        if ranks.device.type != "cpu":
+            return now, "PyTorch's default"
+        if environment.value("OMP_NUM_THREADS"):
+            return now, "as OMP_NUM_THREADS states"
+        # Sums of another number of threads round differently, and a resumed run must equal one that never stopped.
+        before = run_folder.last_threads(self.run, None if ranks.mesh is None else ranks.mesh.size())
+        if resuming and before is not None and before <= usable_cores():
+            return before, "as before the run was resumed; --threads or OMP_NUM_THREADS overrides it"
+        rates = thread_rates()
+        timed = ", ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
+        why = f"the fastest now (GFLOP/s with {timed}); --threads or OMP_NUM_THREADS overrides it"
+        return fastest_threads(rates), why
 
     def _write_settings(self, beside: dict[str, bytes]) -> list[dict[str, Any]]:
         """Write what the run is into its folder; returns the records up to its start."""
@@ -234,7 +261,7 @@ class _Trainer:
                     began = time.perf_counter()
                     # Before the checkpoint: resuming drops later records, and could not make up for missing ones.
                     ranks.on_first(lambda: run_folder.write_metrics(self.run, records))
-                    checkpointer.save(step)
+                    checkpointer.save(step, self._validated())
                     saved, stall = step, time.perf_counter() - began
                 figures = {
                     **{name: value for name, value in record.items() if name not in ("step", "skipped")},
@@ -286,9 +313,15 @@ class _Trainer:
                 rows=self.stepper.packed_rows,
             )
             validates = step % config.validate_every == 0 or step == config.steps
+            validates |= config.keep_best and step % config.checkpoint_every == 0
             return _Ahead(batch, self._validation_batches(step) if validates else [])
         except OSError as error:
             return _Ahead(nothing, [], error)
+
+    def _validated(self) -> dict[int, float]:
+        """The validation bits by step that decide which checkpoint is the best, if that is kept."""
+        found = {record["step"]: record["validation_bits"] for record in self.records if "validation_bits" in record}
+        return found if self.config.keep_best else {}
 
     def _validation_batches(self, step: int) -> list[Batch]:
         """Sequences of the step's stage."""
@@ -310,6 +343,10 @@ class _Trainer:
         print(f"training {sparkline([record['bits'] for record in records if 'bits' in record])}")
         print(f"result   {records[-1]['validation_bits']:.3f} bits per byte on the validation split")
         print(f"to beat  {bigram:.3f} by byte pairs (bigram) of the training split, {unigram:.3f} by bytes (unigram)")
+        validated = self._validated()
+        if best := run_folder.best_checkpoint(self.run, validated):
+            step = int(best.name.removeprefix("step-"))
+            print(f"best     {validated[step]:.3f} bits per byte at step {step}: {best}")
         picture = draw_curve(records, self.baselines, self.run / "loss.png")
         if picture is not None:
             print(f"curve    {picture}")
@@ -317,7 +354,7 @@ class _Trainer:
         plain = self.plain
         if self.ranks.mesh is not None or config.memory != MemoryOptions():
             plain = LongNetLM.from_pretrained(run_folder.list_checkpoints(self.run)[-1], device=device)
-        prompt = torch.tensor([self.tokenizer.encode("def ") or [0]], device=device)
+        prompt = torch.tensor([self.tokenizer.encode(config.sample_prompt) or [0]], device=device)
         generator = torch.Generator(device).manual_seed(config.seed)
         generated = plain.generate(prompt, config.sample_bytes, temperature=0.8, top_k=40, generator=generator)
         sample = self.tokenizer.decode(generated[0].tolist())

@@ -83,9 +83,12 @@ class MemoryOptions:
     offload: bool = setting(False, "keep what checkpointing keeps in host memory", may_change=True)
     offload_least_bytes: int = setting(LEAST_THRESHOLD, range=COUNT, may_change=True)
     mlp_tile: int = setting(
-        0, "rows of a feed-forward network per tile, computed again in backward", range=SIZE, may_change=True
+        0,
+        "rows of a feed-forward network per tile, computed again in backward; 0: no tiles",
+        range=SIZE,
+        may_change=True,
     )
-    loss_chunk: int = setting(0, "rows whose logits exist at the same time", range=SIZE, may_change=True)
+    loss_chunk: int = setting(0, "rows whose logits exist at the same time; 0: all", range=SIZE, may_change=True)
     optimizer: OptimizerName = setting(
         "adamw", "AdamW with a state of 32 or 8 bits, or Muon for the matrices of layers and AdamW for the rest"
     )

@@ -91,6 +91,14 @@ def record_start(run: Path, step: int, device: str, **known: Any) -> None:
         stream.write(json_line(line))
 
 
+def last_threads(run: Path, ranks: int | None) -> int | None:
+    """The number of PyTorch's threads at the last start of a run on a CPU, on as many ranks; None if unknown."""
+    start: dict[str, Any] = next(reversed(_lines(run / STARTS, [])), {})
+    known = start.get("machine")
+    threads = known.get("threads") if isinstance(known, dict) and start.get("ranks") == ranks else None
+    return threads if isinstance(threads, int) and threads > 0 else None
+
+
 def sample_path(run: Path, step: int) -> Path:
     """The file for the text that the model generates after `step`."""
     return run / "samples" / f"step-{step:08d}.txt"
@@ -275,7 +283,9 @@ def read_run(path: Path) -> RunFolder:
     run.damage += [f"there is no `{name}`, which every run has that has saved" for name in missing]
     for one in run.saved:
         if one.state == "unfinished":
-            run.damage.append(f"`checkpoints/{one.path.name}` is not whole: it is being written now, or was cut off")
+            run.damage.append(
+                f"`checkpoints/{one.path.name}` is not whole: it is being written or deleted now, or that was cut off"
+            )
         elif one.state == "damaged":
             run.damage.append(f"`checkpoints/{one.path.name}` could not be read when the run was resumed")
     for sample in sorted((path / "samples").glob("step-*.txt")):
