@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(command=_export)
     export.add_argument("run", type=Path, metavar="RUN", help=_RUN_OR_WEIGHTS)
-    export.add_argument("--hf", type=Path, metavar="FOLDER", required=True, help="the folder to write; it must be new")
+    export.add_argument("--hf", type=Path, metavar="FOLDER", required=True, help="a new or empty folder to write")
 
     bench = commands.add_parser("bench", help="tune the kernels for this GPU; in a checkout, run a benchmark suite")
     bench.set_defaults(command=_tune)
