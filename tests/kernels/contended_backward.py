@@ -50,7 +50,9 @@ class Contender:
             return torch.autograd.grad(self.out, self.inputs, self.grad_out, retain_graph=True)
 
 
-def contend(held: int, holder: torch.cuda.Stream, side: torch.cuda.Stream, normal: Contender, urgent: Contender) -> None:
+def contend(
+    held: int, holder: torch.cuda.Stream, side: torch.cuda.Stream, normal: Contender, urgent: Contender
+) -> None:
     seen, one = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.ones(1, dtype=torch.int32).pin_memory()
     started, released = torch.zeros(2, 1, dtype=torch.int32, device="cuda").unbind(0)
     torch.cuda.synchronize()
