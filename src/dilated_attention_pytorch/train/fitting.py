@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dilated_attention_pytorch.core.pattern import forward_flops
 from dilated_attention_pytorch.models.config import ModelConfig
-from dilated_attention_pytorch.train.footprint import Footprint, footprint, needed
+from dilated_attention_pytorch.train.footprint import Footprint, feed_forward_matrices, footprint, needed
 from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, OptimizerName
 
 MLP_TILE = 4096
@@ -105,7 +105,7 @@ def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
     heads = config.num_kv_heads or config.num_heads
     projections = tokens * 4 * E * (E + heads * config.head_dim)
     hidden = tokens * 2 * E * F  # of one linear layer of a feed-forward network
-    layers = 3 if config.activation == "swiglu" else 2
+    layers = feed_forward_matrices(config)
     head = tokens * 2 * E * config.vocab_size
     attention = forward_flops(
         config.spec, tokens, config.num_heads, config.head_dim, kv_heads=config.num_kv_heads, is_causal=True

@@ -46,7 +46,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 def _layer_parameters(config: ModelConfig) -> int:
     E, F, K = config.d_model, config.dim_feedforward, _kv_width(config)
-    biases = 2 * E + 2 * K + (_feed_forward_matrices(config) - 1) * F + E
+    biases = 2 * E + 2 * K + (feed_forward_matrices(config) - 1) * F + E
     norms = 3 * _norm_parameters(config, E) + _norm_parameters(config, F) + 2 * config.head_dim * config.qk_norm
     return _layer_matrices(config) + biases + norms
 
@@ -54,10 +54,11 @@ def _layer_parameters(config: ModelConfig) -> int:
 def _layer_matrices(config: ModelConfig) -> int:
     """The number of weights in the matrices of a layer."""
     E = config.d_model
-    return 2 * E * (E + _kv_width(config)) + _feed_forward_matrices(config) * E * config.dim_feedforward
+    return 2 * E * (E + _kv_width(config)) + feed_forward_matrices(config) * E * config.dim_feedforward
 
 
-def _feed_forward_matrices(config: ModelConfig) -> int:
+def feed_forward_matrices(config: ModelConfig) -> int:
+    """The number of matrices in a feed-forward network."""
     return 3 if config.activation == "swiglu" else 2
 
 
@@ -119,7 +120,7 @@ class _Step:
         heads = config.num_kv_heads or config.num_heads
         self.wide_sums = self.product == 2 and not rounds_little(config.spec, config.spec.offsets(heads))
         self.gated = config.activation == "swiglu"
-        self.mlp_weights = _feed_forward_matrices(config) * self.width * self.hidden
+        self.mlp_weights = feed_forward_matrices(config) * self.width * self.hidden
         self.tile = min(options.mlp_tile, rows)
         self.checkpointed = options.checkpointing != "none"
         self.selective = options.checkpointing == "selective"
