@@ -196,7 +196,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "layout_for": lambda: (core_room.layout_for, layout_arguments()),
     "layout_of": lambda: (
         core_room.layout_of,
-        {"call": Call(spec=SPEC, sparse=TILES), "query": heads(), "key": heads()},
+        {
+            "call": Call(spec=SPEC, sparse=TILES),
+            "query": heads(),
+            "key": heads(),
+            "spans": torch.tensor([[0, 4], [2, 9]]),
+        },
     ),
     "reference_forward": lambda: (
         core_room.reference_forward,

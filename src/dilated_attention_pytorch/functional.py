@@ -142,7 +142,8 @@ def dilated_attention(
         spans: `(documents, 2)` from `document_spans`, for lengths that many calls share.
         head_offset, total_heads: under head sharding, the global index of the first query head and their global number.
         allow_tf32: TF32 for float32 on a GPU; None follows PyTorch's setting.
-        sparse_config: keep only some tiles of every branch, by a pattern; None keeps all. It excludes lengths.
+        sparse_config: keep only some tiles of every branch, by a pattern; None keeps all. With lengths, each document
+            keeps the tiles that it would keep alone.
         return_lse: also return the log of the softmax denominators, `(B, N, H)`, in float32 (float64 for float64).
         backend: `auto`, or the engine to run: `triton`, `vendor`, `eager` or `reference`.
         resources: a cache of tables and a pool of workspaces that calls share. None means neither, except that with
@@ -171,7 +172,6 @@ def dilated_attention(
     if resources is None and plain:
         resources = NO_RESOURCES if sparse_config is None else Resources(get_global_pattern_cache())
     if seqlens is not None or cu_seqlens is not None or key_padding_mask is not None or spans is not None:
-        refuse_lengths_of_tiles(sparse_config)
         spans = document_spans(
             *query.shape[:2],
             seqlens=seqlens,
@@ -293,14 +293,6 @@ def checked_call(
     _check_tensors(query, key, value)
     sparse = None if sparse_config is None else check_sparse_config(sparse_config, spec)
     return Call(spec=spec, sparse=sparse, **settings)
-
-
-def refuse_lengths_of_tiles(sparse_config: SparsePatternConfig | None) -> None:
-    if sparse_config is not None:
-        raise ValueError(
-            "a block layout belongs to rows without padding, so lengths (seqlens, cu_seqlens, key_padding_mask, "
-            "spans) cannot be stated with sparse_config: call it once for each document, or leave out sparse_config"
-        )
 
 
 def check_sparse_config(sparse_config: SparsePatternConfig, spec: DilatedSpec) -> SparsePatternConfig:

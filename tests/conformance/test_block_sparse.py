@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePatternConfig
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache
+from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import tiles
 
 from ..thorough import examples
 from .checks import BASE, check_budget, reference_on, run
-from .draws import HEADS, Draw
+from .draws import HEADS, LENGTHS, Draw
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore:no branch of")]
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
@@ -52,6 +54,17 @@ CORNERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "global tiles": (RAGGED, {"global_tokens": 9}),
     "a window": (RAGGED, {"local_window_size": 9}),
     "every tile": (RAGGED, {"sparsity_ratio": 1.0}),
+    "right-padded": ({**RAGGED, "lengths": "right-padded"}, {}),
+    "left-padded": ({**RAGGED, "lengths": "left-padded", "batch": 3}, {"pattern_type": "content_adaptive"}),
+    "packed": ({**RAGGED, "lengths": "packed", "batch": 1, "dropout_p": 0.4}, {}),
+    "packed, each head in one branch": (
+        {**RAGGED, "lengths": "packed", "batch": 1, "head_layout": "grouped", "heads": 6, "kv_heads": 3},
+        {"pattern_type": "content_adaptive"},
+    ),
+    "padded, in segments longer than the row": (
+        {**RAGGED, "lengths": "left-padded", "segment_lengths": (64, 500)},
+        {"pattern_type": "strided"},
+    ),
 }
 
 
@@ -67,7 +80,7 @@ def check_eager(draw: SparseDraw, through_lse: bool = True) -> None:
     assert_equal(run(draw, "eager", torch.float64, through_lse=through_lse), expected, 1e-10)
 
 
-def check_in_interpreter(draw: SparseDraw, dtype: torch.dtype, tolerance: float) -> None:
+def check_in_interpreter(draw: SparseDraw, dtype: torch.dtype = torch.float32, tolerance: float = 2e-5) -> None:
     draw = dataclasses.replace(draw, batch=1)
     inputs = tuple(x.detach().double().requires_grad_() for x in draw.tensors(dtype))
     assert_equal(run(draw, "triton", dtype, through_lse=False), reference_on(draw, inputs), tolerance)
@@ -99,9 +112,11 @@ def sparse_draws(draw: st.DrawFn) -> SparseDraw:
         draw(st.sampled_from([None, 10])),
         draw(st.sampled_from([None, 3])),
     )
+    lengths = draw(st.sampled_from(LENGTHS))
     return sparse(
         config,
-        batch=draw(st.integers(1, 2)),
+        lengths=lengths,
+        batch=1 if lengths == "packed" else draw(st.integers(1, 2)),
         tokens=draw(st.integers(1, 100)),
         heads=heads,
         kv_heads=kv_heads,
@@ -130,6 +145,53 @@ def test_small_chunks_change_nothing(draw: SparseDraw) -> None:
         check_eager(draw)
 
 
+def gradients_of(out, *tensors):
+    return torch.autograd.grad(out.sin().sum(), tensors)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+def test_a_document_gets_what_it_gets_alone(pattern, is_causal) -> None:
+    """Whatever shares its batch: other documents, padding on either side, or nothing."""
+    for (seed, lengths), head_layout in zip(enumerate(LENGTHS[1:] * 2), ["interleaved", "blocked", "grouped"] * 2):
+        shape = RAGGED | {"batch": 1 if lengths == "packed" else 3, "kv_heads": 2 if seed < 3 else 4}
+        config = SparsePatternConfig(pattern, 0.4, 4, local_window_size=9 if seed == 5 else None)
+        draw = sparse(config, **shape, lengths=lengths, seed=seed, head_layout=head_layout, is_causal=is_causal)
+        settings = draw.settings()
+        stated = {
+            name: settings.pop(name) for name in ("seqlens", "key_padding_mask", "cu_seqlens") if name in settings
+        }
+        spans = document_spans(draw.batch, draw.tokens, **stated).tolist()
+        tensors = draw.tensors(torch.float64)
+        out, lse = dilated_attention(*tensors, **settings, **stated, return_lse=True)
+        found = (out, lse, *gradients_of(out, *tensors))
+        expected = [torch.zeros_like(x) for x in found]
+        expected[1].fill_(-torch.inf)
+        for document, (start, end) in enumerate(spans):
+            b = document if draw.batch > 1 else 0
+            alone = [x[b : b + 1, start:end].detach().requires_grad_() for x in tensors]
+            out, lse = dilated_attention(*alone, **settings, return_lse=True)
+            for total, x in zip(expected, (out, lse, *gradients_of(out, *alone))):
+                total[b, start:end] = x[0]
+        for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, expected):
+            torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("pattern", ["random", "content_adaptive"])
+def test_nothing_behind_a_document_matters(pattern) -> None:
+    settings = {"sparse_config": SparsePatternConfig(pattern, 0.4, 4), "spans": torch.tensor([[3, 40], [40, 71]])}
+    clean = torch.randn(3, 1, 90, 2, 8)
+    broken = clean.clone()
+    broken[:, :, :3] = broken[:, :, 71:] = torch.nan
+    results = []
+    for x in (clean, broken):
+        tensors = [y.clone().requires_grad_() for y in x]
+        out = dilated_attention(*tensors, [32, 64], [1, 2], **settings)
+        results.append((out, *gradients_of(out, *tensors)))
+    for one, other in zip(*results):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_eager_keeps_the_error_budget(dtype) -> None:
     for is_causal in (False, True):
@@ -143,7 +205,31 @@ def test_triton_equals_the_reference_for_every_pattern_in_the_interpreter(patter
     shape = {"tokens": 110, "heads": 2, "kv_heads": 1, "segment_lengths": (64, 96), "dilation_rates": (1, 2)}
     config = SparsePatternConfig(pattern, 0.4, 16)
     draw = sparse(config, **shape, head_layout="blocked", head_dim=16, is_causal=is_causal)
-    check_in_interpreter(draw, torch.float32, 2e-5)
+    check_in_interpreter(draw)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("pattern", "lengths", "is_causal"),
+    [
+        ("random", "packed", False),
+        ("content_adaptive", "packed", True),
+        ("strided", "right-padded", True),
+        ("content_adaptive", "left-padded", False),
+    ],
+)
+def test_triton_equals_the_reference_for_documents_in_the_interpreter(pattern, lengths, is_causal) -> None:
+    shape = {"tokens": 130, "heads": 2, "kv_heads": 1, "segment_lengths": (40, 128), "dilation_rates": (1, 2)}
+    draw = sparse(SparsePatternConfig(pattern, 0.5, 16), **shape, head_dim=16, is_causal=is_causal, lengths=lengths)
+    check_in_interpreter(dataclasses.replace(draw, seed=2, dropout_p=0.3 if lengths == "packed" else 0.0))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("lengths", ["whole", "packed"])
+def test_triton_takes_heads_without_rows_in_the_interpreter(lengths) -> None:
+    """Of a shard whose head would start at the second token of a sequence that has one."""
+    shape = {"tokens": 1, "heads": 1, "kv_heads": 1, "segment_lengths": (16, 16), "dilation_rates": (2, 1)}
+    check_in_interpreter(sparse(SparsePatternConfig(block_size=16), **shape, head_dim=16, shards=2, lengths=lengths))
 
 
 @needs_interpreter
@@ -153,7 +239,7 @@ def test_tiles_larger_than_the_kernels_own_are_walked_in_pieces_in_the_interpret
     shape = {"tokens": 200, "heads": 1, "kv_heads": 1, "segment_lengths": (256,), "dilation_rates": (1,)}
     config = SparsePatternConfig("random", 0.5, block_size)
     draw = sparse(config, **shape, head_dim=16, is_causal=is_causal, dropout_p=0.3)
-    check_in_interpreter(draw, torch.float32, 2e-5)
+    check_in_interpreter(draw)
 
 
 @needs_interpreter
@@ -208,6 +294,68 @@ def test_a_gpu_keeps_the_error_budget_for_every_pattern(pattern, is_causal, dtyp
     shape = {"tokens": 3001, "heads": 4, "kv_heads": 2, "segment_lengths": (1024, 1777), "dilation_rates": (1, 3)}
     draw = sparse(SparsePatternConfig(pattern, 0.3, 64), **shape, head_dim=64, batch=1, is_causal=is_causal)
     check_budget(draw, "triton", dtype, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS[1:])
+@pytest.mark.parametrize(
+    ("pattern", "block_size"), [("random", 64), ("content_adaptive", 64), ("strided", 128), ("dilated_sparse", 16)]
+)
+def test_a_gpu_keeps_the_error_budget_for_documents(pattern, block_size, lengths) -> None:
+    shape = {"tokens": 3001, "heads": 4, "kv_heads": 2, "segment_lengths": (1024, 1777), "dilation_rates": (1, 3)}
+    shape |= {"batch": 1 if lengths == "packed" else 3, "is_causal": pattern != "random"}
+    draw = sparse(SparsePatternConfig(pattern, 0.3, block_size), **shape, head_dim=64, lengths=lengths)
+    check_budget(draw, "triton", torch.bfloat16, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["random", "content_adaptive"])
+def test_a_captured_graph_chooses_the_tiles_of_new_lengths(pattern) -> None:
+    config = SparsePatternConfig(pattern, 0.3, 64)
+    tensors = [torch.randn(1, 3001, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3)]
+
+    def attend(spans):
+        out = dilated_attention(*tensors, [1024, 1777], [1, 3], spans=spans, sparse_config=config, backend="triton")
+        return out, *gradients_of(out, *tensors)
+
+    spans = torch.tensor([[0, 700], [700, 700], [700, 2900]], device="cuda")
+    other_spans = torch.tensor([[5, 90], [1500, 2201], [2201, 3001]], device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and makes what is remembered
+        attend(spans)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attend(spans)
+    spans.copy_(other_spans)
+    graph.replay()
+    for one, other in zip(results, attend(other_spans)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+def test_a_gpu_is_not_waited_for(pattern) -> None:
+    spans = torch.tensor([[0, 700], [700, 2900]], device="cuda")
+    x = torch.randn(1, 3001, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def attend():
+        config = SparsePatternConfig(pattern, 0.3, 64)
+        out = dilated_attention(x, x, x, [1024, 1777], [1, 3], spans=spans, sparse_config=config, backend="triton")
+        out.backward(out.detach())
+
+    attend()  # compiles, and makes what is remembered
+    get_global_pattern_cache().forget("block layout")
+    if pattern == "random":  # draws on the CPU, once for all lengths
+        attend()
+        spans = spans.clone()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilated_attention_pytorch.core import block_layout
+from dilated_attention_pytorch.core import block_layout, document_tiles
 from dilated_attention_pytorch.core.block_layout import allowed_pairs, grids_of, keys_seen, layout_for, layout_of
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePatternConfig, tiles_of
 from dilated_attention_pytorch.core.call import Call
@@ -229,10 +231,59 @@ def test_layouts_of_different_calls_are_different_entries() -> None:
     assert len(cache) == len(calls)
 
 
+def test_a_layout_of_lengths_is_remembered_by_their_content() -> None:
+    q = torch.randn(1, 64, 2, 4)
+    call = Call(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("strided", 0.3, 4))
+    cache = PatternCache()
+    spans = torch.tensor([[0, 30], [30, 64]])
+    layout = layout_of(call, q, q, cache, spans)
+    assert layout_of(call, q, q, cache, spans.clone()) is layout
+    assert layout_of(call, q.expand(2, -1, -1, -1), q.expand(2, -1, -1, -1), cache, spans) is not layout
+    spans[0, 0] = 3
+    assert layout_of(call, q, q, cache, spans) is not layout
+    assert layout_of(call, q, q, cache) is not layout
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+def test_lengths_are_read_on_their_device_only(pattern, is_causal) -> None:
+    """Tensors on the device meta have no values that a host could read, nor do they mix with those of a CPU."""
+    call = Call.of([64, 96], [1, 3], is_causal=is_causal, sparse=SparsePatternConfig(pattern, 0.3, 4))
+    q, k = torch.empty(1, 150, 4, 8, device="meta"), torch.empty(1, 150, 2, 8, device="meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "autocast", lambda *device, **settings: nullcontext())
+        layout = layout_of(call, q, k, None, torch.empty(5, 2, dtype=torch.int64, device="meta"))
+    assert {x.device.type for branch in layout.branches for x in branch if isinstance(x, torch.Tensor)} == {"meta"}
+
+
+def test_documents_worked_out_apart_are_the_same(monkeypatch) -> None:
+    q, k = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8)
+    spans = torch.tensor([[0, 101], [30, 150]])
+    for pattern in PATTERN_TYPES:
+        call = Call.of([64, 96], [1, 2], sparse=SparsePatternConfig(pattern, 0.3, 4), is_causal=True)
+        together = layout_of(call, q, k, None, spans)
+        with monkeypatch.context() as patch:
+            patch.setattr(document_tiles, "_TILES_AT_ONCE", 20)
+            patch.setattr(document_tiles, "_ELEMENTS_AT_ONCE", 20)
+            apart = layout_of(call, q, k, None, spans)
+        for one, other in zip(together.branches, apart.branches):
+            kept = int(one.key_first[-1])
+            assert torch.equal(one.keys[:kept], other.keys[:kept])
+            assert torch.equal(one.queries[:kept], other.queries[:kept])
+
+
+def test_lengths_elsewhere_are_refused() -> None:
+    q = torch.randn(1, 64, 2, 4)
+    call = Call.of([64], [1], sparse=SparsePatternConfig(block_size=4))
+    with pytest.raises(ValueError, match="query and spans must share a device, got cpu and meta"):
+        layout_of(call, q, q, None, torch.empty(1, 2, dtype=torch.int64, device="meta"))
+
+
 def test_content_is_never_remembered() -> None:
     call = Call(spec=DilatedSpec.of([64], [1]), sparse=SparsePatternConfig("content_adaptive", 0.3, 4))
     cache = PatternCache()
     layout_of(call, *torch.randn(2, 1, 64, 2, 4), cache)
+    layout_of(call, *torch.randn(2, 1, 64, 2, 4), cache, torch.tensor([[3, 60]]))
     assert len(cache) == 0
 
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dilated_attention_pytorch.core.spans import document_positions, document_spans
+from dilated_attention_pytorch.core.spans import document_positions, document_spans, segment_number
 
 
 def mask(*rows: str) -> torch.Tensor:
@@ -64,3 +66,19 @@ def test_positions_count_from_each_documents_first_token() -> None:
     assert positions[1, :4].tolist() == [0, 1, 2, 3]
     packed = document_positions(torch.tensor([[0, 2], [2, 2], [2, 4]]), 1, 6)
     assert packed[0, :4].tolist() == [0, 1, 0, 1]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.booleans(), st.integers(1, 40))
+def test_segments_of_all_documents_have_numbers_of_their_own(lengths, packed: bool, w: int) -> None:
+    tokens = sum(lengths) + 2 if packed else 33
+    batch, start, numbers = (1 if packed else len(lengths)), 1, []
+    for document, length in enumerate(lengths):
+        b = 0 if packed else document
+        numbers += [segment_number(b, start + at, document, w, tokens) for at in range(0, length, min(w, tokens))]
+        start += length if packed else 0
+    assert numbers == sorted(set(numbers))
+    assert all(0 <= number < batch * tokens // min(w, tokens) + len(lengths) for number in numbers)
+
+
+def test_no_documents_are_one_without_tokens() -> None:
+    assert document_spans(1, 4, spans=torch.zeros(0, 2, dtype=torch.int64)).tolist() == [[0, 0]]

@@ -1,6 +1,6 @@
 """Compile the plain kernels for compute capability 9.0.
 
-An argument is a case, `HEAD_DIM,MASK,PATTERN,BLOCK_SIZE`.
+An argument is a case, `HEAD_DIM,MASK,PATTERN,BLOCK_SIZE`, and `,packed` for documents with lengths.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ def type_of(argument) -> str:
     return "i32" if isinstance(argument, int) else "fp32"
 
 
-def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
+def main(head_dim: str, mask: str, pattern: str, block_size: str, lengths: str = "whole") -> None:
     from dilated_attention_pytorch.core.block_layout import layout_of
     from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
     from dilated_attention_pytorch.core.call import Call, Inputs, Saved
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.kernels.triton import engine
+    from dilated_attention_pytorch.kernels.triton import documents, engine
 
+    for name in ("_work_lists_kernel", "_clear_kernel"):
+        compile_instead(documents, name)
     for name in ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"):
         compile_instead(engine, name)
     config = None
@@ -76,8 +78,9 @@ def main(head_dim: str, mask: str, pattern: str, block_size: str) -> None:
         config = SparsePatternConfig(pattern, sparsity_ratio=0.25, block_size=int(block_size))
     call = Call(spec=DilatedSpec.of([1024], [1]), is_causal=mask == "causal", sparse=config)
     q, k, v, do = (torch.zeros(1, 1024, heads, int(head_dim), dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
-    layout = None if config is None else layout_of(call, q, k)
-    inputs = Inputs(q, k, v, layout=layout)
+    spans = None if lengths == "whole" else torch.tensor([[0, 300], [300, 1000]])
+    layout = None if config is None else layout_of(call, q, k, None, spans)
+    inputs = Inputs(q, k, v, spans, layout=layout)
     out, lse = engine.Triton().partial(call, inputs)
     engine.Triton().gradients(call, Saved(inputs, out, lse), do, None)
 

@@ -42,7 +42,11 @@ def compiled(script: str, cases: list[str]) -> dict[str, list[str]]:
 
 def test_plain_kernels_compile_with_lists_of_tiles_and_without() -> None:
     cases = ["64,causal,content_adaptive,128", "128,whole,random,256", "64,causal,dense,0"]
-    assert compiled("compile_plain_kernels.py", cases) == dict.fromkeys(cases, PLAIN)
+    packed = "64,causal,random,64,packed"
+    forward, delta, *gradients = PLAIN
+    clear, lists = "_clear_kernel plain", "_work_lists_kernel plain"
+    expected = dict.fromkeys(cases, PLAIN) | {packed: [clear, lists, forward, delta, clear, lists, *gradients]}
+    assert compiled("compile_plain_kernels.py", [*cases, packed]) == expected
 
 
 def test_decoding_kernels_compile() -> None:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core.pattern import segments
 from dilated_attention_pytorch.core.resources import NO_RESOURCES
+from dilated_attention_pytorch.core.spans import segment_number
 
 documents = pytest.importorskip("dilated_attention_pytorch.kernels.triton.documents", reason="the kernels need Triton")
 
 
-def expected(spans: list[list[int]], packed: bool, w: int, r: int, works) -> list[tuple[int, ...]]:
+def expected(spans: list[list[int]], packed: bool, tokens: int, w: int, r: int, works) -> list[tuple[int, ...]]:
     """Every line that a list must have, from the definition of segments."""
     found = []
     for document, (begin, end) in enumerate(spans):
@@ -25,7 +26,8 @@ def expected(spans: list[list[int]], packed: bool, w: int, r: int, works) -> lis
             lines = -(-lines // 2) if works.pairs else lines
             if works.least < rows <= works.most:
                 b = 0 if packed else document
-                found += [(b, begin + start, *divmod(length, r), place) for place in reversed(range(lines))]
+                number = segment_number(b, begin + start, document, w, tokens)
+                found += [(b, begin + start, *divmod(length, r), place, number) for place in reversed(range(lines))]
     return found
 
 
@@ -47,7 +49,7 @@ def test_a_list_has_a_line_for_every_tile_of_every_document(lengths, packed: boo
     lists = documents.WorkLists(plan, [(branch, other), (branch, works), (branch, works)]).of(spans, NO_RESOURCES)
     for found, kind in zip(lists, (other, works, works)):
         (count, *_), *lines = found.tolist()
-        assert [tuple(line[:5]) for line in lines[:count]] == expected(spans.tolist(), packed, branch.w, r, kind)
+        assert [tuple(line[:6]) for line in lines[:count]] == expected(spans.tolist(), packed, tokens, w, r, kind)
 
 
 def test_lines_of_very_many_documents_follow_each_other(monkeypatch) -> None:
@@ -59,4 +61,4 @@ def test_lines_of_very_many_documents_follow_each_other(monkeypatch) -> None:
     spans = torch.stack([ends - lengths, ends], 1)
     (found,) = documents.WorkLists(plan, [(branch, works)]).of(spans, NO_RESOURCES)
     (count, *_), *lines = found.tolist()
-    assert [tuple(line[:5]) for line in lines[:count]] == expected(spans.tolist(), True, 4, 1, works)
+    assert [tuple(line[:6]) for line in lines[:count]] == expected(spans.tolist(), True, plan.N, 4, 1, works)

@@ -17,6 +17,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.core import (
     PATTERN_TYPES,
     block_layout,
+    document_spans,
     get_global_pattern_cache,
     reset_global_pattern_cache,
 )
@@ -181,22 +182,28 @@ def test_the_function_refuses_what_the_module_refuses() -> None:
         dilated_attention(x, x, x, **BRANCHES, sparse_config=SparsePatternConfig(block_size=32))
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        {"seqlens": torch.tensor([40])},
-        {"cu_seqlens": torch.tensor([0, 20, N])},
-        {"key_padding_mask": torch.zeros(1, N, dtype=torch.bool)},
-        {"spans": torch.tensor([[0, N]])},
-    ],
-    ids=lambda lengths: next(iter(lengths)),
-)
-def test_stated_lengths_are_refused(lengths) -> None:
-    x = torch.randn(1, N, 4, 4)
-    attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config())
-    for call in (attention, lambda *x, **more: dilated_attention(*x, **BRANCHES, sparse_config=config(), **more)):
-        with pytest.raises(ValueError, match=r"lengths .* cannot be stated with sparse_config: call it once"):
-            call(x, x, x, **lengths)
+LENGTHS = {
+    "seqlens": torch.tensor([40, N]),
+    "cu_seqlens": torch.tensor([0, 20, 20, 49]),
+    "key_padding_mask": torch.arange(N) < torch.tensor([[9], [0]]),
+    "spans": torch.tensor([[5, 30], [0, N]]),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("pattern", ["random", "content_adaptive"])
+def test_modules_take_lengths(pattern, lengths) -> None:
+    x = torch.randn(1 if lengths == "cu_seqlens" else 2, N, 4, 4)
+    stated = {lengths: LENGTHS[lengths]}
+    expected = dilated_attention(x, x, x, **BRANCHES, sparse_config=config(pattern), **stated, is_causal=True)
+    attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config(pattern))
+    assert torch.equal(attention(x, x, x, **stated, is_causal=True), expected)
+    several = BlockSparseRingMultiheadDilatedAttention(16, 4, **BRANCHES, sparse_config=config(pattern))
+    out, _ = several(x.flatten(2), x.flatten(2), x.flatten(2), **stated, is_causal=True)
+    for document, (start, end) in enumerate(document_spans(len(x), N, **stated).tolist()):
+        b = document if len(x) > 1 else 0
+        alone, _ = several(*[x[b : b + 1, start:end].flatten(2)] * 3, is_causal=True)
+        torch.testing.assert_close(out[b : b + 1, start:end], alone)
 
 
 @pytest.mark.parametrize(("shortest", "tiles"), [(300, 128), (128, 128), (100, 64), (8, 8), (1, 1)])

@@ -7,13 +7,14 @@ are `keys[key_first[i] : key_first[i + 1]]`. By columns (CSC), the query tiles t
 
 If a pattern depends on positions only, all segments, heads and batch rows with the same number of tiles share a grid.
 Such layouts are built on the CPU and remembered. `content_adaptive` has a grid for each of them, built on the tensors'
-device without waiting for it.
+device without waiting for it. Documents with lengths have grids of their own segments, also built on the device:
+`document_tiles` chooses their tiles, and the lists have room for any lengths.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,8 +31,10 @@ from dilated_attention_pytorch.core.block_pattern import (
 )
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import SIZE, checked
-from dilated_attention_pytorch.core.pattern import check_table, heads_by_offset, segments
-from dilated_attention_pytorch.core.plans import Remembers, check_cache
+from dilated_attention_pytorch.core.document_tiles import by_content, by_position, tile_rows
+from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
+from dilated_attention_pytorch.core.plans import Remembers, check_cache, spans_key
+from dilated_attention_pytorch.core.spans import check_spans
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
 # Tiles that are sorted at once, which takes about 40 bytes for each.
@@ -41,8 +44,8 @@ _TILES_AT_ONCE = 1 << 22
 class BranchLayout(NamedTuple):
     """The kept tiles of one branch, int32; rows are numbered over all grids."""
 
-    grids: Tensor  # (S, H): the first row of the grid of a segment and query head
-    rows_per_batch_row: int  # from a grid to that of the next batch row; 0 if batch rows share their grids
+    grids: Tensor  # (S, H): the first row of the grid of a segment and query head; with lengths by `segment_number`
+    rows_per_batch_row: int  # from a grid to that of the next batch row; 0 if batch rows share their grids, or lengths
     key_first: Tensor  # (rows + 1,)
     keys: Tensor  # (kept tiles,)
     query_first: Tensor
@@ -85,13 +88,24 @@ class BlockLayout(NamedTuple):
     branches: tuple[BranchLayout | None, ...]
 
 
-def allowed_pairs(layout: BlockLayout, spec: DilatedSpec, offsets: OffsetTable, b: int, n: int) -> Tensor:
-    """`(branches, H, n, n)` bool: which pairs of batch row `b` lie in a kept tile. O(n^2): for tests and references."""
+def allowed_pairs(
+    layout: BlockLayout,
+    spec: DilatedSpec,
+    offsets: OffsetTable,
+    b: int,
+    n: int,
+    first_segments: Sequence[int] | None = None,
+) -> Tensor:
+    """`(branches, H, n, n)` bool: which pairs of batch row `b` lie in a kept tile. O(n^2): for tests and references.
+
+    Of a document with lengths, `first_segments` are the numbers of its first segment in each branch.
+    """
     allowed = torch.zeros(len(spec.branches), len(offsets[0]), n, n, dtype=torch.bool)
     for index, head, segment, at in grids_of(spec, offsets, n):
         tile = torch.arange(len(at)) // layout.block_size
         branch = layout.branches[index]
         assert branch is not None
+        segment += 0 if first_segments is None else first_segments[index]
         mask = branch.mask(b, segment, head, tiles_of(len(at), layout.block_size)).cpu()
         positions = torch.tensor(at)
         allowed[index, head, positions[:, None], positions] = mask[tile[:, None], tile]
@@ -144,8 +158,13 @@ def grids_of(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Iterator[tuple[
 
 
 @checked()
-def layout_of(call: Call, query: Tensor, key: Tensor, cache: Remembers | None = None) -> BlockLayout:
-    """The layout of a call with a block pattern, remembered if there is a cache."""
+def layout_of(
+    call: Call, query: Tensor, key: Tensor, cache: Remembers | None = None, spans: Tensor | None = None
+) -> BlockLayout:
+    """The layout of a call with a block pattern, remembered if there is a cache.
+
+    With `spans`, each document keeps the tiles that it would keep alone.
+    """
     config = call.sparse
     if config is None:
         raise ValueError("layout_of is for a call that keeps some tiles only, and this call has no sparse config")
@@ -154,19 +173,26 @@ def layout_of(call: Call, query: Tensor, key: Tensor, cache: Remembers | None = 
         raise ValueError(
             f"query and key must be (batch, tokens, heads, head_dim), got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    if config.depends_on_content:
-        # Autocast may have ended when backward chooses again, and must not change the choice.
-        with torch.autocast(query.device.type, enabled=False):
-            return _layout_from_content(call, config, query.detach(), key.detach())
-    N, H, kv_heads, device = query.shape[1], query.shape[2], key.shape[2], query.device
+    B, N, H, kv_heads, device = *query.shape[:3], key.shape[2], query.device
+    if spans is not None and check_spans(spans, B).device != device:
+        raise ValueError(f"query and spans must share a device, got {device} and {spans.device}")
 
     def build() -> BlockLayout:
+        if spans is not None:
+            return _layout_of_documents(call, config, query.detach(), key.detach(), spans)
+        if config.depends_on_content:
+            return _layout_from_content(call, config, query.detach(), key.detach())
         return layout_for(call.spec, N, call.query_head_offsets(H, kv_heads), config, call.is_causal, device)
 
-    if cache is None:
+    lengths = spans_key(spans)
+    if config.depends_on_content:
+        # Autocast may have ended when backward chooses again, and must not change the choice.
+        with torch.autocast(device.type, enabled=False):
+            return build()
+    if cache is None or lengths is None:
         return build()
     kind = (call.spec, config, call.is_causal, call.head_offset, call.total_heads, N, H, kv_heads, device)
-    return cache.remember("block layout", kind, build)
+    return cache.remember("block layout", kind if spans is None else (*kind, B, lengths), build)
 
 
 @checked(tokens=SIZE)
@@ -229,18 +255,24 @@ def _compressed(
     grids: Tensor, rows_per_batch_row: int, first: Tensor, kept: Tensor, counts: Tensor, entries: int,
     config: SparsePatternConfig, device: torch.device,
 ) -> BranchLayout:  # fmt: skip
-    """The kept tiles `(rows, K)`, `entries` in all, as CSR and CSC; `first` is the first row of each row's grid."""
+    """The kept tiles `(rows, K)` as CSR and CSC; `first` is the first row of each row's grid.
+
+    The lists have `entries` places, at least one for each kept tile.
+    """
     if entries >= 1 << 31:
         raise ValueError(
             f"{entries:,} kept tiles are more than 32-bit pointers count: "
             f"take a block_size above {config.block_size} or a smaller sparsity_ratio than {config.sparsity_ratio}"
         )
-    every = torch.arange(counts.shape[0] + 1, device=counts.device)
+    rows = counts.shape[0]
+    every = torch.arange(rows + 1, device=counts.device)
     key_first = F.pad(counts.cumsum(0), (1, 0))
-    row = every[:-1].repeat_interleave(counts, output_size=entries)  # of each entry
-    place = torch.arange(entries, device=counts.device) - key_first[row]
+    number = torch.arange(entries, device=counts.device)
+    row = torch.searchsorted(key_first, number, right=True) - 1  # of each entry; `rows` where there is none
+    is_entry, row = row < rows, row.clamp_max(rows - 1)
+    place = (number - key_first[row]).clamp_max(kept.shape[1] - 1)
     keys = kept[row, place]
-    column, order = (first[row] + keys).sort(stable=True)
+    column, order = torch.where(is_entry, first[row] + keys, rows).sort(stable=True)
     queries, turns = (row - first[row])[order], (counts[row] - 1 - place)[order]
     lists = (grids, key_first, keys, torch.searchsorted(column, every), queries, turns)
     grids, *rest = (x.to(device, torch.int32) for x in lists)
@@ -275,6 +307,51 @@ def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor,
         found = kept.flatten(0, 4), counts.flatten()
         branches.append(_compressed(grids, S * H * T, first, *found, entries, config, device))
     return BlockLayout(config.block_size, tuple(branches))
+
+
+def _layout_of_documents(
+    call: Call, config: SparsePatternConfig, query: Tensor, key: Tensor, spans: Tensor
+) -> BlockLayout:
+    """The tiles that each document would keep alone; nothing here waits for the device."""
+    (B, N, H), kv_heads = query.shape[:3], key.shape[2]
+    group = H // kv_heads
+    branches: list[BranchLayout | None] = []
+    for index, (branch, offsets) in enumerate(zip(call.spec.branches, call.offsets(H, kv_heads))):
+        w, r = min(branch.segment_length, N), branch.dilation_rate
+        of_heads = [w if offset is None else offset for offset in offsets]  # an offset of w has no rows
+        present = [head for head, offset in enumerate(of_heads) if offset < w]
+        if not present:
+            branches.append(None)
+            continue
+        most = tiles_of(grid_rows(w, r, min(of_heads)), config.block_size)
+        if config.depends_on_content:  # each query head has its own grids
+            heads, per_offset = slice(present[0], present[-1] + 1), group
+            listed = of_heads[heads]
+            list_of = [head - heads.start * group for head in range(H)]
+        else:  # heads at an offset share theirs
+            listed, per_offset = sorted({of_heads[head] for head in present}), 1
+            list_of = [listed.index(offset) if offset in listed else -1 for offset in of_heads for _ in range(group)]
+        rows = tile_rows(spans, B, N, branch, listed, config.block_size)
+        if config.depends_on_content:
+            q, k = query.unflatten(2, (kv_heads, group))[:, :, heads], key[:, :, heads, None]
+            chosen = by_content(config, rows, most, q, k, r, call.softmax_scale(q.shape[-1]), call.is_causal)
+        else:
+            chosen = by_position(config, rows, most, index, call.is_causal)
+        lists, R = len(listed) * per_offset, rows.tile.shape[1]
+        starts = torch.arange(lists, device=query.device).view(-1, per_offset, 1) * R
+        grids = (starts + rows.grids[:, None]).flatten(0, 1)  # (lists, S)
+        grids = torch.stack([grids[n if 0 <= n < lists else 0] for n in list_of], 1)  # absent heads read none
+        first = (starts + rows.first[:, None]).flatten()
+        entries = lists * _most_kept(config, R, most, call.is_causal)
+        branches.append(_compressed(grids, 0, first, *chosen, entries, config, query.device))
+    return BlockLayout(config.block_size, tuple(branches))
+
+
+def _most_kept(config: SparsePatternConfig, rows: int, tiles: int, is_causal: bool) -> int:
+    """The most tiles that `rows` rows of grids of up to `tiles` keep: those of as many whole grids as there can be."""
+    kept = budget(config, visible_tiles(torch.arange(tiles), torch.tensor([[tiles]]), is_causal)).cumsum(-1)
+    whole, rest = divmod(rows, tiles)
+    return whole * int(kept[-1]) + (int(kept[rest - 1]) if rest else 0)
 
 
 def tiles_by_content(

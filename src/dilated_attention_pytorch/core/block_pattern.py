@@ -129,15 +129,14 @@ def budget(config: SparsePatternConfig, visible: Tensor) -> Tensor:
 
 def preference(config: SparsePatternConfig, tiles: int, rows: Tensor, branch: int) -> Tensor:
     """`(rows, tiles)`: the pattern's order of key tiles, lowest first, for some rows of a grid of tiles."""
-    column = torch.arange(tiles)
+    column = torch.arange(tiles, device=rows.device)
     distance = (rows[:, None] - column).abs()
     if config.pattern_type == "dilated_sparse":  # the odd part of the distance
         return distance // (distance & -distance).clamp_min(1)
-    if config.pattern_type == "strided":  # the teeth of a comb
-        teeth = [int(k / config.sparsity_ratio) for k in range(tiles) if k / config.sparsity_ratio < tiles]
-        between = torch.ones(tiles, dtype=torch.long)
-        between[teeth] = 0
-        return between[distance]
+    if config.pattern_type == "strided":  # the teeth of a comb: every k / ratio, rounded down
+        k = (distance.double() * config.sparsity_ratio).floor()
+        teeth = [((k + more) / config.sparsity_ratio).floor() == distance for more in (0, 1)]
+        return (~(teeth[0] | teeth[1])).long()
     if config.pattern_type == "random":
         # One generator per row, so that a row's tiles do not depend on how many rows are drawn at once.
         generators = [torch.Generator().manual_seed(_mixed((config.seed, branch, row))) for row in rows.tolist()]
@@ -167,14 +166,14 @@ def choose_tiles(
 
     Args:
         preferred: `(..., R, T)`, whole numbers below 2^30: what the pattern orders by, lowest first.
-        rows: `(R,)`, the numbers of the rows.
-        tiles: broadcasts over `(..., 1, 1)`: how many tiles each grid has, at most T; rows past them keep nothing.
+        rows: broadcasts over `(..., R)`: the numbers of the rows.
+        tiles: broadcasts over `(..., R, 1)`: how many tiles a row's grid has, at most T; rows past them keep nothing.
 
     Returns:
         `(..., R, K)`, ascending, T where a row keeps fewer than K; and how many each keeps, `(..., R)`.
     """
     T = preferred.shape[-1]
-    i, j = rows[:, None], torch.arange(T, device=rows.device)
+    i, j = rows[..., None], torch.arange(T, device=rows.device)
     distance = (i - j).abs()
     visible = (j < tiles) & (i < tiles)
     if is_causal:
@@ -198,7 +197,7 @@ def choose_tiles(
 
 
 def visible_tiles(rows: Tensor, tiles: Tensor, is_causal: bool) -> Tensor:
-    """`(..., R)`: how many tiles a row of grids of `tiles`, `(..., 1, 1)`, can see; the ratio is a fraction of them."""
+    """`(..., R)`: how many tiles a row of grids of `tiles`, `(..., R, 1)`, can see; the ratio is a fraction of them."""
     tiles = tiles.squeeze(-1)
     seen = rows + 1 if is_causal else tiles
     return torch.where(rows < tiles, seen, 0)

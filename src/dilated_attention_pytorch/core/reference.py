@@ -10,6 +10,9 @@ O(N^2) time and memory: it is what every other path is tested against, not a pat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,7 +21,7 @@ from dilated_attention_pytorch.core.call import Call, Grads, Inputs, check_shape
 from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pattern import dense_mask
-from dilated_attention_pytorch.core.spans import check_spans, documents
+from dilated_attention_pytorch.core.spans import check_spans, documents, segment_number
 
 
 @checked()
@@ -33,7 +36,7 @@ def reference_forward(
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` in float64, `(B, N, H, D)` and `(B, N, H)`; differentiable by autograd.
 
-    With a block layout, which knows whole rows only, a row sees what its kept tiles show.
+    With a block layout, which must be made for the same spans, a row sees what its kept tiles show.
     """
     check_shapes(query, key, value)
     if query.is_complex() or key.is_complex() or value.is_complex():
@@ -50,8 +53,8 @@ def reference_forward(
     query, key, value = (x.double() for x in (query, key, value))
     out = query.new_zeros(B, N, H, D)
     lse = query.new_full((B, N, H), -torch.inf)
-    for b, tokens in _rows_of_documents(spans, B, N):
-        weights, row_lse, sees = _weights(query[b, tokens], key[b, tokens], call, layout, b)
+    for b, tokens, tiles in _rows_of_documents(spans, B, N, layout, call):
+        weights, row_lse, sees = _weights(query[b, tokens], key[b, tokens], call, tiles)
         weights = weights * _kept(call, seed, b, tokens, weights)
         v = _per_query_head(value[b, tokens], H)
         out[b, tokens] = _sum("ghij,jhd->ihd", weights, v, sees)
@@ -66,8 +69,8 @@ def reference_backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_lse: T
     grad_out, query, key, value = (x.double() for x in (grad_out, *inputs[:3]))
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     group = H // key.shape[2]
-    for b, tokens in _rows_of_documents(spans, B, N):
-        weights, _, sees = _weights(query[b, tokens], key[b, tokens], call, layout, b)
+    for b, tokens, tiles in _rows_of_documents(spans, B, N, layout, call):
+        weights, _, sees = _weights(query[b, tokens], key[b, tokens], call, tiles)
         kept = _kept(call, seed, b, tokens, weights)
         k, v = (_per_query_head(x[b, tokens], H) for x in (key, value))
         do = grad_out[b, tokens]
@@ -82,12 +85,23 @@ def reference_backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_lse: T
     return Grads(dq, dk, dv)
 
 
-def _rows_of_documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[int, slice]]:
-    return [
-        (b, slice(start, start + length))
-        for rows, start, length in documents(spans, batch, tokens)
-        for b in range(rows.start, rows.stop)
-    ]
+def _rows_of_documents(
+    spans: Tensor | None, batch: int, tokens: int, layout: BlockLayout | None, call: Call
+) -> Iterator[tuple[int, slice, _Tiles | None]]:
+    """The batch row, the tokens and the kept tiles of every document."""
+    for rows, start, length, document in documents(spans, batch, tokens):
+        for b in range(rows.start, rows.stop):
+            numbers = [segment_number(b, start, document, w, tokens) for w in call.spec.segment_lengths]
+            tiles = None if layout is None else _Tiles(layout, b, None if spans is None else numbers)
+            yield b, slice(start, start + length), tiles
+
+
+class _Tiles(NamedTuple):
+    """The kept tiles of one document, as `allowed_pairs` takes them."""
+
+    layout: BlockLayout
+    b: int
+    first_segments: list[int] | None
 
 
 def _sum(equation: str, weights: Tensor, x: Tensor, sees: Tensor) -> Tensor:
@@ -98,7 +112,7 @@ def _sum(equation: str, weights: Tensor, x: Tensor, sees: Tensor) -> Tensor:
     return torch.einsum(equation, weights, x.nan_to_num(0.0, 0.0, 0.0)).masked_fill(touched, torch.nan)
 
 
-def _weights(q: Tensor, k: Tensor, call: Call, layout: BlockLayout | None, b: int) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(q: Tensor, k: Tensor, call: Call, tiles: _Tiles | None) -> tuple[Tensor, Tensor, Tensor]:
     """Of one document: the weights of all (branch, key) pairs, `(branches, H, n, n)`, the lse, `(H, n)`, and the mask.
 
     The mask says which pairs are visible; the weights of the others are 0.
@@ -106,8 +120,9 @@ def _weights(q: Tensor, k: Tensor, call: Call, layout: BlockLayout | None, b: in
     n, H, D = q.shape
     offsets = call.query_head_offsets(H, k.shape[1])
     sees = dense_mask(call.spec, offsets, n, is_causal=call.is_causal, device=q.device)
-    if layout is not None:
-        sees = sees & allowed_pairs(layout, call.spec, offsets, b, n).to(q.device)
+    if tiles is not None:
+        allowed = allowed_pairs(tiles.layout, call.spec, offsets, tiles.b, n, tiles.first_segments)
+        sees = sees & allowed.to(q.device)
     scores = torch.einsum("ihd,jhd->hij", q, _per_query_head(k, H)) * call.softmax_scale(D)
     scores = scores.masked_fill(~sees, -torch.inf)  # (branches, H, n, n)
     covered = sees.any(3).any(0)  # (H, n)

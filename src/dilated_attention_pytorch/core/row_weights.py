@@ -30,7 +30,7 @@ def row_weights(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     nothing = RowWeights(torch.arange(0, device=device), query.new_empty(0, dtype=dtype))  # what padding sees
     found = dict.fromkeys(product(range(B), rows, range(H)), nothing)
-    for batch_rows, start, length in documents(spans, B, N):
+    for batch_rows, start, length, _ in documents(spans, B, N):
         inside = [row for row in rows if start <= row < start + length]
         for b, row, kv_head in product(range(batch_rows.start, batch_rows.stop), inside, range(kv_heads)):
             offsets = [branch[kv_head] for branch in table]

@@ -5,6 +5,7 @@ each; a single batch row may hold any number of documents, one after another (pa
 """
 
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def document_spans(
             "flatten the batch with x.flatten(0, 1)[None], or state seqlens"
         )
     if kind == "spans":
-        return check_spans(value, batch)
+        # Kernels look for a token's document among at least one.
+        return value if len(check_spans(value, batch)) else value.new_zeros(1, 2)
     if cache is None or kind == "key_padding_mask":  # comparing masks takes about as long as reading them
         return checked_spans(value, kind, tokens)
     # Found by content, on a GPU too: checking them waits for their values in any case.
@@ -142,19 +144,31 @@ def document_positions(spans: Tensor, batch: int, tokens: int, first: int = 0) -
     return (position - spans[document, 0]).clamp_min(0)[None]
 
 
-def documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[slice, int, int]]:
-    """`(batch rows, start, length)` of every document that has tokens; whole rows of equal length come as one."""
+def documents(spans: Tensor | None, batch: int, tokens: int) -> list[tuple[slice, int, int, int]]:
+    """`(batch rows, start, length, number)` of every document that has tokens; whole rows come as one."""
     if spans is None:
-        return [(slice(0, batch), 0, tokens)]
+        return [(slice(0, batch), 0, tokens, 0)]
     found, after = [], 0
-    for b, (start, end) in enumerate(spans.tolist()):
+    for number, (start, end) in enumerate(spans.tolist()):
         if not (0 if batch > 1 else after) <= start <= end <= tokens:
             raise ValueError(
                 f"span [{start}, {end}) does not follow the one before it within a row of {tokens} tokens: "
                 "make spans with document_spans"
             )
         after = end
-        row = b if batch > 1 else 0
+        row = number if batch > 1 else 0
         if end > start:
-            found.append((slice(row, row + 1), start, end - start))
+            found.append((slice(row, row + 1), start, end - start, number))
     return found
+
+
+Whole = TypeVar("Whole", int, Tensor)
+
+
+def segment_number(batch_row: Whole, start: Whole, document: Whole, w: int, tokens: int) -> Whole:
+    """The number of the segment that starts at a token, among the segments of all documents of a batch.
+
+    No two segments of `w` tokens or less share a number, and all are below `batch * tokens // w + documents`. It needs
+    nothing but the segment's own document, so that kernels find it too.
+    """
+    return (batch_row * tokens + start) // min(w, tokens) + document

@@ -170,14 +170,14 @@ def _keep(part: Part, call: Call, seed: Tensor, query_heads: Tensor, dtype: torc
 
 
 def _tiling(part: Part, call: Call, layout: BlockLayout, rows: int, query_heads: Tensor) -> Tiling:
-    """The part's kept tiles: of one grid where all its segments and heads share it."""
+    """The part's kept tiles: of one grid where positions choose, because its segments and heads have equal rows."""
     branch = layout.branches[part.branch]
     assert branch is not None
+    assert call.sparse is not None
     device = query_heads.device
-    first = part.start // call.spec.branches[part.branch].segment_length
-    segments = torch.arange(first, first + part.segments, device=device)
+    segments = torch.arange(part.first_segment, part.first_segment + part.segments, device=device)
     segments = segments.repeat(part.rows.stop - part.rows.start)[:, None]
     heads, batch_rows = query_heads[None], part.batch_rows(device)[:, None]
-    if not branch.rows_per_batch_row:
+    if not call.sparse.depends_on_content:
         segments, heads, batch_rows = segments[:1], heads[:, :1], batch_rows[:1]
     return Tiling(branch.kept_keys(batch_rows, segments, heads, tiles_of(rows, layout.block_size)), layout.block_size)

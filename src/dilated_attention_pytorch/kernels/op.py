@@ -257,7 +257,7 @@ def with_layout(call: Call, inputs: Inputs, resources: Resources) -> Inputs:
     """The inputs with the tiles that the call keeps."""
     if call.sparse is None or not inputs.query.numel():
         return inputs
-    return inputs._replace(layout=layout_of(call, inputs.query, inputs.key, resources))
+    return inputs._replace(layout=layout_of(call, inputs.query, inputs.key, resources, inputs.spans))
 
 
 def _layouts(reuse: bool) -> Resources:

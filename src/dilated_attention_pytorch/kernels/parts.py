@@ -19,7 +19,7 @@ from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
 from dilated_attention_pytorch.core.plans import spans_key
 from dilated_attention_pytorch.core.resources import Resources
-from dilated_attention_pytorch.core.spans import documents
+from dilated_attention_pytorch.core.spans import documents, segment_number
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides, and the distance from a tensor's first element."""
@@ -32,6 +32,7 @@ class Part:
     branch: int
     rows: slice
     start: int
+    first_segment: int  # its number in the batch row, or with lengths among all segments: see `segment_number`
     segments: int  # S
     segment_length: int  # w, or the length of a shorter last segment
     dilation_rate: int  # r
@@ -143,11 +144,14 @@ def _parts(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -
         is_first = [all(earlier[h] is None for earlier in table[:index]) for h in range(kv_heads)]
         by_offset = [(offset, 0, heads) for offset, heads in heads_by_offset(table[index])]
         across = _across_offsets(by_offset, is_first)
-        for rows, start, segments, length in _equal_segments(spoken_for, B, N, w):
+        for rows, start, segments, length, document in _equal_segments(spoken_for, B, N, w):
+            first = start // w if spans is None else segment_number(rows.start, start, document, w, N)
             as_long = len({grid_rows(length, r, offset) for offset, _, _ in by_offset}) == 1
             for offset, step, heads in across if as_long and len(across) < len(by_offset) else by_offset:
                 if grid_rows(length, r, offset):
-                    yield Part(index, rows, start, segments, length, r, offset, step, heads, is_first[heads.start])
+                    yield Part(
+                        index, rows, start, first, segments, length, r, offset, step, heads, is_first[heads.start]
+                    )
 
 
 Group = tuple[int, int, slice]
@@ -174,14 +178,14 @@ def _across_offsets(by_offset: list[Group], is_first: list[bool]) -> list[Group]
 
 
 def _equal_segments(
-    spoken_for: list[tuple[slice, int, int]], batch: int, tokens: int, w: int
-) -> Iterator[tuple[slice, int, int, int]]:
-    """`(batch rows, start, segments, length)` runs whose rows can be viewed as one batch of segments."""
-    for rows, start, n in spoken_for:
+    spoken_for: list[tuple[slice, int, int, int]], batch: int, tokens: int, w: int
+) -> Iterator[tuple[slice, int, int, int, int]]:
+    """`(batch rows, start, segments, length, document)` runs whose rows can be viewed as one batch of segments."""
+    for rows, start, n, document in spoken_for:
         full, tail = divmod(n, w)
         if full:
             together = full == 1 or full * w == tokens or rows.stop - rows.start == 1
             for run in [rows] if together else [slice(b, b + 1) for b in range(batch)]:
-                yield run, start, full, w
+                yield run, start, full, w, document
         if tail:
-            yield rows, start + full * w, 1, tail
+            yield rows, start + full * w, 1, tail, document

@@ -34,7 +34,6 @@ from dilated_attention_pytorch.functional import (
     autocast_inputs,
     checked_call,
     dilated_attention,
-    refuse_lengths_of_tiles,
 )
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.parallel.exchange import AllToAll, Exchange, Gather, SparseGather
@@ -102,7 +101,8 @@ def sharded_dilated_attention(
             evens out causal work; by `gather` only.
         seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
         key_padding_mask: `(B, L)`, of the rank's own tokens.
-        sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`.
+        sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`. Across
+            ranks it excludes lengths.
         dropout_p: as on a single device. The first rank draws the seed.
         resources: a cache and a pool that calls share; None is the global cache, because making a plan always costs
             more than finding it.
@@ -166,7 +166,7 @@ def sharded_dilated_attention(
         seed = ranks.share_from_first(draw_seed(query.device)) if dropout_p > 0.0 else None
         documents = tuple(
             (range(rows.start, rows.stop), start, start + tokens)
-            for rows, start, tokens in documents_of(spans, batch, shards.tokens)
+            for rows, start, tokens, _ in documents_of(spans, batch, shards.tokens)
         )
         kind = Kind(
             call, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
@@ -186,8 +186,11 @@ def _check_across_ranks(
         raise ValueError(
             "backend 'reference' computes whole sequences on one device: gather them, or use auto or eager"
         )
-    if lengths:
-        refuse_lengths_of_tiles(call.sparse)
+    if lengths and call.sparse is not None:
+        raise ValueError(
+            "across ranks a block layout is of whole rows, so lengths (seqlens, cu_seqlens, key_padding_mask, spans) "
+            "cannot be stated with sparse_config: leave out one of them, or attend on one device"
+        )
     if call.sparse is not None and scheme not in ("auto", "gather"):
         raise ValueError(f"kept tiles travel by gather, got scheme={scheme!r}: use auto or gather")
     if shard_lengths is not None and (len(shard_lengths) != ranks.size or shard_lengths[ranks.rank] != tokens):

@@ -45,7 +45,8 @@ class WorkLists:
     """The lists of a plan's launches, made by one launch.
 
     A list is int32 `(1 + lines, 8)`. First comes how many lines there are. A line has the batch row, the start and the
-    length of a segment, the latter divided by the rate, as quotient and remainder, and the tile.
+    length of a segment, the latter divided by the rate, as quotient and remainder, the tile, and the segment's number
+    (`core.spans.segment_number`), by which a block layout has its grids.
     """
 
     def __init__(self, plan, wanted: list) -> None:
@@ -148,6 +149,8 @@ def _work_lists_kernel(
         tl.store(pointers + 2, length // rate, mask=here)
         tl.store(pointers + 3, length % rate, mask=here)
         tl.store(pointers + 4, tl.where(in_whole, per_whole, after[:, None]) - 1 - place, mask=here)
+        number_of_first = (b * N + begin) // W + number
+        tl.store(pointers + 5, number_of_first[:, None] + segment, mask=here)
 
 
 @triton.jit(do_not_specialize=("tokens", "N", "H", "documents"))

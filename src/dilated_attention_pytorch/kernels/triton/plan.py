@@ -121,7 +121,7 @@ class Plan:
 
 
 def _order(call: Call, table: OffsetTable, tokens: int, *, in_documents: bool) -> tuple[list[int], bool]:
-    """The branches that heads are on, in the order in which they run, and whether the first one writes every row.
+    """The branches that heads have rows on, in the order in which they run, and whether the first writes every row.
 
     A branch that does goes first, so that nothing needs to be cleared before it. Where results are cleared, branches of
     few keys go first: each rounds what it adds to, and what those leave is small. In documents, which may be much
@@ -129,7 +129,8 @@ def _order(call: Call, table: OffsetTable, tokens: int, *, in_documents: bool) -
     """
     branches = call.spec.branches
     # A share of a call may be on no branch at all: a shard's heads, or a piece of a chunk.
-    order = [i for i, row in enumerate(table) if any(offset is not None for offset in row)]
+    ends = [min(branch.segment_length, tokens) for branch in branches]
+    order = [i for i, row in enumerate(table) if any(offset is not None and offset < ends[i] for offset in row)]
     covering = [i for i in order if branches[i].dilation_rate == 1 and None not in table[i]]
     keys = [grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in branches]
     if covering and not (in_documents and 4 * min(keys[i] for i in order) <= keys[covering[0]]):
@@ -203,12 +204,14 @@ def _hopper_for(
 ) -> ModuleType | None:
     """The launchers of the Hopper kernels where they take this branch, else None: then the plain ones do.
 
-    They do not know dropout, and block layouts with tiles of their own size only. Their backward sums dq
-    in a scratch buffer for each key/value head that works at once, and is left out where that would be a burden on
+    They do not know dropout, and block layouts with tiles of their own size only, without lengths. Their backward sums
+    dq in a scratch buffer for each key/value head that works at once, and is left out where that would be a burden on
     memory.
     """
     plan = branch.plan
     if KERNELS == "plain" or plan.drops or why_no_hopper(plan.device) is not None:
+        return None
+    if plan.call.sparse is not None and plan.documents is not None:
         return None
     from dilated_attention_pytorch.kernels.triton.hopper import launch
 

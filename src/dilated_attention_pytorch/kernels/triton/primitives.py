@@ -43,6 +43,7 @@ def locate_tile(
         start = tl.load(line + 1, mask=here, other=0)
         count = tl.load(line + 2, mask=here, other=0) + (offset < tl.load(line + 3, mask=here, other=0)).to(tl.int32)
         tile = tl.load(line + 4, mask=here, other=0)
+        segment = tl.load(line + 5, mask=here, other=0)
     else:
         if LAST_FIRST:
             tile = tiles - 1 - tile
