@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -14,10 +15,11 @@ from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.parallel import Shards, sharded_dilated_attention
 
+LENGTHS = ("cu_seqlens", "seqlens", "key_padding_mask")
 BRANCHES = {"segment_lengths": [8, 24, 200], "dilation_rates": [1, 2, 3]}
 
 
-def check_pattern(chance: random.Random, pattern: str, is_causal: bool) -> None:
+def check_pattern(chance: random.Random, pattern: str, is_causal: bool, lengths: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens, groups = chance.randint(20, 90), chance.choice([1, 2])
     layout = chance.choice(["contiguous", "zigzag"])
@@ -34,20 +36,36 @@ def check_pattern(chance: random.Random, pattern: str, is_causal: bool) -> None:
         "dropout_p": chance.choice([0.0, 0.3]),
     }
     generator = torch.Generator().manual_seed(chance.randrange(2**32))
-    q, do = torch.randn(2, 2, tokens, 3 * groups, 4, dtype=torch.float64, generator=generator).unbind(0)
-    k, v = torch.randn(2, 2, tokens, 3, 4, dtype=torch.float64, generator=generator).unbind(0)
-    whole = [x.requires_grad_() for x in (q, k, v)]
     held = [token for chunk in shards.chunks_of(rank) for token in range(*shards.bounds(chunk))]
+    batch = 2
+    edges = sorted(chance.randint(0, tokens) for _ in range(4))
+    if lengths == "cu_seqlens":
+        batch, stated = 1, torch.tensor([0, *edges])
+    elif lengths == "seqlens":
+        stated = torch.tensor(edges[2:])
+    elif lengths == "key_padding_mask":
+        stated = torch.ones(2, tokens, dtype=torch.bool)
+        stated[0, edges[0] : edges[2]] = stated[1, edges[1] :] = False
+    shared = {} if lengths == "whole" else {lengths: stated}
+    own = {lengths: stated[:, held]} if lengths == "key_padding_mask" else shared
+    q, do = torch.randn(2, batch, tokens, 3 * groups, 4, dtype=torch.float64, generator=generator).unbind(0)
+    k, v = torch.randn(2, batch, tokens, 3, 4, dtype=torch.float64, generator=generator).unbind(0)
+    whole = [x.requires_grad_() for x in (q, k, v)]
     mine = [x.detach()[:, held].clone().requires_grad_() for x in whole]
     torch.manual_seed(7)
-    expected, lse = dilated_attention(*whole, **settings, return_lse=True)
+    expected, lse = dilated_attention(*whole, **settings, **shared, return_lse=True)
     torch.manual_seed(7)
-    found, own_lse = sharded_dilated_attention(*mine, **settings, token_layout=layout, return_lse=True)
-    case = f"{config}, {settings}, {shards}"
-    wanted = torch.autograd.grad((expected * do).sum() + lse.sin().nan_to_num().sum(), whole)
-    grads = torch.autograd.grad((found * do[:, held]).sum() + own_lse.sin().nan_to_num().sum(), mine)
+    found, own_lse = sharded_dilated_attention(*mine, **settings, **own, token_layout=layout, return_lse=True)
+    case = f"{config}, {settings}, {shared}, {shards}"
+    wanted = torch.autograd.grad((expected * do).sum() + sum_of(lse), whole)
+    grads = torch.autograd.grad((found * do[:, held]).sum() + sum_of(own_lse), mine)
     for ours, theirs in zip((found, own_lse, *grads), (expected, lse, *wanted)):
         torch.testing.assert_close(ours, theirs[:, held], rtol=1e-9, atol=1e-9, msg=case)
+
+
+def sum_of(lse: torch.Tensor) -> torch.Tensor:
+    """Of the rows that see a key."""
+    return lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
 
 
 def check_schedule_is_shared(call) -> None:
@@ -66,15 +84,13 @@ def check_schedule_is_shared(call) -> None:
 def check_block_sparse(seed: int) -> None:
     chance = random.Random(seed)
     for pattern in PATTERN_TYPES:
-        for is_causal in (False, True):
-            check_pattern(chance, pattern, is_causal)
+        for is_causal, lengths in itertools.product((False, True), (False, True)):
+            check_pattern(chance, pattern, is_causal, chance.choice(LENGTHS) if lengths else "whole")
     config = SparsePatternConfig("random", sparsity_ratio=0.5, block_size=4)
     attention = BlockSparseRingDilatedAttention(**BRANCHES, sparse_config=config, ring_size=dist.get_world_size())
     x = torch.randn(1, 12, 4, 8)
     assert attention(x, x, x, is_causal=True).shape == x.shape
     check_schedule_is_shared(lambda: attention(x, x, x, is_causal=True))
-    with pytest.raises(ValueError, match=r"lengths .* cannot be stated with sparse_config"):
-        attention(x, x, x, seqlens=torch.tensor([5]))
     with pytest.raises(ValueError, match="kept tiles travel by gather"):
         sharded_dilated_attention(x, x, x, **BRANCHES, sparse_config=config, scheme="ring")
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]

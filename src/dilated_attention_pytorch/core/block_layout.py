@@ -191,7 +191,8 @@ def layout_of(
             return build()
     if cache is None or lengths is None:
         return build()
-    kind = (call.spec, config, call.is_causal, call.head_offset, call.total_heads, N, H, kv_heads, device)
+    heads = (call.table, call.head_offset, call.total_heads, H, kv_heads)
+    kind = (call.spec, config, call.is_causal, heads, N, device)
     return cache.remember("block layout", kind if spans is None else (*kind, B, lengths), build)
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dilated_attention_pytorch.core.block_layout import layout_for
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
@@ -101,8 +100,7 @@ def sharded_dilated_attention(
             evens out causal work; by `gather` only.
         seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
         key_padding_mask: `(B, L)`, of the rank's own tokens.
-        sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`. Across
-            ranks it excludes lengths.
+        sparse_config: keeps some tiles of every branch, those of the whole sequence; rows travel by `gather`.
         dropout_p: as on a single device. The first rank draws the seed.
         resources: a cache and a pool that calls share; None is the global cache, because making a plan always costs
             more than finding it.
@@ -185,11 +183,6 @@ def _check_across_ranks(
     if call.backend == "reference":
         raise ValueError(
             "backend 'reference' computes whole sequences on one device: gather them, or use auto or eager"
-        )
-    if lengths and call.sparse is not None:
-        raise ValueError(
-            "across ranks a block layout is of whole rows, so lengths (seqlens, cu_seqlens, key_padding_mask, spans) "
-            "cannot be stated with sparse_config: leave out one of them, or attend on one device"
         )
     if call.sparse is not None and scheme not in ("auto", "gather"):
         raise ValueError(f"kept tiles travel by gather, got scheme={scheme!r}: use auto or gather")
@@ -295,13 +288,7 @@ def _plan(ranks: RankGroup, kind: Kind) -> ShardPlan:
         before, position = shards.held_at(chunk).start, shards.bounds(chunk)[0] + local.at.start
         own = replace(call, table=local.table, first_position=position, partial=partial)
         spans = None if local.spans is None else torch.tensor(local.spans, device=kind.device)
-        layout = None
-        if own.sparse is not None:
-            assert spans is None, "kept tiles are of whole segments in all rows"
-            if not own.sparse.depends_on_content:
-                offsets = own.query_head_offsets(heads, kv_heads)
-                layout = layout_for(own.spec, len(local.at), offsets, own.sparse, own.is_causal, kind.device)
-        calls.append(LocalCall(range(before + local.at.start, before + local.at.stop), own, spans, layout))
+        calls.append(LocalCall(range(before + local.at.start, before + local.at.stop), own, spans))
     return ShardPlan(tuple(calls), tuple(exchanges), call.allow_tf32)
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.block_layout import BlockLayout, layout_of
 from dilated_attention_pytorch.core.call import Call, Inputs, Saved
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pool import Loans
@@ -24,12 +23,11 @@ BlockOf = Callable[[int], Block]
 
 
 class LocalCall(NamedTuple):
-    """A call that a rank computes alone, on some of its tokens; with a layout if positions choose the kept tiles."""
+    """A call that a rank computes alone, on some of its tokens."""
 
     at: range
     call: Call
     spans: Tensor | None
-    layout: BlockLayout | None
 
     def of(self, x: Tensor) -> Tensor:
         """Its tokens of `(B, L, ...)`."""
@@ -37,9 +35,7 @@ class LocalCall(NamedTuple):
 
     def inputs(self, x: Pass) -> Inputs:
         q, k, v = map(self.of, (x.q, x.k, x.v))
-        sparse = self.call.sparse
-        by_content = sparse is not None and sparse.depends_on_content
-        return Inputs(q, k, v, self.spans, x.seed, layout_of(self.call, q, k) if by_content else self.layout)
+        return op.with_layout(self.call, Inputs(q, k, v, self.spans, x.seed), x.resources)
 
 
 @dataclass
