@@ -70,14 +70,18 @@ def test_opcheck_accepts_a_block_pattern(pattern) -> None:
     torch.library.opcheck(attend_backward, (torch.randn_like(out), None, *detached, *rest[:2], out, lse, *rest[2:]))
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("pattern", SPARSE)
-def test_a_block_pattern_compiles_whole_with_any_length(pattern) -> None:
+def test_a_block_pattern_compiles_whole_with_any_length(pattern, padded) -> None:
     module = BlockSparseRingDilatedAttention(**SPEC, sparse_config=SPARSE[pattern])
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (12, 18, 31):
         inputs = tensors(tokens)
-        expected, found = module(*inputs, is_causal=True), compiled(*inputs, is_causal=True)
+        settings = {"is_causal": True}
+        if padded:
+            settings["key_padding_mask"] = torch.arange(tokens).expand(len(inputs[0]), -1) < tokens // 4
+        expected, found = module(*inputs, **settings), compiled(*inputs, **settings)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(*(torch.autograd.grad(x.sum(), inputs) for x in (expected, found)))
 
@@ -189,6 +193,7 @@ TANGENTS = {
     "nothing": {"seqlens": torch.tensor([0])},
     "with empty rows": {"segment_lengths": [8], "dilation_rates": [3]},
     "by content": {"sparse_config": SPARSE["content_adaptive"], "is_causal": True},
+    "by content, packed": {"sparse_config": SPARSE["content_adaptive"], "cu_seqlens": torch.tensor([0, 5, 16])},
     "in bfloat16": {"dtype": torch.bfloat16},
     "from a reference": {"backend": "reference"},
     "from a kernel": {"backend": "triton", "dtype": torch.float32},
@@ -210,7 +215,7 @@ def test_tangents_equal_those_of_the_reference(case) -> None:
     spans = document_spans(1, 18, **{name: settings[name] for name in ("seqlens", "cu_seqlens") if name in settings})
     spec = DilatedSpec.of(settings["segment_lengths"], settings["dilation_rates"])
     call = Call(spec=spec, is_causal=settings.get("is_causal", False), sparse=settings.get("sparse_config"))
-    layout = None if call.sparse is None else layout_of(call, *primals[:2])
+    layout = None if call.sparse is None else layout_of(call, *primals[:2], None, spans)
     exact = [x.double() for x in primals], [x.double() for x in tangents]
     expected = torch.func.jvp(lambda *x: reference_forward(*x, call, spans, None, layout), *map(tuple, exact))[1]
     with forward_ad.dual_level():

@@ -23,6 +23,7 @@ from dilated_attention_pytorch.core.plans import get_global_pattern_cache, reset
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import decode
 from dilated_attention_pytorch.kernels.decode import attend_cached_op
+from dilated_attention_pytorch.nn import BlockSparseDilatedAttention
 
 from ..thorough import examples
 
@@ -497,8 +498,9 @@ def test_a_module_refuses_a_cache_that_is_not_its_own() -> None:
     cache, (q, k, v) = stream.cache(), stream.tensors()
     with pytest.raises(ValueError, match="make a cache for it"):
         DilatedAttention([4, 8], [1, 2]).attend_next(q, k, v, cache)
-    with pytest.raises(ValueError, match="decode with DilatedAttention"):
-        RingDilatedAttention(**stream.spec).attend_next(q, k, v, cache)
+    for other in (RingDilatedAttention(**stream.spec), BlockSparseDilatedAttention(**stream.spec)):
+        with pytest.raises(ValueError, match=f"which {type(other).__name__} does not compute: decode with"):
+            other.attend_next(q, k, v, cache)
     with pytest.raises(ValueError, match="call eval"):
         DilatedAttention(**stream.spec, attention_dropout=0.1).attend_next(q, k, v, cache)
     attention = MultiheadDilatedAttention(16, 4, **stream.spec, num_kv_heads=2)

@@ -219,9 +219,9 @@ class DilatedAttention(nn.Module):
     def attend_next(self, query: Tensor, key: Tensor, value: Tensor, cache: DilatedKVCache) -> Tensor:
         """The causal output `(B, m, H, D)` of the next `m` tokens, which the cache then holds."""
         check_instance("cache", cache, DilatedKVCache)
-        if type(self).attend is not DilatedAttention.attend:
+        if type(self).attend is not DilatedAttention.attend or self.sparse_config is not None:
             raise ValueError(
-                f"a cache serves whole rows on one device, which {type(self).__name__} does not compute: "
+                f"a cache serves whole branches on one device, which {type(self).__name__} does not compute: "
                 "decode with DilatedAttention"
             )
         if self.training and self.attention_dropout:
