@@ -76,3 +76,18 @@ def test_hopper_kernels_compile_to_matrix_instructions() -> None:
         "backward,128,kept": ["compiled cooperative"],
     }
     assert compiled("compile_hopper_kernels.py", [*expected]) == expected
+
+
+@pytest.mark.skipif(not has_gluon(), reason="needs Gluon: pip install 'triton>=3.6'")
+@pytest.mark.parametrize("case", ["8,float16,16", "9,bfloat16,64"])
+def test_a_first_training_call_compiles_everything_side_by_side_before_it_launches(case, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled_first, compiled_later, launched = compiled("compile_first_call.py", [case])[case]
+    assert compiled_later == "later 0"
+    if case.startswith("9"):
+        assert compiled_first == "backward_kernel:2 delta_kernel:1 forward_kernel:2"  # of the first branch, of others
+        assert launched == ""
+    else:
+        assert compiled_first == "delta_kernel:1 dkdv_kernel:2 dq_kernel:2 forward_kernel:2"
+        call = ["forward_kernel"] * 3 + ["delta_kernel"] + ["dkdv_kernel", "dq_kernel"] * 3
+        assert launched.split() == call * 2

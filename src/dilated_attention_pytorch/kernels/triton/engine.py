@@ -1,8 +1,9 @@
 """The Triton engine: one forward launch per branch, one or two backward ones.
 
 What a call needs besides its tensors, a `Plan`, is made when a call of its kind comes for the first time and is
-remembered. That first call compiles and copies offsets to the device; later ones allocate their results and launch, so
-that they can be captured into a CUDA graph.
+remembered. That first call compiles all kernels at once, those of backward too if an input requires gradients, and
+copies offsets to the device. Later calls allocate their results and launch, so that they can be captured into a CUDA
+graph.
 """
 
 # mypy: ignore-errors
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
+from dilated_attention_pytorch.kernels.triton.compiling import compile_launches, compiles_side_by_side, without_memory
 from dilated_attention_pytorch.kernels.triton.documents import Works, clear_outside
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch
@@ -44,18 +47,22 @@ class Triton:
         query, scale, _ = _positive_scale(query, call)
         query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
         plan = plan_for(call, spans, seed, (query, key, value))
+        if plan.steps is None:
+            if compiles_side_by_side() and not query.is_meta:
+                # Where ranks share a call, other tensors than these give the gradients.
+                trains = not call.partial and any(x.requires_grad for x in inputs[:3])
+                self.compile(call, inputs, backward=trains)
+            plan.set_steps(_forward_steps(plan, query, key, scale * _LOG2_E, layout))
         with _lease(resources, plan.forward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
                 new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
             out = new(plan.like_query)
-            lse = torch.empty_like(plan.like_lse)
+            lse = plan.empty_like(plan.like_lse)
             if not plan.every_row_written:
                 lse.fill_(-torch.inf)
             elif spans is not None:
                 clear_outside(plan, spans, out, lse=lse)
-            if not plan.steps:
-                plan.set_steps(_forward_steps(plan, query, key, scale * _LOG2_E, layout))
             lines = plan.lines(spans, resources)
             for i, (branch, launch, _, kernel) in enumerate(plan.steps):
                 lists = () if layout is None else layout.branches[branch.index].key_lists
@@ -85,21 +92,24 @@ class Triton:
         lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
         out = out.contiguous()
         plan = plan_for(call, spans, seed, (query, key, value, grad_out), grad_lse)
+        if plan.steps is None:
+            if compiles_side_by_side() and not query.is_meta:
+                given = tree_map_only(Tensor, without_memory, (saved, grad_out, grad_lse))
+                compile_launches(lambda: self.gradients(call, *given))
+            plan.set_steps(_backward_steps(plan, query, key, scale, layout))
         with _lease(resources, plan.backward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
                 new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
             dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
-            delta = _taken(take, lse)
+            delta = _taken(plan, take, plan.like_lse)
             launch = plan.launches.get("delta")
             if launch is None:
                 launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
-            workspace = _taken(take, plan.like_workspace) if plan.workspace_size else delta
+            workspace = _taken(plan, take, plan.like_workspace) if plan.workspace_size else delta
             launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace, _spans(spans, delta))
             if spans is not None and plan.every_row_written:
                 clear_outside(plan, spans, dq, dk, dv)
-            if not plan.steps:
-                plan.set_steps(_backward_steps(plan, query, key, scale, workspace, layout))
             lines = plan.lines(spans, resources)
             rows = (query, key, value, grad_out, lse, delta)
             for i, (branch, launch, _, kernel) in enumerate(plan.steps):
@@ -118,6 +128,20 @@ class Triton:
                 dq = dq * sign
             wide = call.partial or dq.dtype == dtype
             return Grads(dq, dk, dv) if wide else Grads(dq.to(dtype), dk.to(dtype), dv.to(dtype))
+
+    def compile(self, call: Call, inputs: Inputs, *, backward: bool) -> list[tuple[str, float]]:
+        """Compile what a call launches on the current GPU, and return the names and seconds of the kernels.
+
+        The inputs may be on the device `meta`: their values do not matter.
+        """
+        given = tree_map_only(Tensor, without_memory, inputs)
+
+        def passes() -> None:
+            out, lse = self.partial(call, given)
+            if backward:
+                self.gradients(call, Saved(given, out, lse), without_memory(out), None)
+
+        return compile_launches(passes)
 
 
 def _is_elsewhere(query: Tensor) -> bool:
@@ -142,13 +166,13 @@ def _lease(resources: Resources, largest: int, plan: Plan) -> AbstractContextMan
 _NO_LEASE: AbstractContextManager[None] = nullcontext()
 
 
-def _taken(take: Take | None, like: Tensor) -> Tensor:
-    return torch.empty_like(like) if take is None else take(like.shape, dtype=like.dtype, device=like.device)
+def _taken(plan: Plan, take: Take | None, like: Tensor) -> Tensor:
+    return plan.empty_like(like) if take is None else take(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _borrowed_sums(take: Take, cleared: bool, like: Tensor) -> Tensor:
     """What branches add into where the result has another dtype, and so does not share its memory."""
-    sums = _taken(take, like)
+    sums = take(like.shape, dtype=like.dtype, device=like.device)
     return sums.zero_() if cleared else sums
 
 
@@ -162,13 +186,11 @@ def _forward_steps(plan: Plan, query: Tensor, key: Tensor, scale: float, layout:
             yield _plain_step(forward_kernel, "forward", branch, scale, kept)
 
 
-def _backward_steps(
-    plan: Plan, query: Tensor, key: Tensor, scale: float, workspace: Tensor, layout: BlockLayout | None
-) -> Iterator[Step]:
+def _backward_steps(plan: Plan, query: Tensor, key: Tensor, scale: float, layout: BlockLayout | None) -> Iterator[Step]:
     for branch in plan.branches:
         kept = None if layout is None else layout.branches[branch.index]
         for teams in branch.teams:
-            launch = branch.hopper.backward_launch(query, key, branch, teams, scale, workspace, kept)
+            launch = branch.hopper.backward_launch(query, key, branch, teams, scale, plan.like_workspace, kept)
             yield Step(branch, launch, teams.works, "hopper")
         if branch.hopper is None or plan.documents is not None:
             yield _plain_step(dkdv_kernel, "dkdv", branch, scale, kept)

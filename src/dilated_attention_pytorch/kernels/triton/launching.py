@@ -57,10 +57,10 @@ class Launch:
         self._views = views
         self._compiled: _Compiled | None = None
         self._launched = False
-        self._may_compile = triton.__version__.startswith(_KNOWN_TRITON) and torch.version.cuda is not None
+        self._may_compile = knows_triton()
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch on the current stream."""
+        """Launch on the current stream; with tensors on the device `meta` only compile, for the current GPU."""
         pointers = tuple([x.data_ptr() for x in tensors])
         together = functools.reduce(operator.or_, pointers)
         if self._compiled is not None and not together % 16 and not _watched():
@@ -68,6 +68,9 @@ class Launch:
             return
         descriptors = [view(x) for view, x in zip(self._views, tensors)]
         first = [*(one for some in descriptors for one in some), *tensors[len(descriptors) :], *self._numbers]
+        if tensors[0].is_meta:
+            self._kernel.warmup(*first, grid=(self._programs,), **self._settings)
+            return
         began = time.perf_counter()
         kernel = self._kernel[(self._programs,)](*first, **self._settings)
         if not self._launched:
@@ -80,6 +83,16 @@ class Launch:
             # Under a Triton that looks otherwise inside its front end goes on launching.
             with contextlib.suppress(AttributeError, KeyError, TypeError):
                 self._compiled = _Compiled(kernel, self._programs, views, (*self._numbers, *constants))
+
+
+def knows_triton() -> bool:
+    """Whether this is a Triton whose compiled kernels and compilations are known here."""
+    return triton.__version__.startswith(_KNOWN_TRITON) and torch.version.cuda is not None
+
+
+def device_of(x: Tensor) -> torch.device:
+    """The device of a tensor; one on the device `meta` stands for a tensor on the current GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if x.is_meta else x.device
 
 
 def _name(kernel: Any) -> str:

@@ -23,7 +23,7 @@ from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, roun
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spec import OffsetTable
 from dilated_attention_pytorch.kernels.triton.documents import WorkLists, Works
-from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.launching import Launch, device_of
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 
 # For comparing them: "plain" keeps every branch on the kernels that run on any GPU.
@@ -50,6 +50,8 @@ def plan_for(
         None if grad_lse is None else (grad_lse.stride(), grad_lse.dtype),
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
     )
+    if query.is_meta:  # of a call that compiles only
+        return Plan(call, spans, seed is not None, tf32, tensors)
     # In the table of the whole process: a call may have a small cache of its own, whose layouts a plan must not evict.
     return plans.remember("plan", key, lambda: Plan(call, spans, seed is not None, tf32, tensors))
 
@@ -74,13 +76,14 @@ class Plan:
         self.precision = "tf32" if tf32 else "ieee"
         self.strides = tuple(stride for x in tensors for stride in x.stride()[:3])
         self.launches: dict[str, Launch] = {}
-        self.steps: list[Step] = []  # made with the first call's tensors
+        self.steps: list[Step] | None = None  # made by the first call
         table = call.offsets(self.H, key.shape[2])
         rounds = not call.partial and rounds_little(call.spec, table)
         self.sum_dtype = query.dtype if rounds else torch.float32
         order, covers = _order(call, table, self.N, in_documents=spans is not None)
         self.every_row_written = covers  # of documents, if there are any
-        self.new = torch.empty_like if self.every_row_written else torch.zeros_like
+        self.empty_like = _empty_like_meta if query.is_meta else torch.empty_like
+        self.new = self.empty_like if self.every_row_written else torch.zeros_like
         self.branches: list[PlannedBranch] = []
         seen: set[int] = set()
         for index in order:
@@ -102,7 +105,7 @@ class Plan:
         # The largest workspace of a pass, in bytes: a pool is asked only if it would serve one.
         sums = 0 if self.sum_dtype == query.dtype or call.partial else query.numel() * self.sum_dtype.itemsize
         self.forward_loan = sums
-        if debugging():
+        if debugging() and not query.is_meta:
             stage = "forward" if len(tensors) == 3 else "backward"
             kernels = ["plain" if branch.hopper is None else "hopper" for branch in self.branches]
             log.debug("planned: %s of %s, kernels by branch %s", stage, tuple(query.shape), kernels)
@@ -118,6 +121,11 @@ class Plan:
     def lines(self, spans: Tensor | None, resources: Resources) -> list[Tensor]:
         """The list of each step's works where documents have lengths."""
         return self._no_lines if spans is None else self._lists.of(spans, resources)
+
+
+def _empty_like_meta(like: Tensor) -> Tensor:
+    """On the device `meta`, for which `torch.empty_like` imports a package of half a second."""
+    return like.new_empty(like.shape)
 
 
 def _order(call: Call, table: OffsetTable, tokens: int, *, in_documents: bool) -> tuple[list[int], bool]:
@@ -209,7 +217,7 @@ def _hopper_for(
     memory.
     """
     plan = branch.plan
-    if KERNELS == "plain" or plan.drops or why_no_hopper(plan.device) is not None:
+    if KERNELS == "plain" or plan.drops or why_no_hopper(device_of(query)) is not None:
         return None
     if plan.call.sparse is not None and plan.documents is not None:
         return None

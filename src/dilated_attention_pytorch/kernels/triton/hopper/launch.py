@@ -16,7 +16,7 @@ from dilated_attention_pytorch.core.block_layout import BranchLayout
 from dilated_attention_pytorch.kernels.triton.documents import Works
 from dilated_attention_pytorch.kernels.triton.hopper.backward import backward_kernel
 from dilated_attention_pytorch.kernels.triton.hopper.forward import forward_kernel
-from dilated_attention_pytorch.kernels.triton.launching import Launch, View
+from dilated_attention_pytorch.kernels.triton.launching import Launch, View, device_of
 from dilated_attention_pytorch.kernels.triton.tuning import hopper_tiles_for
 
 _KEY_ROWS = 128  # of a key tile, in both kernels
@@ -77,7 +77,7 @@ def forward_launch(
     block_d = padded(D)
     heads, first = len(branch.heads) * group, branch.heads.start * group
     units = heads * branch.slots
-    multiprocessors = _multiprocessors(query.device)
+    multiprocessors = _multiprocessors(device_of(query))
     # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
     alone = -(-branch.rows // 128) * units <= multiprocessors
     # So do a layout's tiles, which must not be shorter than a program's.
@@ -171,7 +171,7 @@ def share_out(query: Tensor, key: Tensor, branch, most_bytes: int) -> bool:
     """Set the teams of a branch's backward, whose sums of dq take so many bytes at most; False where few would work."""
     rows = _padded_rows(branch)
     group = query.shape[2] // key.shape[2]
-    multiprocessors = _multiprocessors(query.device)
+    multiprocessors = _multiprocessors(device_of(query))
 
     def most_teams(rows: int) -> int:
         return most_bytes // (4 * workspace_size(group * rows, query.shape[3])[0])
