@@ -196,7 +196,7 @@ def test_rows_worked_out_apart_are_the_same(monkeypatch) -> None:
         call = Call(spec=spec, sparse=SparsePatternConfig(pattern, 0.3, 4), is_causal=True)
         together = layout_of(call, q, k)
         with monkeypatch.context() as patch:
-            patch.setattr(block_layout, "_TILES_AT_ONCE", 20)
+            patch.setattr(block_layout, "TILES_AT_ONCE", 20)
             apart = layout_of(call, q, k)
         for one, other in zip(together.branches, apart.branches):
             assert torch.equal(one.keys, other.keys)
@@ -263,7 +263,7 @@ def test_documents_worked_out_apart_are_the_same(monkeypatch) -> None:
         call = Call.of([64, 96], [1, 2], sparse=SparsePatternConfig(pattern, 0.3, 4), is_causal=True)
         together = layout_of(call, q, k, None, spans)
         with monkeypatch.context() as patch:
-            patch.setattr(document_tiles, "_TILES_AT_ONCE", 20)
+            patch.setattr(document_tiles, "TILES_AT_ONCE", 20)
             patch.setattr(document_tiles, "_ELEMENTS_AT_ONCE", 20)
             apart = layout_of(call, q, k, None, spans)
         for one, other in zip(together.branches, apart.branches):

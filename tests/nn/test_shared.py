@@ -37,6 +37,7 @@ LENGTHS = {
     "masked": {"key_padding_mask": (torch.arange(53) < 7)[None]},
     "block-sparse": {"sparse_config": TILES},
     "block-sparse by content": {"sparse_config": SparsePatternConfig("content_adaptive", 0.5, 4)},
+    "block-sparse, packed": {"sparse_config": TILES, "cu_seqlens": torch.tensor([0, 19, 19, 48])},
 }
 
 
@@ -72,7 +73,7 @@ def test_eager_gives_the_same_bits_with_cache_and_pool(lengths, dropout_p, dtype
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
-@pytest.mark.parametrize("lengths", ["whole", "packed", "right-padded", "block-sparse"])
+@pytest.mark.parametrize("lengths", ["whole", "packed", "right-padded", "block-sparse", "block-sparse, packed"])
 def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengths) -> None:
     pytest.importorskip("triton", reason="the kernels need Triton")
     spec = {"segment_lengths": [16, 16, 32], "dilation_rates": [1, 1, 1]}  # three per row: summed in float32
@@ -83,6 +84,7 @@ def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengt
         "right-padded": {"seqlens": torch.tensor([21])},
         "block-sparse": {"sparse_config": SparsePatternConfig("random", sparsity_ratio=0.5, block_size=16)},
     }
+    stated["block-sparse, packed"] = stated["block-sparse"] | stated["packed"]
     resources, results = shared(), []
     package.reset_global_pattern_cache()
     for used in (Resources(), resources, resources):
@@ -98,11 +100,11 @@ def test_triton_gives_the_same_bits_with_cache_and_pool_in_the_interpreter(lengt
     if "cu_seqlens" in stated[lengths] or "seqlens" in stated[lengths]:
         assert kinds.count("segment table") == 2  # one per segment length; layers and directions share it
         assert kinds.count("lengths") == 1
-    assert kinds.count("block layout") == (lengths == "block-sparse")
+    assert kinds.count("block layout") == ("sparse_config" in stated[lengths])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", ["whole", "packed", "block-sparse"])
+@pytest.mark.parametrize("lengths", ["whole", "packed", "block-sparse", "block-sparse, packed"])
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 def test_a_gpu_gives_the_same_bits_with_cache_and_pool(lengths, backend) -> None:
     resources, results = shared(), []
@@ -111,10 +113,11 @@ def test_a_gpu_gives_the_same_bits_with_cache_and_pool(lengths, backend) -> None
         "whole": {},
         "packed": {"cu_seqlens": torch.tensor([0, 500, 1777, 3001], device="cuda")},
         "block-sparse": {"sparse_config": SparsePatternConfig("random", sparsity_ratio=0.5, block_size=64)},
-    }[lengths]
+    }
+    stated["block-sparse, packed"] = stated["block-sparse"] | stated["packed"]
     for used in (Resources(), resources, resources):
         out = dilated_attention(
-            *inputs, [256, 512, 1024], [1, 1, 1], is_causal=True, backend=backend, resources=used, **stated
+            *inputs, [256, 512, 1024], [1, 1, 1], is_causal=True, backend=backend, resources=used, **stated[lengths]
         )
         results.append([out, *torch.autograd.grad(out.float().sum(), inputs)])
     for found in results[1:]:
@@ -163,15 +166,17 @@ def test_no_result_shares_memory_with_the_pool(settings) -> None:
             assert places.isdisjoint(x.untyped_storage().data_ptr() for x in first)
 
 
-def test_lengths_that_change_in_place_are_seen() -> None:
+@pytest.mark.parametrize("config", [None, TILES], ids=["dense", "block-sparse"])
+def test_lengths_that_change_in_place_are_seen(config) -> None:
     resources = Resources(PatternCache())
     q, k, v = (x.detach() for x in tensors(torch.float64))
     spans = torch.tensor([[0, 19], [19, 53]])
-    before = dilated_attention(q, k, v, **SPEC, spans=spans, resources=resources)
+    settings = {**SPEC, "spans": spans, "sparse_config": config}
+    before = dilated_attention(q, k, v, **settings, resources=resources)
     spans.numpy()[:] = [[0, 30], [30, 53]]  # behind PyTorch's back
-    after = dilated_attention(q, k, v, **SPEC, spans=spans, resources=resources)
+    after = dilated_attention(q, k, v, **settings, resources=resources)
     assert not torch.equal(before, after)
-    assert torch.equal(after, dilated_attention(q, k, v, **SPEC, spans=spans))
+    assert torch.equal(after, dilated_attention(q, k, v, **settings, resources=Resources()))
 
 
 def test_a_crash_in_the_middle_of_a_call_leaves_cache_and_pool_usable(monkeypatch) -> None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.core.block_pattern import (
+    TILES_AT_ONCE,
     SparsePatternConfig,
     budget,
     choose_tiles,
@@ -36,9 +37,6 @@ from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads
 from dilated_attention_pytorch.core.plans import Remembers, check_cache, spans_key
 from dilated_attention_pytorch.core.spans import check_spans
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
-
-# Tiles that are sorted at once, which takes about 40 bytes for each.
-_TILES_AT_ONCE = 1 << 22
 
 
 class BranchLayout(NamedTuple):
@@ -179,7 +177,9 @@ def layout_of(
 
     def build() -> BlockLayout:
         if spans is not None:
-            return _layout_of_documents(call, config, query.detach(), key.detach(), spans)
+            branches = range(len(call.spec.branches))
+            found = [_branch_of_documents(call, config, i, query.detach(), key.detach(), spans) for i in branches]
+            return BlockLayout(config.block_size, tuple(found))
         if config.depends_on_content:
             return _layout_from_content(call, config, query.detach(), key.detach())
         return layout_for(call.spec, N, call.query_head_offsets(H, kv_heads), config, call.is_causal, device)
@@ -239,7 +239,7 @@ def tiles_by_position(config: SparsePatternConfig, tiles: int, branch: int, is_c
     size = torch.tensor([[tiles]])
     chosen = [
         choose_tiles(config, preference(config, tiles, rows, branch), rows, size, is_causal)
-        for rows in torch.arange(tiles).split(max(1, _TILES_AT_ONCE // tiles))
+        for rows in torch.arange(tiles).split(max(1, TILES_AT_ONCE // tiles))
     ]
     kept, counts = map(torch.cat, zip(*chosen))
     return kept, counts
@@ -304,48 +304,47 @@ def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor,
             )
         starts = torch.arange(B * S * H, device=device) * T
         grids, first = starts[: S * H].view(S, H), starts.repeat_interleave(T)
-        entries = B * group * _kept_tiles(tiles, config, call.is_causal)
+        present = sum(offset is not None for offset in offsets)
+        entries = B * present * group * _most_kept(config, S * T, T, call.is_causal)
         found = kept.flatten(0, 4), counts.flatten()
         branches.append(_compressed(grids, S * H * T, first, *found, entries, config, device))
     return BlockLayout(config.block_size, tuple(branches))
 
 
-def _layout_of_documents(
-    call: Call, config: SparsePatternConfig, query: Tensor, key: Tensor, spans: Tensor
-) -> BlockLayout:
-    """The tiles that each document would keep alone; nothing here waits for the device."""
-    (B, N, H), kv_heads = query.shape[:3], key.shape[2]
-    group = H // kv_heads
-    branches: list[BranchLayout | None] = []
-    for index, (branch, offsets) in enumerate(zip(call.spec.branches, call.offsets(H, kv_heads))):
-        w, r = min(branch.segment_length, N), branch.dilation_rate
-        of_heads = [w if offset is None else offset for offset in offsets]  # an offset of w has no rows
-        present = [head for head, offset in enumerate(of_heads) if offset < w]
-        if not present:
-            branches.append(None)
-            continue
-        most = tiles_of(grid_rows(w, r, min(of_heads)), config.block_size)
-        if config.depends_on_content:  # each query head has its own grids
-            heads, per_offset = slice(present[0], present[-1] + 1), group
-            listed = of_heads[heads]
-            list_of = [head - heads.start * group for head in range(H)]
-        else:  # heads at an offset share theirs
-            listed, per_offset = sorted({of_heads[head] for head in present}), 1
-            list_of = [listed.index(offset) if offset in listed else -1 for offset in of_heads for _ in range(group)]
+def _branch_of_documents(
+    call: Call, config: SparsePatternConfig, index: int, query: Tensor, key: Tensor, spans: Tensor
+) -> BranchLayout | None:
+    """The tiles of one branch that each document would keep alone; nothing here waits for the device.
+
+    A list of rows of tiles belongs to one query head where content chooses, else to all heads at an offset.
+    """
+    (B, N, H), kv_heads, branch = query.shape[:3], key.shape[2], call.spec.branches[index]
+    group, w, r = H // kv_heads, min(branch.segment_length, N), branch.dilation_rate
+    # An offset of w has no rows.
+    offsets = [w if offset is None else offset for offset in call.offsets(H, kv_heads)[index]]
+    present = [head for head, offset in enumerate(offsets) if offset < w]
+    if not present:
+        return None
+    most = tiles_of(grid_rows(w, r, min(offsets)), config.block_size)
+    if config.depends_on_content:
+        heads, per_offset = slice(present[0], present[-1] + 1), group
+        listed = offsets[heads]
         rows = tile_rows(spans, B, N, branch, listed, config.block_size)
-        if config.depends_on_content:
-            q, k = query.unflatten(2, (kv_heads, group))[:, :, heads], key[:, :, heads, None]
-            chosen = by_content(config, rows, most, q, k, r, call.softmax_scale(q.shape[-1]), call.is_causal)
-        else:
-            chosen = by_position(config, rows, most, index, call.is_causal)
-        lists, R = len(listed) * per_offset, rows.tile.shape[1]
-        starts = torch.arange(lists, device=query.device).view(-1, per_offset, 1) * R
-        grids = (starts + rows.grids[:, None]).flatten(0, 1)  # (lists, S)
-        grids = torch.stack([grids[n if 0 <= n < lists else 0] for n in list_of], 1)  # absent heads read none
-        first = (starts + rows.first[:, None]).flatten()
-        entries = lists * _most_kept(config, R, most, call.is_causal)
-        branches.append(_compressed(grids, 0, first, *chosen, entries, config, query.device))
-    return BlockLayout(config.block_size, tuple(branches))
+        q, k = query.unflatten(2, (kv_heads, group))[:, :, heads], key[:, :, heads, None]
+        chosen = by_content(config, rows, most, q, k, r, call.softmax_scale(q.shape[-1]), call.is_causal)
+        list_of = [head - heads.start * group for head in range(H)]
+    else:
+        listed, per_offset = sorted({offsets[head] for head in present}), 1
+        rows = tile_rows(spans, B, N, branch, listed, config.block_size)
+        chosen = by_position(config, rows, most, index, call.is_causal)
+        list_of = [listed.index(offset) if offset < w else -1 for offset in offsets for _ in range(group)]
+    lists, R = len(listed) * per_offset, rows.tile.shape[1]
+    starts = torch.arange(lists, device=query.device).view(-1, per_offset, 1) * R
+    first = (starts + rows.first[:, None]).flatten()
+    grids = (starts + rows.grids[:, None]).flatten(0, 1)  # (lists, S)
+    grids = torch.stack([grids[n if 0 <= n < lists else 0] for n in list_of], 1)  # absent heads read none
+    entries = lists * _most_kept(config, R, most, call.is_causal)
+    return _compressed(grids, 0, first, *chosen, entries, config, query.device)
 
 
 def _most_kept(config: SparsePatternConfig, rows: int, tiles: int, is_causal: bool) -> int:
@@ -368,7 +367,7 @@ def tiles_by_content(
     tiles = tiles_of(on_grid, config.block_size).view(1, -1, 1, 1, 1, 1)
     B, S, heads, group, T, D = pooled_q.shape
     rows, chosen = torch.arange(T, device=query.device), []
-    at_once = max(1, _TILES_AT_ONCE // (B * heads * group * T * T))
+    at_once = max(1, TILES_AT_ONCE // (B * heads * group * T * T))
     for few in (slice(s, s + at_once) for s in range(0, S, at_once)):
         scores = pooled_q[:, few] @ pooled_k[:, few].transpose(-1, -2) * call.softmax_scale(D)
         ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
@@ -406,12 +405,3 @@ def _rows_on_grid(branch: Branch, offset: int, tokens: int, device: torch.device
     starts = torch.arange(0, tokens, branch.segment_length, device=device)
     length = (tokens - starts).clamp_max(branch.segment_length)
     return -((offset - length) // branch.dilation_rate).clamp_max(0)
-
-
-def _kept_tiles(tiles: Tensor, config: SparsePatternConfig, is_causal: bool) -> int:
-    """How many tiles grids of these sizes keep in total, which does not depend on their content."""
-    sizes, grids = tiles.unique(return_counts=True)
-    return sum(
-        count * int(budget(config, visible_tiles(torch.arange(size), torch.tensor([[size]]), is_causal)).sum())
-        for size, count in zip(sizes.tolist(), grids.tolist())
-    )

@@ -31,6 +31,9 @@ _CLASS = 1 << 56
 
 _DEFAULT_BLOCK = 128
 
+# Tiles to sort at once, which takes about 40 bytes for each.
+TILES_AT_ONCE = 1 << 22
+
 
 @dataclass(frozen=True)
 class SparsePatternConfig:

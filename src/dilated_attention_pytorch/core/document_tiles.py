@@ -15,13 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
-from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, choose_tiles, preference, tiles_of
+from dilated_attention_pytorch.core.block_pattern import (
+    TILES_AT_ONCE,
+    SparsePatternConfig,
+    choose_tiles,
+    preference,
+    tiles_of,
+)
 from dilated_attention_pytorch.core.spans import segment_number
 from dilated_attention_pytorch.core.spec import Branch
 
-# Elements of inputs that are gathered at once, and tiles that are sorted at once, which takes about 40 bytes for each.
+# Elements of the inputs that are gathered at once.
 _ELEMENTS_AT_ONCE = 1 << 24
-_TILES_AT_ONCE = 1 << 22
 
 Chosen = tuple[Tensor, Tensor]
 """The kept key tiles of every row of tiles, `(rows, K)`, ascending and filled up; and how many each row keeps."""
@@ -89,7 +94,7 @@ def by_position(config: SparsePatternConfig, rows: TileRows, most: int, branch: 
     drawn = None
     if config.pattern_type == "random":
         drawn = _drawn(config, most, branch, rows.tile.device)
-    for tile, tiles in zip(*(x.flatten().split(max(1, _TILES_AT_ONCE // most)) for x in (rows.tile, rows.tiles))):
+    for tile, tiles in zip(*(x.flatten().split(max(1, TILES_AT_ONCE // most)) for x in (rows.tile, rows.tiles))):
         preferred = preference(config, most, tile, branch) if drawn is None else drawn[tile].long()
         chosen.append(choose_tiles(config, preferred, tile, tiles[:, None], is_causal))
     kept, counts = map(torch.cat, zip(*chosen))
@@ -130,7 +135,7 @@ def by_content(
     at = first - torch.arange(-1, batches - 1, device=q.device)[:, None] * most  # among the keys that its batch meets
     number = torch.arange(most, device=q.device)
     chosen = []
-    at_once = max(1, _TILES_AT_ONCE // (C * group * most * most))
+    at_once = max(1, TILES_AT_ONCE // (C * group * most * most))
     for few in (slice(s, s + at_once) for s in range(0, batches, at_once)):
         scores = q[:, :, few] @ k[:, :, few] * scale
         own = (at[:, :, few, :, None] + number).clamp(0, 3 * most - 1).expand(-1, group, -1, -1, -1)
