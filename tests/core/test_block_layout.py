@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dilated_attention_pytorch.core import block_layout, document_tiles
 from dilated_attention_pytorch.core.block_layout import allowed_pairs, grids_of, keys_seen, layout_for, layout_of
-from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePatternConfig, tiles_of
+from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePatternConfig, preference, tiles_of
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.entries import Entry
 from dilated_attention_pytorch.core.pattern import dense_mask
@@ -336,3 +336,12 @@ def test_autocast_does_not_change_what_content_chooses(is_causal) -> None:
 def test_a_pattern_that_cannot_be_is_refused(settings, error, message) -> None:
     with pytest.raises(error, match=message):
         SparsePatternConfig(**settings)
+
+
+@pytest.mark.parametrize("pattern", STATIC)
+def test_a_larger_grid_orders_the_tiles_of_a_smaller_one_alike(pattern) -> None:
+    config = SparsePatternConfig(pattern, 0.3, 4)
+    large = preference(config, 40, torch.arange(40), 1)
+    for tiles in (1, 7, 16, 33):
+        small = preference(config, tiles, torch.arange(tiles), 1)
+        assert torch.equal(small.argsort(-1, stable=True), large[:tiles, :tiles].argsort(-1, stable=True))

@@ -131,7 +131,10 @@ def budget(config: SparsePatternConfig, visible: Tensor) -> Tensor:
 
 
 def preference(config: SparsePatternConfig, tiles: int, rows: Tensor, branch: int) -> Tensor:
-    """`(rows, tiles)`: the pattern's order of key tiles, lowest first, for some rows of a grid of tiles."""
+    """`(rows, tiles)`: the pattern's order of key tiles, lowest first, for some rows of a grid of tiles.
+
+    A larger grid orders the tiles that it shares with a smaller one alike: documents of any length read one order.
+    """
     column = torch.arange(tiles, device=rows.device)
     distance = (rows[:, None] - column).abs()
     if config.pattern_type == "dilated_sparse":  # the odd part of the distance
