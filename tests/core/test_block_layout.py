@@ -344,4 +344,4 @@ def test_a_larger_grid_orders_the_tiles_of_a_smaller_one_alike(pattern) -> None:
     large = preference(config, 40, torch.arange(40), 1)
     for tiles in (1, 7, 16, 33):
         small = preference(config, tiles, torch.arange(tiles), 1)
-        assert torch.equal(small.argsort(-1, stable=True), large[:tiles, :tiles].argsort(-1, stable=True))
+        assert torch.equal(small.argsort(dim=-1, stable=True), large[:tiles, :tiles].argsort(dim=-1, stable=True))
