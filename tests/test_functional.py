@@ -13,7 +13,7 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
 )
 from dilated_attention_pytorch.core.checks import MOST_ENTRIES, MOST_TOKENS
-from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.functional import dilated_attention, warm_up
 
 
 def tensors(**changes):
@@ -171,3 +171,26 @@ def test_the_last_of_very_many_heads_are_found_at_once() -> None:
     found = dilated_attention(q, k, v, [8, 64], [1, 2], **shard)
     assert torch.equal(found[:, ::2], torch.zeros(1, 25, 4, 8))
     assert found[:, 1::2].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shape": (1, 8, 4)}, r"shape must be \(batch, tokens, heads, head_dim\), got \(1, 8, 4\)"),
+        ({"shape": (1, 0, 4, 16)}, "shape must be a whole number of at least 1, got 0"),
+        ({"shape": (1, MOST_TOKENS, 4, 16)}, r"at most 2\^48 elements"),
+        ({"kv_heads": 3}, "H=4 and Hkv=3"),
+        ({"segment_lengths": [4]}, "1 lengths .* and 2 rates"),
+        ({"dtype": torch.int8}, "dtype must be a dtype of floating-point numbers, got torch.int8"),
+        ({"dropout_p": 1.0}, "below 1, got 1.0"),
+        ({"backend": "triton", "shape": (1, 8, 4, 12)}, "'triton' cannot take this call: .*multiple of 8, got 12"),
+        ({"device": "cuda:99"}, "device must be one that PyTorch finds, got 'cuda:99'"),
+    ],
+)
+def test_warm_up_refuses_a_call_that_cannot_run(settings, message) -> None:
+    state = torch.get_rng_state()
+    good = {"shape": (1, 8, 4, 16), "segment_lengths": [4, 8], "dilation_rates": [1, 2], "device": "cpu"}
+    with pytest.raises(ValueError, match=message):
+        warm_up(**{**good, **settings})
+    assert warm_up(**good, dropout_p=0.5, lengths=True) == []
+    assert torch.equal(torch.get_rng_state(), state)

@@ -123,6 +123,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "autocast_inputs": lambda: (lambda a, b: functional.autocast_inputs(a, b), {"a": heads(), "b": heads()}),
     "backends": lambda: (functional.backends, {"device": "cpu"}),
+    "warm_up": lambda: (functional.warm_up, {"shape": (2, 10, 4, 4), **PATTERN, "device": "cpu"}),
     "check_backend": lambda: (functional.check_backend, {"backend": "auto"}),
     "check_sparse_config": lambda: (functional.check_sparse_config, {"sparse_config": TILES, "spec": SPEC}),
     "checked_call": lambda: (

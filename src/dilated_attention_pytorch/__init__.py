@@ -26,7 +26,7 @@ from dilated_attention_pytorch.core import (
     reset_global_memory_pool,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.functional import attention_rows, backends
+from dilated_attention_pytorch.functional import attention_rows, backends, warm_up
 from dilated_attention_pytorch.models import (
     LongNet,
     LongNetLM,
@@ -153,6 +153,7 @@ __all__ = [
     "train_hierarchically",
     "train_stage",
     "update_attention_config",
+    "warm_up",
 ]
 
 # Training loads engines of PyTorch that take seconds: its names are found when they are asked for.

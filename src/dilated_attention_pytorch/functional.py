@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.block_layout import layout_without_memory
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call, Inputs, check_shapes
 from dilated_attention_pytorch.core.checks import (
+    COUNT,
+    MOST_TOKENS,
     check_flag,
     check_instance,
     check_sequence,
     check_tensor,
     check_whole,
+    checked,
 )
 from dilated_attention_pytorch.core.dropout import draw_seed
 from dilated_attention_pytorch.core.modes import is_plain
@@ -26,7 +30,7 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
-from dilated_attention_pytorch.kernels.engine import backends, check_backend
+from dilated_attention_pytorch.kernels.engine import backends, check_backend, compile_kernels
 from dilated_attention_pytorch.kernels.op import attend
 
 if TYPE_CHECKING:
@@ -42,6 +46,7 @@ __all__ = [
     "checked_call",
     "dilated_attention",
     "refuse_dense_mask",
+    "warm_up",
 ]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -224,6 +229,70 @@ def attention_rows(
     wanted = check_sequence("rows", rows, lambda name, row: check_whole(name, row, least=0, most=N - 1))
     spans = document_spans(B, N, seqlens=seqlens, cu_seqlens=cu_seqlens, key_padding_mask=key_padding_mask, spans=spans)
     return row_weights(query, key, wanted, call, spans)
+
+
+@checked(kv_heads=COUNT)
+def warm_up(
+    shape: Sequence[int],
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    backward: bool = True,
+    lengths: bool = False,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    head_layout: HeadLayout = "interleaved",
+    allow_tf32: bool | None = None,
+    sparse_config: SparsePatternConfig | None = None,
+    backend: str = "auto",
+) -> list[tuple[str, float]]:
+    """Compile the kernels of `dilated_attention` ahead of its first call, side by side, without computing anything.
+
+    They go into Triton's cache folder (`TRITON_CACHE_DIR`), where other processes find them: let one rank warm up
+    before the others begin, or do it when you build an image. Nearly the same kernels serve all lengths and batch
+    sizes; what changes them is the head dim, the dtype and the other arguments here.
+
+    Args:
+        shape: `(B, N, H, D)` of the query.
+        segment_lengths, dilation_rates, is_causal, dropout_p, head_layout, allow_tf32, sparse_config, backend: as in
+            `dilated_attention`.
+        kv_heads: heads of the key and the value; H by default.
+        dtype: of the tensors; PyTorch's default dtype if None.
+        device: where calls will run; by default the current GPU, or the CPU if there is none.
+        backward: also compile the kernels of the backward pass.
+        lengths: for calls with padded rows, or, if B is 1, packed documents.
+
+    Returns:
+        The name of each kernel and the seconds that compiling it, or finding it in the folder, took beside the others.
+        Kernels that this process has compiled before are left out. Empty where nothing is compiled, as on a CPU.
+
+    >>> warm_up((1, 131_072, 12, 64), [2048, 8192], [1, 4], dtype=torch.bfloat16, is_causal=True, device="cpu")
+    []
+    """
+    if len(shape) != 4:
+        raise ValueError(f"shape must be (batch, tokens, heads, head_dim), got {tuple(shape)}")
+    B, N, H, D = (check_whole("shape", size, least=1, most=MOST_TOKENS) for size in shape)
+    if B * N * H * D > MOST_TOKENS:
+        raise ValueError(f"shape must have at most 2^48 elements, got {tuple(shape)}")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    query, key = (torch.empty((B, N, heads, D), dtype=dtype, device="meta") for heads in (H, kv_heads or H))
+    call = checked_call(
+        query, key, key, segment_lengths, dilation_rates, head_layout, is_causal=is_causal, dropout_p=dropout_p,
+        allow_tf32=allow_tf32, sparse_config=sparse_config, backend=backend,
+    )  # fmt: skip
+    pairs = torch.empty((B, 2), dtype=torch.int64, device="meta")
+    inputs = Inputs(
+        query,
+        key,
+        key,
+        spans=pairs if lengths else None,
+        seed=pairs[0] if dropout_p > 0.0 else None,
+        layout=None if call.sparse is None else layout_without_memory(call.spec, call.sparse),
+    )
+    return compile_kernels(call, inputs, device, backward=backward)
 
 
 def refuse_dense_mask(attn_mask: Tensor | None) -> None:

@@ -78,16 +78,30 @@ def test_hopper_kernels_compile_to_matrix_instructions() -> None:
     assert compiled("compile_hopper_kernels.py", [*expected]) == expected
 
 
+# Kernels of one training call. Those that branches launch come twice: for the first branch, and for later ones.
+ON_ANY_GPU = {"delta_kernel": 1, "dkdv_kernel": 2, "dq_kernel": 2, "forward_kernel": 2}
+ON_HOPPER = {"backward_kernel": 2, "delta_kernel": 1, "forward_kernel": 2}
+WITH_LENGTHS = {"_clear_kernel": 2, "_work_lists_kernel": 1, **ON_ANY_GPU, **ON_HOPPER, "forward_kernel": 4}
+
+
 @pytest.mark.skipif(not has_gluon(), reason="needs Gluon: pip install 'triton>=3.6'")
-@pytest.mark.parametrize("case", ["8,float16,16", "9,bfloat16,64"])
-def test_a_first_training_call_compiles_everything_side_by_side_before_it_launches(case, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        ("8,call", ON_ANY_GPU),
+        ("8,whole", ON_ANY_GPU),
+        ("9,whole", ON_HOPPER),
+        ("9,tiles", ON_HOPPER),
+        ("9,lengths", WITH_LENGTHS),
+    ],
+)
+def test_a_first_call_or_warm_up_compiles_everything_at_once_before_a_launch(
+    case, kernels, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled_first, compiled_later, launched = compiled("compile_first_call.py", [case])[case]
-    assert compiled_later == "later 0"
-    if case.startswith("9"):
-        assert compiled_first == "backward_kernel:2 delta_kernel:1 forward_kernel:2"  # of the first branch, of others
-        assert launched == ""
-    else:
-        assert compiled_first == "delta_kernel:1 dkdv_kernel:2 dq_kernel:2 forward_kernel:2"
-        call = ["forward_kernel"] * 3 + ["delta_kernel"] + ["dkdv_kernel", "dq_kernel"] * 3
-        assert launched.split() == call * 2
+    case = f"{case},{sum(kernels.values())}"
+    before, later, launched = compiled("compile_first_call.py", [case])[case]
+    assert before == " ".join(f"{name}:{count}" for name, count in sorted(kernels.items()))
+    assert later == "later 0"
+    call = ["forward_kernel"] * 3 + ["delta_kernel"] + ["dkdv_kernel", "dq_kernel"] * 3
+    assert launched.split() == (call * 2 if case.startswith("8") else [])

@@ -86,6 +86,13 @@ class BlockLayout(NamedTuple):
     branches: tuple[BranchLayout | None, ...]
 
 
+def layout_without_memory(spec: DilatedSpec, config: SparsePatternConfig) -> BlockLayout:
+    """A layout on the device `meta`, for which the same kernels are compiled as for any other with such tiles."""
+    some = torch.empty(1, dtype=torch.int32, device="meta")
+    branch = BranchLayout(some, 0, some, some, some, some, some)
+    return BlockLayout(config.block_size, (branch,) * len(spec.branches))
+
+
 def allowed_pairs(
     layout: BlockLayout,
     spec: DilatedSpec,

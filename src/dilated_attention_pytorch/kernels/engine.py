@@ -56,12 +56,35 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def engine_for(call: Call, inputs: Inputs) -> Engine:
     """The engine that runs a call."""
+    return load_engine(_name_of_engine(call, inputs, inputs.query.device))
+
+
+def _name_of_engine(call: Call, inputs: Inputs, device: torch.device) -> str:
     query, layout = inputs.query, inputs.layout
-    return load_engine(
-        choose_engine(
-            call.backend, query.device, query.dtype, query.shape[3], None if layout is None else layout.block_size
+    block_size = None if layout is None else layout.block_size
+    return choose_engine(call.backend, device, query.dtype, query.shape[3], block_size)
+
+
+def compile_kernels(
+    call: Call, inputs: Inputs, device: torch.device | str | None, *, backward: bool
+) -> list[tuple[str, float]]:
+    """Compile what calls like this one launch on a device, of whose inputs those on the device `meta` are like.
+
+    Returns the names and seconds of the kernels; none for an engine that compiles nothing.
+    """
+    place = _device(device)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must be one that PyTorch finds, got {str(place)!r} where there are {torch.cuda.device_count()} "
+            "GPUs: name the device that calls run on"
         )
-    )
+    call.offsets(inputs.query.shape[2], inputs.key.shape[2])  # refuses heads that no pattern fits
+    if _name_of_engine(call, inputs, place) != "triton" or environment.triton_interprets():
+        return []
+    from dilated_attention_pytorch.kernels.triton.engine import Triton
+
+    with torch.cuda.device(place):
+        return Triton().compile(call, inputs, backward=backward)
 
 
 @functools.cache
@@ -149,6 +172,11 @@ def backends(device: torch.device | str | None = None) -> dict[str, str]:
     >>> backends("cpu")["eager"]
     'available'
     """
-    place = check_device("device", ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    place = _device(device)
     reasons = {name: why_not(name, place, torch.bfloat16, 64) for name in ENGINES}
     return {name: "available" if reason is None else reason for name, reason in reasons.items()}
+
+
+def _device(stated: torch.device | str | None) -> torch.device:
+    """The stated device, or a GPU if there is one."""
+    return check_device("device", ("cuda" if torch.cuda.is_available() else "cpu") if stated is None else stated)

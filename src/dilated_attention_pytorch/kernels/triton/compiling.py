@@ -47,18 +47,18 @@ def compiles_side_by_side() -> bool:
     return knows_triton() and not environment.triton_interprets()
 
 
-def compile_launches(passes: Callable[[], Any]) -> list[tuple[str, float]]:
+def compile_launches(passes: Callable[[], Any], *, ignore_errors: bool = False) -> list[tuple[str, float]]:
     """Compile what `passes` launches with tensors on the device `meta`: the names and seconds of the kernels.
 
-    It leaves out what this process has compiled before, and loads what it finds in Triton's cache folder. A kernel that
-    does not compile is left out as well: its launch raises the error.
+    It leaves out what this process has compiled before, and loads what it finds in Triton's cache folder. An error that
+    is ignored is raised by the launch.
     """
     if not compiles_side_by_side():
         began = time.perf_counter()
         passes()
         return [("all kernels, one after the other", time.perf_counter() - began)]
     # In a copy of the context, where Triton looks for someone to compile.
-    return copy_context().run(_SideBySide().compile, passes)
+    return copy_context().run(_SideBySide().compile, passes, ignore_errors)
 
 
 class _SideBySide:
@@ -69,7 +69,7 @@ class _SideBySide:
         self._names: list[str] = []
         self._compiled: list[tuple[str, float]] = []
 
-    def compile(self, passes: Callable[[], Any]) -> list[tuple[str, float]]:
+    def compile(self, passes: Callable[[], Any], ignore_errors: bool) -> list[tuple[str, float]]:
         from triton.runtime._async_compile import active_mode
 
         active_mode.set(self)
@@ -80,7 +80,7 @@ class _SideBySide:
                 names = ", ".join(f"{name} ({count})" for name, count in Counter(self._names).items())
                 log.info("compiling for the first call of its kind, for more than %g seconds: %s", _LONG, names)
         for job in self._jobs.values():
-            job.result(ignore_errors=True)
+            job.result(ignore_errors)
         return self._compiled
 
     def submit(self, key: str, compile_kernel: Callable[[], Any], finish: Callable[[Any], None]) -> Any:

@@ -51,7 +51,7 @@ class Triton:
             if compiles_side_by_side() and not query.is_meta:
                 # Where ranks share a call, other tensors than these give the gradients.
                 trains = not call.partial and any(x.requires_grad for x in inputs[:3])
-                self.compile(call, inputs, backward=trains)
+                self.compile(call, inputs, backward=trains, ignore_errors=True)
             plan.set_steps(_forward_steps(plan, query, key, scale * _LOG2_E, layout))
         with _lease(resources, plan.forward_loan, plan) as take:
             new = plan.new
@@ -95,7 +95,7 @@ class Triton:
         if plan.steps is None:
             if compiles_side_by_side() and not query.is_meta:
                 given = tree_map_only(Tensor, without_memory, (saved, grad_out, grad_lse))
-                compile_launches(lambda: self.gradients(call, *given))
+                compile_launches(lambda: self.gradients(call, *given), ignore_errors=True)
             plan.set_steps(_backward_steps(plan, query, key, scale, layout))
         with _lease(resources, plan.backward_loan, plan) as take:
             new = plan.new
@@ -129,10 +129,13 @@ class Triton:
             wide = call.partial or dq.dtype == dtype
             return Grads(dq, dk, dv) if wide else Grads(dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
-    def compile(self, call: Call, inputs: Inputs, *, backward: bool) -> list[tuple[str, float]]:
+    def compile(
+        self, call: Call, inputs: Inputs, *, backward: bool, ignore_errors: bool = False
+    ) -> list[tuple[str, float]]:
         """Compile what a call launches on the current GPU, and return the names and seconds of the kernels.
 
-        The inputs may be on the device `meta`: their values do not matter.
+        The inputs may be on the device `meta`: their values do not matter. An error that is ignored is raised by the
+        launch.
         """
         given = tree_map_only(Tensor, without_memory, inputs)
 
@@ -141,7 +144,7 @@ class Triton:
             if backward:
                 self.gradients(call, Saved(given, out, lse), without_memory(out), None)
 
-        return compile_launches(passes)
+        return compile_launches(passes, ignore_errors=ignore_errors)
 
 
 def _is_elsewhere(query: Tensor) -> bool:
