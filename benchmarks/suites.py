@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks import cache_and_pool, capacity, comparisons, decode, lengths, memory, ranks, shard, techniques
+from benchmarks import cache_and_pool, capacity, comparisons, decode, first, lengths, memory, ranks, shard, techniques
 
 SUITES = {
     suite.name: suite
     for suite in (
         *comparisons.SUITES,
         lengths.SUITE,
+        first.SUITE,
         memory.SUITE,
         cache_and_pool.CACHE,
         cache_and_pool.POOL,
