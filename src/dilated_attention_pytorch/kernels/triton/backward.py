@@ -165,8 +165,9 @@ def dkdv_kernel(
         unmasked = 0
     whole = tl.maximum(unmasked, count // BLOCK_M * BLOCK_M)
     if first_key + BLOCK_N > count:  # keys past the end must be masked everywhere
-        unmasked = count
-        whole = count
+        if CAUSAL:
+            unmasked = count
+        whole = unmasked
     last = count
     query_tiles = kept
     for g in tl.static_range(GROUP):
@@ -181,11 +182,12 @@ def dkdv_kernel(
             start, listed = kept_tiles(grids, first, own_tile, b, segment, head, H, rows_per_batch_row)
             query_tiles = kept + start
             first_row, unmasked, whole, last = query_steps(listed, first_key, BLOCK_M, PIECES, CAUSAL)
-        dk, dv = _visit_queries(
-            dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
-            threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
-        )  # fmt: skip
+        if CAUSAL:
+            dk, dv = _visit_queries(
+                dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
+                query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
+                threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+            )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
             query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
