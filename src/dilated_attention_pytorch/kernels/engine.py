@@ -68,9 +68,9 @@ def _name_of_engine(call: Call, inputs: Inputs, device: torch.device) -> str:
 def compile_kernels(
     call: Call, inputs: Inputs, device: torch.device | str | None, *, backward: bool
 ) -> list[tuple[str, float]]:
-    """Compile what calls like this one launch on a device, of whose inputs those on the device `meta` are like.
+    """Compile what a call launches on a device: the names and seconds of the kernels, none if its engine has none.
 
-    Returns the names and seconds of the kernels; none for an engine that compiles nothing.
+    The inputs are on the device `meta`: only their shapes, strides and dtypes count.
     """
     place = _device(device)
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
