@@ -43,6 +43,30 @@ def test_the_chunked_loss_is_cross_entropy(chunk, smoothing, reduction, cap) -> 
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_the_chunked_loss_adds_a_z_loss_and_caps_logits(soft_cap) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(30, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(13, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(13, (30,))
+    found = linear_cross_entropy(hidden, weight, targets, chunk=7, z_loss=0.01, soft_cap=soft_cap)
+    logits = F.linear(hidden, weight)
+    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    expected = F.cross_entropy(logits, targets) + 0.01 * logits.logsumexp(-1).square().mean()
+    for x, y in zip(
+        (found, *torch.autograd.grad(found, (hidden, weight))),
+        (expected, *torch.autograd.grad(expected, (hidden, weight))),
+    ):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+
+
+def test_a_loss_gives_its_gradient_twice() -> None:
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.randint(9, (5,)))
+    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert all(torch.equal(2 * x, y) for x, y in zip(once, torch.autograd.grad(2 * loss, (hidden, weight))))
+
+
 def test_no_tensor_of_the_chunked_loss_has_rows_times_vocabulary_elements() -> None:
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
     with Watch() as watch:
@@ -88,6 +112,8 @@ def test_a_loss_without_a_row_that_counts_is_not_a_number_as_in_pytorch() -> Non
         ({"targets": torch.zeros(4)}, "whole numbers"),
         ({"chunk": 0}, "at least 1 row, got 0"),
         ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
+        ({"z_loss": -0.1}, "0 or more, got -0.1"),
+        ({"soft_cap": 0.0}, "above 0, got 0.0"),
         ({"reduction": "none"}, "mean or sum, got 'none'"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head in chunks of rows: only the logits of one chunk exist, forward and backward.
+"""Cross-entropy of a linear head in chunks of rows: only the logits of one chunk exist.
 
-Forward keeps the log of the softmax denominators, one number per row. Backward computes the logits of a chunk again:
-gradients made in forward would miss the loss scale that float16 needs.
+Forward computes the gradients too, chunk by chunk, while the logits are there. They are those of a sum of losses, whose
+slopes are near 1, so that float16 needs no loss scale; backward multiplies them by its own gradient, with the scale.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.functional import autocast_inputs
+from dilated_attention_pytorch.kernels.loss import cross_entropy_
 
 Reduction = Literal["mean", "sum"]
 
@@ -25,8 +26,9 @@ def linear_cross_entropy(
     chunk: int = 4096,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    reduction: Reduction = "mean",
+    z_loss: float = 0.0,
     soft_cap: float | None = None,
+    reduction: Reduction = "mean",
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight).float(), targets)` that holds the logits of `chunk` rows at most.
 
@@ -36,8 +38,9 @@ def linear_cross_entropy(
         targets: `(...)`, whole numbers below `vocab`; rows of `ignore_index` do not count.
         chunk: rows whose logits exist at the same time.
         label_smoothing: the share of a target's probability that is spread evenly over all classes.
+        z_loss: a weight; each row adds that much of the squared log of its softmax's denominator.
+        soft_cap: `soft_cap * tanh(logits / soft_cap)` takes the place of the logits.
         reduction: `mean` over the rows that count, or `sum`.
-        soft_cap: replaces logits by `soft_cap * tanh(logits / soft_cap)`.
 
     Returns:
         The loss, in float32 (float64 for float64). Products run in autocast's dtype where it is on; sums over rows and
@@ -62,21 +65,23 @@ def linear_cross_entropy(
         raise ValueError(f"chunk must be at least 1 row, got {chunk}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
+    if z_loss < 0.0:
+        raise ValueError(f"z_loss must be 0 or more, got {z_loss}")
+    if soft_cap is not None and not soft_cap > 0.0:
+        raise ValueError(f"soft_cap must be above 0, got {soft_cap}: leave it out for logits without a cap")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be mean or sum, got {reduction!r}: a loss for each row needs no chunks")
-    if soft_cap is not None and soft_cap <= 0.0:
-        raise ValueError(f"soft_cap must be above 0, got {soft_cap}")
     dtype = autocast_inputs(hidden[:0])[0].dtype
     counted = targets.flatten() != ignore_index
-    rest = chunk, label_smoothing, soft_cap, dtype
+    how = {"smoothing": label_smoothing, "z_weight": z_loss, "cap": soft_cap}
     total = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, targets.flatten().where(counted, 0), counted, *rest
+        hidden.flatten(0, -2), weight, targets.flatten().where(counted, 0), counted, chunk, how, dtype
     )
     return total / counted.sum() if reduction == "mean" else total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum over rows that count. `dtype` is that of the products."""
+    """The sum over rows that count. `dtype` is that of the products, `how` are the arguments of `cross_entropy_`."""
 
     @staticmethod
     def forward(
@@ -86,61 +91,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         counted: Tensor,
         chunk: int,
-        smoothing: float,
-        soft_cap: float | None,
+        how: dict[str, Any],
         dtype: torch.dtype,
     ) -> Tensor:
         exact = torch.promote_types(dtype, torch.float32)
-        head = weight.detach().to(dtype)
-        lse = hidden.new_empty(len(hidden), dtype=exact)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden, head = hidden.detach(), weight.detach().to(dtype)
         total = hidden.new_zeros((), dtype=exact)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(head, dtype=exact) if wants_weight else None
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in slices(len(hidden), chunk):
-                logits = (hidden.detach()[rows].to(dtype) @ head.T).to(exact)  # (chunk, vocab)
-                if soft_cap is not None:
-                    logits.div_(soft_cap).tanh_().mul_(soft_cap)
-                torch.logsumexp(logits, -1, out=lse[rows])
-                loss = lse[rows] - (1.0 - smoothing) * logits.gather(1, targets[rows, None])[:, 0]
-                if smoothing:
-                    loss -= smoothing * logits.mean(-1)
-                total += loss.where(counted[rows], 0.0).sum()
-        ctx.save_for_backward(hidden, weight, targets, counted, lse)
-        ctx.rest = chunk, smoothing, soft_cap, dtype
+                x = hidden[rows].to(dtype)
+                logits = x @ head.T  # (chunk, vocab), then their gradient
+                gradient = wants_hidden or wants_weight
+                total += cross_entropy_(logits, targets[rows], counted[rows], gradient=gradient, **how).sum()
+                if grad_hidden is not None:
+                    grad_hidden[rows] = logits @ head
+                if grad_weight is not None:
+                    grad_weight += logits.T @ x
+                del logits  # before the next chunk's are made
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, weight, targets, counted, lse = ctx.saved_tensors
-        chunk, smoothing, soft_cap, dtype = ctx.rest
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        exact = lse.dtype
-        head = weight.to(dtype)
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
-        scale = grad * counted  # (rows,)
-        ratio: Tensor | None = None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows in slices(len(hidden), chunk):
-                x = hidden[rows].to(dtype)
-                slope = (x @ head.T).to(exact)  # (chunk, vocab): the logits
-                if soft_cap is not None:
-                    ratio = slope.div_(soft_cap).tanh_()
-                    slope = ratio * soft_cap
-                slope = slope.sub_(lse[rows, None]).exp_()  # the probabilities
-                if smoothing:
-                    slope -= smoothing / len(weight)
-                at = targets[rows, None]
-                slope.scatter_add_(1, at, slope.new_full((), smoothing - 1.0).expand(at.shape))
-                if ratio is not None:
-                    slope.mul_(ratio.square_().neg_().add_(1.0))  # the derivative of the cap
-                    ratio = None
-                slope = slope.mul_(scale[rows, None]).to(dtype)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = slope @ head
-                if grad_weight is not None:
-                    grad_weight += slope.T @ x
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, *(None,) * 5
 
 
 def slices(total: int, rows: int) -> list[slice]:

@@ -115,7 +115,7 @@ def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
         layer += projections + (layers - 1) * hidden + (attention if options.checkpointing == "full" else 0)
     if options.mlp_tile:
         layer += layers * hidden if options.checkpointing == "none" else hidden
-    return config.num_layers * layer + (4 if options.loss_chunk else 3) * head
+    return config.num_layers * layer + 3 * head
 
 
 def _fit(config: ModelConfig, tokens: int, options: MemoryOptions, found: Footprint) -> Fit:

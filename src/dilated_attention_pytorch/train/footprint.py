@@ -383,17 +383,18 @@ class _Step:
         self.make("last norm", E, self.norm)
         if self.options.loss_chunk:
             chunk = min(self.options.loss_chunk, self.rows)
-            self.hold("sums and targets", self.rows * 13)
+            self.hold("targets", self.rows * 9)
             self.hold("head, narrow", V * E * p * self.casts)
-            # The chunk before is released when the next one's logits are there, wide.
-            narrow = p if p < 4 else 0
-            self.briefly("chunks", chunk * (V * (4 + narrow + 4) + E * narrow))
+            self.make("d last norm, of the sum", E, self.norm)
+            self.hold("sum of the head's gradient", V * E * 4)
+            rows = chunk * (V + E * self.casts) * p  # of logits, and of what they are the product of
+            self.briefly("a chunk and its gradient", rows + chunk * E * p)
+            self.briefly("a chunk and its share", rows + V * E * p)
+            self.drop("targets", "head, narrow", "last norm")
             self.now = "backward of the loss"
             self.make("d last norm", E, self.norm)
-            self.hold("sum of the head's gradient", V * E * 4)
-            self.briefly("chunks", chunk * (V * (p + narrow + 4) + E * 2 * narrow))
-            self.briefly("a chunk and its share", chunk * (V + E) * p + V * E * p)
-            self.drop("sum of the head's gradient", "head, narrow", "last norm", "sums and targets")
+            self.hold("the head's gradient", V * E * (4 if self.weight == 4 else 4 + self.weight))
+            self.drop("d last norm, of the sum", "sum of the head's gradient", "the head's gradient")
         else:
             narrow = V if p == 2 else 0
             if self.casts:
