@@ -23,7 +23,7 @@ SIZES = ((64, 12), (128, 16))
 def attention(device: str) -> Iterator[Case]:
     """Lengths, head dims and causality, each with branches that connect the whole sequence and with short ones.
 
-    Then the branches of the paper, and the other head layouts.
+    Then Llama's grouped queries, the branches of the paper, and the other head layouts.
     """
     if device == "cpu":
         yield from _each_way(causal=(False, True), tokens=8192, heads=4, head_dim=64, **CPU)
@@ -31,6 +31,9 @@ def attention(device: str) -> Iterator[Case]:
     for (dim, heads), tokens in itertools.product(SIZES, (32_768, 131_072, 1_048_576)):
         for branches in (_reaching(tokens, heads), USUAL):
             yield from _each_way(causal=(False, True), tokens=tokens, heads=heads, head_dim=dim, **branches)
+    for kv_heads in (8, 4):
+        grouped: dict[str, Any] = {"tokens": 131_072, "heads": 32, "kv_heads": kv_heads, "head_dim": 128}
+        yield from _each_way(causal=(True,), **grouped, **_reaching(131_072, kv_heads))
     for tokens in (131_072, 1_048_576):
         yield from _each_way(causal=(False, True), tokens=tokens, heads=12, head_dim=64, **PAPER)
     for layout in ("blocked", "grouped"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import site
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "tokens": {"nargs": "+", "type": whole_number, "metavar": "N", "help": "measure these lengths"},
     "only": {"nargs": "+", "metavar": "NAME", "help": "measure these contenders or techniques, named as in the table"},
     "cases": {"nargs": "+", "metavar": "WORD", "help": "measure cases with all these words: D=64 causal forward"},
+    "kernels": {"choices": ["best", "plain"], "help": "plain: those of any GPU, beside PyTorch's flash kernel"},
+    "with": {"dest": "wheels", "type": Path, "metavar": "PATH", "help": "a folder of unpacked wheels: flash-attn-4"},
     "torchscale": {"type": Path, "metavar": "PATH", "help": "a checkout of microsoft/torchscale to measure"},
     "heads": {"type": whole_number, "metavar": "H", "help": "number of heads"},
     "head_dim": {"type": whole_number, "metavar": "D", "help": "dimension of a head"},
@@ -82,6 +85,10 @@ def _run(
         handwritten(page)  # refuse before minutes of measuring
     if name in SUITES or name == "all":
         on_any_device = name == "all" or "device" in SUITES[name].flags
+        if wheels := stated.get("wheels"):
+            if not wheels.is_dir():
+                raise ValueError(f"--with {wheels} is no folder: unpack wheels into one, and name it")
+            site.addsitedir(str(wheels))  # where a wheel may have added folders of its own
         options = Options(device=_device(device) if on_any_device else "cpu", **stated)
         names = [name] if name in SUITES else list(choose_cases(_ALL, options))
         run([SUITES[one] for one in names], options)

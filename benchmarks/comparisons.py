@@ -39,17 +39,19 @@ def _suite(name: str, about: str, choose: Callable[[Options], dict[str, Setup]])
     return Suite(
         name=name,
         about=about,
-        flags=("device", "tokens", "cases", "only", "torchscale"),
+        flags=("device", "tokens", "cases", "only", "kernels", "with", "torchscale"),
         setup=setup,
-        measure=_measure,
+        measure=functools.partial(_measure, name),
         tables=lambda records: tables(rows_of(records)),
         verdict=lambda records: verdicts(rows_of(records)),
     )
 
 
-def _measure(job: tuple[Case, Mapping[str, Setup]], options: Options) -> Iterator[Record]:
+def _measure(suite: str, job: tuple[Case, Mapping[str, Setup]], options: Options) -> Iterator[Record]:
     """One record per contender; one that fails is recorded with its reason, and the run goes on."""
     case, chosen = job
+    if options.kernels != "best":
+        suite = f"{suite}, {options.kernels} kernels"  # beside the records of the same cases with the best ones
     attempts: dict[str, list[Record]] = {name: [] for name in chosen}
     turns = TURNS[case.device]
     for turn in range(turns):
@@ -57,7 +59,7 @@ def _measure(job: tuple[Case, Mapping[str, Setup]], options: Options) -> Iterato
             attempts[name].append(attempt(setup, case))
             _clear(case.device, options)
             if turn == turns - 1:
-                yield {"contender": name, **asdict(case), **middle(attempts[name])}
+                yield {"suite": suite, "contender": name, **asdict(case), **middle(attempts[name])}
 
 
 def middle(turns: Sequence[Record]) -> Record:
@@ -236,7 +238,7 @@ def _branches(rows: Sequence[Row]) -> str:
 
 
 def _attention(options: Options) -> dict[str, Any]:
-    return contenders.choose_contenders(options.only, options.torchscale)
+    return contenders.choose_contenders(options.only, options.torchscale, options.kernels)
 
 
 def _encoders(options: Options) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from dilated_attention_pytorch.functional import dilated_attention
 ELEMENTS_PER_CALL = 1 << 30
 
 OURS, FLOOR, SAME_TOKENS, TORCHSCALE = "ours", "dense, same FLOPs", "dense, same tokens", "torchscale"
-FLEX, EVERY_TILE = "FlexAttention", "ours, every tile"
+FLEX, EVERY_TILE, DROPOUT = "FlexAttention", "ours, every tile", "ours, dropout 0.1"
+OURS_CAPTURED, DENSE_CAPTURED = "ours, CUDA graph", "dense, same tokens, CUDA graph"
+FA4, FLEX_FLASH = "FlashAttention-4, same FLOPs", "FlexAttention, FLASH backend"
+PLAIN, FLASH = "ours, plain kernels", "flash kernel, same FLOPs"
 NO_CHECKOUT = "give --torchscale PATH, a checkout of microsoft/torchscale, to measure it"
 
 
@@ -37,18 +41,40 @@ class Ready:
 
 Setup = Callable[[Case], "Ready | str"]
 """Sets up a case, or says why this contender sits it out."""
+Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+"""Dense attention of q, k and v, `(B, H, N, D)`, causal or not."""
 
 
-def choose_contenders(only: Sequence[str] = (), torchscale: Path | None = None) -> dict[str, Setup]:
-    """The contenders by name, or those in `only`; torchscale sits out unless a checkout of it is given."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def choose_contenders(
+    only: Sequence[str] = (), torchscale: Path | None = None, kernels: str = "best"
+) -> dict[str, Setup]:
+    """The contenders by name, or those in `only`; torchscale sits out unless a checkout of it is given.
+
+    With `kernels="plain"` they are those that any GPU since compute capability 8.0 can run.
+    """
+    if kernels == "plain":
+        plain: dict[str, Setup] = {
+            PLAIN: ours("auto", kernels="plain"),
+            FLASH: functools.partial(dense_at_the_same_flops, flash=True),
+        }
+        return named_contenders(plain, only, torchscale)
     contenders: dict[str, Setup] = {
         OURS: ours("auto"),
         FLOOR: dense_at_the_same_flops,
         SAME_TOKENS: dense_at_the_same_tokens,
+        FA4: flash_attention_4,
         FLEX: flex_attention,
+        FLEX_FLASH: flex_attention_by_flash,
         TORCHSCALE: torchscale_from(torchscale),
         "ours, eager": ours("eager"),
         EVERY_TILE: every_tile,
+        DROPOUT: ours("auto", dropout_p=0.1),
+        OURS_CAPTURED: captured(ours("auto")),
+        DENSE_CAPTURED: captured(dense_at_the_same_tokens),
     }
     return named_contenders(contenders, only, torchscale)
 
@@ -65,8 +91,12 @@ def named_contenders(contenders: dict[str, Setup], only: Sequence[str], torchsca
     return {name: contenders[name] for name in only}
 
 
-def ours(backend: str) -> Setup:
+def ours(backend: str, dropout_p: float = 0.0, kernels: str = "best") -> Setup:
     def setup(case: Case) -> Ready | str:
+        if kernels == "plain" and case.device == "cpu":
+            return "measured on a GPU"
+        if dropout_p and (case.tokens != 131_072 or case.device == "cpu" or case.pattern is not None):
+            return "measured on a GPU at 131,072 tokens"
         if backend == "eager" and case.device == "cpu":
             return f"what `{OURS}` runs on a CPU"
         if backend == "eager" and (case.tokens > 1 << 15 or case.pattern is not None):
@@ -83,12 +113,47 @@ def ours(backend: str) -> Setup:
                 is_causal=case.is_causal,
                 head_layout=case.head_layout,
                 sparse_config=case.sparse_config,
+                dropout_p=dropout_p,
                 backend=backend,
             )
 
-        return Ready(_step(attend, (q, k, v), do, case.backward), case.flops)
+        settings = _plain_kernels() if kernels == "plain" else nullcontext()
+        return Ready(_step(attend, (q, k, v), do, case.backward), case.flops, settings)
 
     return setup
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    from dilated_attention_pytorch.kernels.triton import plan
+
+    before, plan.KERNELS = plan.KERNELS, "plain"
+    try:
+        yield
+    finally:
+        plan.KERNELS = before
+
+
+def captured(setup: Setup) -> Setup:
+    """A contender whose call is captured in a CUDA graph, and replayed without the host's part of it."""
+
+    def captured_setup(case: Case) -> Ready | str:
+        if case.device == "cpu" or case.tokens > 8192 or case.pattern is not None:
+            return "measured on a GPU up to 8,192 tokens, where the host may take longer than the GPU"
+        ready = setup(case)
+        if isinstance(ready, str):
+            return ready
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with ready.settings:
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    ready.call()
+            side.synchronize()
+            with torch.cuda.graph(graph):
+                ready.call()
+        return Ready(graph.replay, ready.flops)
+
+    return captured_setup
 
 
 def every_tile(case: Case) -> Ready | str:
@@ -98,13 +163,34 @@ def every_tile(case: Case) -> Ready | str:
     return ours("auto")(replace(case, sparsity_ratio=1.0))
 
 
-def dense_at_the_same_flops(case: Case) -> Ready | str:
-    """PyTorch's dense attention on sequences as long as the rows of a branch, enough of them for the same FLOPs."""
+def dense_at_the_same_flops(case: Case, flash: bool = False, attend: Attend = _sdpa) -> Ready | str:
+    """Dense attention on sequences as long as the rows of a branch, enough of them for the same FLOPs.
+
+    By PyTorch's fastest kernel, or by its `flash` kernel, which runs on any GPU since compute capability 8.0, or by
+    another function.
+    """
     w, r = case.segment_lengths[0], case.dilation_rates[0]
     rows = min(-(-w // r), case.tokens)
     sequences = max(1, round(case.flops / _dense_flops(case, rows)))
     calls = -(-sequences * rows * case.heads * case.head_dim // ELEMENTS_PER_CALL)
-    return _dense(case, round(sequences / calls), rows, calls)
+    return _dense(case, round(sequences / calls), rows, calls, flash, attend)
+
+
+def flash_attention_4(case: Case) -> Ready | str:
+    if case.device == "cpu":
+        return "runs on GPUs"
+    try:
+        from flash_attn.cute.interface import flash_attn_func
+    except ImportError as error:
+        return (
+            f"cannot be imported ({error}): give --with PATH, where the wheel flash-attn-4 and its needs are unpacked"
+        )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        found = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=is_causal)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    return dense_at_the_same_flops(case, attend=attend)
 
 
 def dense_at_the_same_tokens(case: Case) -> Ready | str:
@@ -115,7 +201,14 @@ def dense_at_the_same_tokens(case: Case) -> Ready | str:
     return _dense(case, 1, case.tokens)
 
 
-def flex_attention(case: Case) -> Ready | str:
+def flex_attention_by_flash(case: Case) -> Ready | str:
+    """FlexAttention on FlashAttention-4's kernels."""
+    if isinstance(reason := flash_attention_4(case), str):
+        return reason
+    return flex_attention(case, {"BACKEND": "FLASH"})
+
+
+def flex_attention(case: Case, options: Any = None) -> Ready | str:
     """FlexAttention with the union of the branches as its mask. A key counts once, which is less work than ours.
 
     With a block pattern on one undilated segment, it gets exactly the tiles that ours keeps.
@@ -123,8 +216,8 @@ def flex_attention(case: Case) -> Ready | str:
     if case.pattern is not None:
         if case.device != "cuda" or case.dilation_rates != (1,) or case.segment_lengths[0] < case.tokens:
             return "measured on a GPU; has a block mask for one undilated segment"
-        return _masked_by(tile_mask(case), case)
-    if case.device != "cuda" or case.tokens != 1 << 15 or case.head_dim != 64 or case.is_causal:
+        return _masked_by(tile_mask(case), case, options)
+    if case.device != "cuda" or case.tokens != 1 << 15 or case.head_dim != 64 or case.is_causal or case.kv_heads:
         return "compiles for long: measured on a GPU at 32,768 tokens, D=64, not causal"
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -138,15 +231,20 @@ def flex_attention(case: Case) -> Ready | str:
             found = found | ((i // w == j // w) & (i % w % r == o) & (j % w % r == o))
         return found
 
-    return _masked_by(create_block_mask(sees, None, case.heads, case.tokens, case.tokens, device="cuda"), case)
+    mask = create_block_mask(sees, None, case.heads, case.tokens, case.tokens, device="cuda")
+    return _masked_by(mask, case, options)
 
 
-def _masked_by(mask: Any, case: Case) -> Ready:
+def _masked_by(mask: Any, case: Case, options: Any) -> Ready:
     from torch.nn.attention.flex_attention import flex_attention as flex
 
     q, k, v, do = (x.transpose(1, 2) for x in case.tensors())
     compiled = torch.compile(flex)
-    return Ready(_step(lambda: compiled(q, k, v, block_mask=mask), (q, k, v), do, case.backward), case.flops)
+
+    def attend() -> Tensor:
+        return compiled(q, k, v, block_mask=mask, kernel_options=options)
+
+    return Ready(_step(attend, (q, k, v), do, case.backward), case.flops)
 
 
 def tile_mask(case: Case) -> Any:
@@ -191,8 +289,8 @@ def torchscale_from(checkout: Path | None) -> Setup:
     attention_class = load_torchscale(checkout)
 
     def setup(case: Case) -> Ready | str:
-        if case.pattern is not None:
-            return "has no block patterns"
+        if case.pattern is not None or case.kv_heads is not None:
+            return "has no block patterns, and no grouped queries"
         if case.head_layout == "grouped":
             return "puts every head on every branch"
         if any(w % r for w, r in zip(case.segment_lengths, case.dilation_rates)):
@@ -201,7 +299,7 @@ def torchscale_from(checkout: Path | None) -> Setup:
             return "measured at D=64, up to 1,048,576 tokens"
         shape = case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
         attention = without_projections(build_torchscale(attention_class, *shape))
-        q, k, v, do = case.tensors(1, case.tokens, case.heads * case.head_dim)
+        q, k, v, do = (x.detach().flatten(2).requires_grad_(x.requires_grad) for x in case.tensors())
 
         def attend() -> Tensor:
             return attention(q, k, v, is_causal=case.is_causal)[0]
@@ -211,20 +309,17 @@ def torchscale_from(checkout: Path | None) -> Setup:
     return setup
 
 
-def _dense(case: Case, sequences: int, rows: int, calls: int = 1) -> Ready:
-    tensors = case.tensors(sequences, rows, case.heads, case.head_dim)
+def _dense(case: Case, sequences: int, rows: int, calls: int = 1, flash: bool = False, attend: Attend = _sdpa) -> Ready:
+    tensors = case.tensors(sequences, rows)
     q, k, v, do = (x.transpose(1, 2) for x in tensors)
 
-    def attend() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=case.is_causal)
-
-    once = _step(attend, (q, k, v), do, case.backward)
+    once = _step(lambda: attend(q, k, v, case.is_causal), (q, k, v), do, case.backward)
 
     def call() -> None:
         for _ in range(calls):
             once()
 
-    return Ready(call, calls * sequences * _dense_flops(case, rows), _best_dense_kernel(case.device))
+    return Ready(call, calls * sequences * _dense_flops(case, rows), _dense_kernel(case.device, flash))
 
 
 def _dense_flops(case: Case, rows: int) -> int:
@@ -239,9 +334,10 @@ def _step(attend: Callable[[], Tensor], inputs: tuple[Tensor, ...], do: Tensor, 
     return lambda: torch.autograd.grad(attend(), inputs, do)
 
 
-def _best_dense_kernel(device: str) -> AbstractContextManager[None]:
+def _dense_kernel(device: str, flash: bool) -> AbstractContextManager[None]:
     if device != "cuda":
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True)
+    fastest = [] if flash else [SDPBackend.CUDNN_ATTENTION]
+    return sdpa_kernel([*fastest, SDPBackend.FLASH_ATTENTION], set_priority=True)

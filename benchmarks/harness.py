@@ -36,6 +36,7 @@ class Case:
     pattern: PatternType | None = None
     sparsity_ratio: float = 1.0
     block_size: int = 128
+    kv_heads: int | None = None  # None: as many as query heads
     encoder_layers: int = 0  # above 0: an encoder of this many layers, whose feed-forward is four times as wide
 
     @property
@@ -52,7 +53,9 @@ class Case:
     def flops(self) -> int:
         """FLOPs of visible pairs only; forward and backward together take 3.5 times those of the forward."""
         if self.sparse_config is None:
-            forward = forward_flops(self.spec, self.tokens, self.heads, self.head_dim, is_causal=self.is_causal)
+            alike = self.heads if self.kv_heads is None else self.kv_heads  # query heads of a group see the same rows
+            forward = forward_flops(self.spec, self.tokens, alike, self.head_dim, is_causal=self.is_causal)
+            forward *= self.heads // alike
         else:
             pairs = _kept_pairs(self.spec, self.tokens, self.heads, self.sparse_config, self.is_causal)
             forward = 4 * pairs * self.head_dim
@@ -67,7 +70,8 @@ class Case:
     def title(self) -> str:
         """What distinguishes the case, in a few words."""
         branches = f"{len(self.segment_lengths)} branches to {max(self.segment_lengths):,}"
-        words = [f"N={self.tokens:,}", f"D={self.head_dim}", f"H={self.heads}", branches]
+        heads = f"H={self.heads}" if self.kv_heads is None else f"H={self.heads}/{self.kv_heads}"
+        words = [f"N={self.tokens:,}", f"D={self.head_dim}", heads, branches]
         words += [f"{self.encoder_layers} layers"] if self.encoder_layers else []
         words += ["causal"] if self.is_causal else []
         words += [self.head_layout] if self.head_layout != "interleaved" else []
@@ -79,13 +83,16 @@ class Case:
     def floor_bytes(self) -> int:
         """The bytes that forward and backward must hold at once."""
         itemsize = getattr(torch, self.dtype).itemsize
-        return training_bytes(self.tokens, self.heads, self.head_dim, itemsize=itemsize)
+        return training_bytes(self.tokens, self.heads, self.head_dim, kv_heads=self.kv_heads, itemsize=itemsize)
 
-    def tensors(self, *shape: int) -> list[torch.Tensor]:
-        """Random q, k, v and an output gradient, `(1, N, H, D)` by default."""
-        shape = shape or (1, self.tokens, self.heads, self.head_dim)
-        dtype = getattr(torch, self.dtype)
-        tensors = [torch.randn(shape, dtype=dtype, device=self.device) for _ in range(4)]
+    def tensors(self, sequences: int = 1, tokens: int | None = None) -> list[torch.Tensor]:
+        """Random q, k, v and an output gradient, `(1, N, H, D)` by default; k and v have `kv_heads`."""
+        dtype, tokens = getattr(torch, self.dtype), self.tokens if tokens is None else tokens
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        tensors = [
+            torch.randn((sequences, tokens, heads, self.head_dim), dtype=dtype, device=self.device)
+            for heads in (self.heads, kv_heads, kv_heads, self.heads)
+        ]
         for x in tensors[:3]:
             x.requires_grad_(self.backward)
         return tensors

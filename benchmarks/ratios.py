@@ -7,7 +7,21 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from benchmarks.cases import USUAL
-from benchmarks.contenders import EVERY_TILE, FLEX, FLOOR, OURS, SAME_TOKENS, TORCHSCALE
+from benchmarks.contenders import (
+    DENSE_CAPTURED,
+    DROPOUT,
+    EVERY_TILE,
+    FA4,
+    FLASH,
+    FLEX,
+    FLEX_FLASH,
+    FLOOR,
+    OURS,
+    OURS_CAPTURED,
+    PLAIN,
+    SAME_TOKENS,
+    TORCHSCALE,
+)
 from benchmarks.harness import Case
 from benchmarks.suite import Record
 
@@ -57,17 +71,18 @@ Ratio = Callable[[Row, Sequence[Row]], "float | None"]
 
 
 def rate(row: Row, rows: Sequence[Row]) -> float | None:
-    return _quotient(row.measured(OURS, "tflops"), row.measured(FLOOR, "tflops"))
+    dense = [row.measured(name, "tflops") or 0.0 for name in (FLOOR, FA4)]
+    return _quotient(row.measured(OURS, "tflops"), max(dense))
+
+
+def plain_rate(row: Row, rows: Sequence[Row]) -> float | None:
+    return _quotient(row.measured(PLAIN, "tflops"), row.measured(FLASH, "tflops"))
 
 
 def memory(row: Row, rows: Sequence[Row]) -> float | None:
     peak = row.measured(OURS, "peak_bytes")
     has_floor = row.case.backward and not row.case.encoder_layers
     return _quotient(peak, row.case.floor_bytes) if has_floor else None
-
-
-def faster_than(contender: str) -> Ratio:
-    return lambda row, rows: _quotient(row.measured(contender, "milliseconds"), row.measured(OURS, "milliseconds"))
 
 
 def per_token(row: Row, rows: Sequence[Row]) -> float | None:
@@ -93,8 +108,18 @@ def off_linear(row: Row, rows: Sequence[Row]) -> float | None:
     return None if relative is None else abs(relative - 1.0)
 
 
-def slower_than_dense(row: Row, rows: Sequence[Row]) -> float | None:
-    return _quotient(row.measured(OURS, "milliseconds"), row.measured(SAME_TOKENS, "milliseconds"))
+def time_over(contender: str, other: str) -> Ratio:
+    return lambda row, rows: _quotient(row.measured(contender, "milliseconds"), row.measured(other, "milliseconds"))
+
+
+def faster_than(*contenders: str) -> Ratio:
+    """The time of the fastest of them over ours."""
+
+    def ratio(row: Row, rows: Sequence[Row]) -> float | None:
+        times = [time for name in contenders if (time := row.measured(name, "milliseconds")) is not None]
+        return _quotient(min(times), row.measured(OURS, "milliseconds")) if times else None
+
+    return ratio
 
 
 def _quotient(a: float | None, b: float | None) -> float | None:
@@ -102,11 +127,14 @@ def _quotient(a: float | None, b: float | None) -> float | None:
 
 
 RATIOS: dict[str, tuple[str, Ratio]] = {
-    "of dense": (f"our TFLOP/s over those of `{FLOOR}`", rate),
+    "of dense": (f"our TFLOP/s over those of `{FLOOR}`, or of `{FA4}` if it is faster", rate),
     "torchscale/ours": (f"milliseconds of `{TORCHSCALE}` over ours", faster_than(TORCHSCALE)),
     "dense/ours": (f"milliseconds of `{SAME_TOKENS}` over ours", faster_than(SAME_TOKENS)),
     "every tile/ours": (f"milliseconds of `{EVERY_TILE}` over ours", faster_than(EVERY_TILE)),
-    "Flex/ours": (f"milliseconds of `{FLEX}` over ours", faster_than(FLEX)),
+    "Flex/ours": (f"milliseconds of `{FLEX}`, in its fastest backend, over ours", faster_than(FLEX, FLEX_FLASH)),
+    "of flash": (f"TFLOP/s of `{PLAIN}` over those of `{FLASH}`", plain_rate),
+    "dropout": (f"milliseconds of `{DROPOUT}` over ours without", faster_than(DROPOUT)),
+    "captured dense/ours": ("`dense/ours` of CUDA graphs", time_over(DENSE_CAPTURED, OURS_CAPTURED)),
     "memory": (
         "our peak memory over the floor: what forward and backward must hold, inputs and gradients included",
         memory,
@@ -144,10 +172,41 @@ TARGETS = (
         lambda row: _on_gpu(row) and row.suite != "blocksparse" and row.case.tokens == 32_768 and row.case.backward,
     ),
     Target(
-        "a GPU, 2,048 tokens: at most 1.5 times one dense call on the same tokens",
-        slower_than_dense,
-        1.5,
-        lambda row: _on_gpu(row) and row.case.tokens == 2048,
+        "a GPU, 131,072 tokens or more, a longest segment of all of them: dense attention's rate at the same FLOPs",
+        rate,
+        1.0,
+        lambda row: (
+            _on_gpu(row)
+            and row.suite == "attention"
+            and row.case.tokens >= 131_072
+            and max(row.case.segment_lengths) >= row.case.tokens
+        ),
+    ),
+    Target(
+        "a GPU, the kernels that run on any: 1.15 of the rate of PyTorch's flash kernel, or better",
+        plain_rate,
+        1.15,
+        lambda row: _on_gpu(row),
+    ),
+    Target(
+        "a GPU, dropout 0.1, forward and backward: at most 1.4 times the time without",
+        faster_than(DROPOUT),
+        1.4,
+        lambda row: _on_gpu(row) and row.case.backward,
+        at_least=False,
+    ),
+    Target(
+        "a GPU, 512 to 4,096 tokens: at most 1.2 times one dense call on the same tokens",
+        time_over(OURS, SAME_TOKENS),
+        1.2,
+        lambda row: _on_gpu(row) and row.suite == "short" and row.case.tokens <= 4096,
+        at_least=False,
+    ),
+    Target(
+        "the same in CUDA graphs",
+        time_over(OURS_CAPTURED, DENSE_CAPTURED),
+        1.2,
+        lambda row: _on_gpu(row) and row.suite == "short" and row.case.tokens <= 4096,
         at_least=False,
     ),
     Target(
@@ -172,7 +231,7 @@ TARGETS = (
     ),
     Target(
         "a GPU, 32,768 tokens, a tenth of the tiles: 1.3 times faster than FlexAttention with the same, or better",
-        faster_than(FLEX),
+        faster_than(FLEX, FLEX_FLASH),
         1.3,
         lambda row: _on_gpu(row) and row.suite == "blocksparse" and row.case.tokens == 32_768,
     ),

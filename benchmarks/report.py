@@ -17,8 +17,9 @@ BY_HAND = "<!-- written by hand below -->"
 
 _REPRODUCE = """\
 ./run bench all --out results.jsonl --torchscale PATH   # attention, short, scaling, blocksparse; page, HTML
-./run bench decode --out results.jsonl  # or lengths, first, gigapath, cache, pool, shard, ranks, capacity, techniques
+./run bench decode --out results.jsonl  # or another suite: ./run bench --help
 ./run bench attention --cases D=64 causal --tokens 131072   # a part of a suite
+./run bench attention --kernels plain --out results.jsonl   # the kernels that run on any GPU
 ./run bench page --out results.jsonl    # this page again
 ./run bench report --out results.jsonl  # the HTML report again"""
 _INTRODUCTION = (

@@ -27,6 +27,8 @@ class Options:
     only: Sequence[str] = ()
     cases: Sequence[str] = ()
     torchscale: Path | None = None
+    kernels: str = "best"
+    wheels: Path | None = None
     heads: int | None = None
     head_dim: int | None = None
     sizes: Sequence[str] = ()

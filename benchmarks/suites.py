@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from benchmarks import cache_and_pool, capacity, comparisons, decode, first, lengths, memory, ranks, shard, techniques
+from benchmarks import (
+    cache_and_pool,
+    capacity,
+    comparisons,
+    decode,
+    first,
+    lengths,
+    memory,
+    ranks,
+    shard,
+    step,
+    techniques,
+)
 
 SUITES = {
     suite.name: suite
@@ -18,5 +30,6 @@ SUITES = {
         ranks.SUITE,
         capacity.SUITE,
         techniques.SUITE,
+        step.SUITE,
     )
 }

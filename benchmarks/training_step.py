@@ -12,12 +12,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilated_attention_pytorch.measuring import peak_resident
 from dilated_attention_pytorch.models.config import ModelConfig
@@ -34,7 +35,8 @@ class StepCase:
     """A training step of a model on one sequence of random tokens.
 
     `cap_bytes` limits the GPU memory of PyTorch's allocator. A step on `warm_tokens` that is not timed comes first: it
-    compiles, and makes the state of the optimizer. `dense` replaces dilated attention by PyTorch's causal attention.
+    compiles, and makes the state of the optimizer. `dense` replaces dilated attention by PyTorch's causal attention;
+    `llama` trains Hugging Face's Llama of the same width, depth and heads. `profiled` adds a step under the profiler.
     """
 
     config: ModelConfig
@@ -45,6 +47,8 @@ class StepCase:
     warm_tokens: int = 65_536
     steps: int = 1
     dense: bool = False
+    llama: bool = False
+    profiled: bool = False
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> StepCase:
@@ -69,13 +73,7 @@ def measure_step(case: StepCase) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, case.cap_bytes / total))
     torch.manual_seed(0)
-    with torch.device(case.device):
-        model = LongNetLM(case.config)
-    if case.dense:
-        for part in model.modules():
-            if isinstance(part, MultiheadDilatedAttention):
-                part.attention = _Dense(part.segment_lengths, part.dilation_rates)
-    prepare(model, case.options)
+    model, loss_of = _llama(case) if case.llama else _longnet(case)
     optimizer = make_optimizer(model.parameters(), case.options, lr=1e-4)
     scaler = make_scaler(case.options, case.device)
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -86,7 +84,7 @@ def measure_step(case: StepCase) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         wait()
         began = time.perf_counter()
-        value = loss(model, batch[:, :-1], batch[:, 1:], case.options)
+        value = loss_of(batch)
         scaler.scale(value).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -105,17 +103,80 @@ def measure_step(case: StepCase) -> dict[str, Any]:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     seconds = min(step(case.tokens) for _ in range(case.steps))
+    idle = _idle_share(lambda: step(case.tokens)) if case.profiled and cuda else None
     if not all(map(math.isfinite, losses)):
         raise FloatingPointError(f"the loss of {case.tokens:,} tokens is not finite: {losses}")
     return {
         "seconds": seconds,
         "tokens_per_second": case.tokens / seconds,
         "loss": losses[-1],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "idle": idle,
         "held_bytes": held,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "host_bytes": peak_resident(),
     }
+
+
+def _longnet(case: StepCase) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    with torch.device(case.device):
+        model = LongNetLM(case.config)
+    if case.dense:
+        for part in model.modules():
+            if isinstance(part, MultiheadDilatedAttention):
+                part.attention = _Dense(part.segment_lengths, part.dilation_rates)
+    prepare(model, case.options)
+    return model, lambda batch: loss(model, batch[:, :-1], batch[:, 1:], case.options)
+
+
+def _llama(case: StepCase) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    """A Llama as its users train it, with PyTorch's attention and its own loss."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config, options = case.config, case.options
+    width = config.d_model
+    shape = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=width,
+        intermediate_size=8 * width // 3 // 16 * 16,  # SwiGLU's three matrices in place of two
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads or config.num_heads,
+        max_position_embeddings=case.tokens,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    with torch.device(case.device):
+        model = LlamaForCausalLM(shape)
+    model.train()
+    if options.checkpointing != "none":
+        model.gradient_checkpointing_enable()
+    if options.compile:
+        model.compile()
+
+    def loss_of(batch: Tensor) -> Tensor:
+        with options.autocast(case.device):
+            return model(input_ids=batch[:, :-1], labels=batch[:, :-1]).loss
+
+    return model, loss_of
+
+
+def _idle_share(step: Callable[[], float]) -> float:
+    """The share of a step in which no kernel and no copy runs on the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        seconds = step()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in found.events() if event.device_type.name == "CUDA"
+    )
+    busy, until = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return max(0.0, 1.0 - busy / 1e6 / seconds)
 
 
 def attempt_step(case: StepCase) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_on_a_cpu_the_middle_of_three_turns_stands_for_a_contender(tmp_path, mon
     taken = iter([3.0, 7.0, 1.0, 9.0, 2.0, 8.0])  # by turns
     monkeypatch.setattr(comparisons, "attempt", lambda setup, case: {"milliseconds": next(taken), "tflops": 1.0})
     table = dict.fromkeys(["ours", "dense, same FLOPs"])
-    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
+    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale, kernels: table)
     results = tmp_path / "results.jsonl"
     assert main(["short", "--device", "cpu", "--cases", "forward+backward", "--out", str(results)]) == 0
     assert [line["milliseconds"] for line in read(results)[1:]] == [2.0, 8.0]
@@ -85,7 +85,7 @@ def test_a_contender_that_fails_costs_no_other_result(tmp_path, capsys, monkeypa
 
     ours = contenders.ours("auto")
     table = {"ours": ours, "large": without_memory, "wrong": wrong_in_its_call, "last": ours}
-    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale: table)
+    monkeypatch.setattr(contenders, "choose_contenders", lambda only, torchscale, kernels: table)
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     assert main(["short", "--device", "cpu", "--out", str(results)]) == 0
     assert main(["page", "--out", str(results), "--page", str(page)]) == 0

@@ -92,7 +92,7 @@ def test_the_report_draws_rates_memory_and_time(report) -> None:
         for case in cases:
             assert f"{case.title}, ours: 400 TFLOP/s" in everything, suite
             assert (f"{case.title}, ours: 1 times the floor" in everything) == case.backward
-            if suite != "blocksparse":  # which has one length
+            if suite != "blocksparse" and case.kv_heads is None:  # which have one length
                 assert f"torchscale: {case.flops / 40e9:.4g} milliseconds at {case.tokens:,} tokens" in everything
 
 
@@ -103,16 +103,24 @@ def test_peak_memory_stands_beside_its_floor(tmp_path) -> None:
     assert f"| {case.title} | {floor:.2f} | {1.25 * floor:.2f} | 1.25 |" in (tmp_path / "page.md").read_text()
 
 
-def verdicts(lines, tmp_path):
-    rows = read_rows(write(tmp_path / "results.jsonl", lines))
-    return [judge(target, rows) for target in TARGETS]
+def verdicts(results):
+    """The verdict of each target that was measured, by what the target is about."""
+    rows = read_rows(results)
+    found = {target.text: judge(target, rows) for target in TARGETS}
+    about = {
+        "rate": "0.95 of dense", "reaching": "a longest segment", "torchscale": "torchscale", "dropout": "dropout",
+        "short": "one dense call", "captured": "CUDA graphs", "memory": "peak memory", "linear": "time per token",
+        "tiles": "all through the same", "flex": "FlexAttention", "plain": "that run on any", "cpu": "a CPU",
+    }  # fmt: skip
+    assert len(about) == len(found)
+    verdicts = {name: next(found[text] for text in found if words in text) for name, words in about.items()}
+    return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
 
 def test_targets_are_met_where_every_case_meets_them(results) -> None:
-    rows = read_rows(results)
-    *gpu, flex, cpu = [judge(target, rows) for target in TARGETS]
-    assert flex is cpu is None
-    assert all(verdict.met == verdict.cases > 0 for verdict in gpu)
+    found = verdicts(results)
+    assert set(found) == {"rate", "reaching", "torchscale", "short", "memory", "linear", "tiles"}
+    assert all(verdict.met == verdict.cases > 0 for verdict in found.values())
 
 
 def test_one_case_is_enough_to_miss_a_target(tmp_path) -> None:
@@ -123,10 +131,11 @@ def test_one_case_is_enough_to_miss_a_target(tmp_path) -> None:
     )
     lines = [line("attention", case, "dense, same FLOPs") for case in (one, other)]
     lines += [line("attention", one, rate=390.0), line("attention", other, rate=360.0, memory=1.2)]
-    rate, torchscale, short, memory, linear, tiles, flex, cpu = verdicts(lines, tmp_path)
+    found = verdicts(write(tmp_path / "results.jsonl", lines))
+    assert set(found) == {"rate", "memory"}
+    rate, memory = found["rate"], found["memory"]
     assert (rate.met, rate.cases, rate.case, rate.worst) == (1, 2, other, 0.9)
     assert (memory.met, memory.cases, memory.case) == (1, 2, other)
-    assert torchscale is short is linear is tiles is flex is cpu is None
     write_page(tmp_path / "results.jsonl", tmp_path / "page.md")
     assert f"| 0.9 | {other.title} | 1 of 2 | not met |" in (tmp_path / "page.md").read_text()
 
@@ -137,7 +146,7 @@ def test_time_that_grows_faster_than_tokens_misses_linearity(tmp_path, reaching)
     shortest, *longer = [case for case in cases if (max(case.segment_lengths) >= case.tokens) == reaching]
     assert len(longer) == 4
     lines = [line("scaling", shortest), *(line("scaling", case, rate=380.0) for case in longer)]
-    linear = verdicts(lines, tmp_path)[4]
+    linear = verdicts(write(tmp_path / "results.jsonl", lines))["linear"]
     assert (linear.met, linear.cases) == (0, len(longer))
     work = max(case.flops * shortest.tokens / case.tokens / shortest.flops for case in longer)
     assert linear.worst == pytest.approx(work * 400 / 380 - 1)
@@ -148,7 +157,8 @@ def test_sparse_cases_are_held_against_every_tile_and_flex_attention(tmp_path) -
     lines = [line("blocksparse", case) for case in (one, other)]
     lines += [line("blocksparse", one, "ours, every tile", rate=50.0), line("blocksparse", one, "FlexAttention")]
     lines += [line("blocksparse", other, "ours, every tile", rate=80.0)]
-    *_, tiles, flex, _ = verdicts(lines, tmp_path)
+    found = verdicts(write(tmp_path / "results.jsonl", lines))
+    tiles, flex = found["tiles"], found["flex"]
     assert (tiles.met, tiles.cases, tiles.case, tiles.worst) == (1, 2, other, pytest.approx(5.0))
     assert (flex.met, flex.cases, flex.case, flex.worst) == (0, 1, one, 1.0)
 

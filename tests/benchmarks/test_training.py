@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import capacity, techniques, training_step
+from benchmarks import capacity, step, techniques, training_step
 from benchmarks.command import main
 from benchmarks.report import write_page
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, attempt_step, step_in_a_process
@@ -168,3 +168,22 @@ def test_the_memory_model_is_within_a_tenth_of_a_real_step(changes) -> None:
     options = MemoryOptions(precision="bf16", **changes)
     found = step_in_a_process(StepCase(config=config, tokens=65_536, options=options))
     assert footprint(config, 65_536, options).peak / found["peak_bytes"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_steps_stand_beside_those_that_users_would_take_instead(monkeypatch, tmp_path, capsys) -> None:
+    pytest.importorskip("transformers", reason="a Llama is one of the models")
+    monkeypatch.setattr(step, "step_in_a_process", lambda case, timeout: attempt_step(case))
+    monkeypatch.setattr(step, "SIZES", {"125m": (256, 1e-9), "350m": (512, 0.5)})
+    results = tmp_path / "results.jsonl"
+    assert main(["step", "--device", "cpu", "--out", str(results)]) == 0
+    records = [json.loads(line) for line in results.read_text().splitlines()][1:]
+    assert [x["model"] for x in records] == [step.OURS, step.PLAIN, step.DENSE, step.LLAMA]
+    assert all(x["share"] == pytest.approx(x["flops"] / x["seconds"] / x["ceiling"]) for x in records)
+    ours, _, dense, llama = records
+    assert dense["flops"] > ours["flops"]  # over pairs that dilated attention does not see
+    assert llama["parameters"] == pytest.approx(ours["parameters"], rel=0.1)
+    printed = capsys.readouterr().out
+    assert "| 125m: Hugging Face Llama | 256 |" in printed
+    assert "met: 125m, 256 tokens: 0.00 of the ceiling" in printed
+    assert main(["step", "--device", "cpu", "--only", "GPT"]) == 1
+    assert "--only names of ours, ours, plain, dense attention, Hugging Face Llama; got GPT" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""The suite `step`: training steps of three model sizes, beside what a user would train instead.
+
+The ceiling is the rate of one large matrix product in the same run. FLOPs are `6 x parameters x tokens` and 3.5 times
+those of attention's forward pass over the pairs that it sees; what is computed again is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.harness import measure
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
+from benchmarks.training_step import StepCase, step_in_a_process
+from dilated_attention_pytorch.core.pattern import forward_flops
+from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.train.fitting import cheapest_fit, choices
+from dilated_attention_pytorch.train.memory import MemoryOptions
+from dilated_attention_pytorch.train.presets import text_model
+
+# Tokens of a step, and the share of the ceiling to reach.
+SIZES = {"125m": (131_072, 0.50), "350m": (65_536, 0.58), "1.3b": (32_768, 0.70)}
+_CHUNK = 16_384  # rows of logits
+_TINY = ModelConfig(
+    vocab_size=64, d_model=32, num_heads=2, num_layers=2, segment_lengths=(64, 256), dilation_rates=(1, 2)
+)
+OURS, PLAIN, DENSE, LLAMA = "ours", "ours, plain", "dense attention", "Hugging Face Llama"
+
+
+@dataclass(frozen=True)
+class Trial:
+    name: str
+    size: str
+    case: StepCase
+
+
+def _setup(options: Options) -> list[Trial]:
+    names = list(options.sizes or SIZES)
+    for name in names:
+        if name not in SIZES:
+            raise ValueError(f"--sizes are of {', '.join(SIZES)}, got {name!r}")
+    cuda = options.device == "cuda"
+    room = torch.cuda.mem_get_info()[0] if cuda else 1 << 40
+    trials = []
+    for name in names if cuda else names[:1]:
+        tokens = SIZES[name][0] if cuda else 256
+        config = text_model(name, sequence_length=tokens) if cuda else _TINY
+        plain = MemoryOptions(precision="bf16" if cuda else "fp32", loss_chunk=_CHUNK if cuda else 64)
+        fit = cheapest_fit(config, tokens, room, options=[plain, *choices(offload=False)])
+        if fit is None:
+            raise ValueError(f"no options let {name} take {tokens:,} tokens in {room / 2**30:.1f} GiB")
+        fitted = fit.options if cuda else plain
+        case = StepCase(
+            config=config, tokens=tokens, options=replace(fitted, compile=cuda), device=options.device,
+            warm_tokens=tokens, steps=3, profiled=True,
+        )  # fmt: skip
+        again = replace(case.options, loss_chunk=0, mlp_tile=0)  # Llama has no such options
+        every = {
+            OURS: case,
+            PLAIN: replace(case, options=replace(fitted, compile=False)),
+            DENSE: replace(case, dense=True),
+            LLAMA: replace(case, llama=True, options=again),
+        }
+        wanted = options.only or every
+        if unknown := set(wanted) - every.keys():
+            raise ValueError(f"--only names of {', '.join(every)}; got {', '.join(sorted(unknown))}")
+        trials += [Trial(one, name, every[one]) for one in wanted]
+    return trials
+
+
+def _measure(trial: Trial, options: Options) -> Iterator[Record]:
+    case = trial.case
+    record: Record = {
+        "model": trial.name, "size": trial.size, "tokens": case.tokens, "options": asdict(case.options),
+        "ceiling": _ceiling(options.device), **step_in_a_process(case, timeout=420.0),
+    }  # fmt: skip
+    if "failed" not in record:
+        record["flops"] = _flops(case, record["parameters"])
+        record["share"] = record["flops"] / record["seconds"] / record["ceiling"]
+    yield record
+
+
+_ceilings: dict[str, float] = {}
+
+
+def _ceiling(device: str) -> float:
+    """FLOP/s of a matrix product, measured once per run."""
+    if device not in _ceilings:
+        size, dtype = (8192, torch.bfloat16) if device == "cuda" else (512, torch.float32)
+        a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+        _ceilings[device] = 2 * size**3 / (measure(lambda: a @ b, device).median * 1e-3)
+    return _ceilings[device]
+
+
+def _flops(case: StepCase, parameters: int) -> int:
+    config = case.config
+    whole = DilatedSpec.of([case.tokens], [1])
+    spec = whole if case.dense or case.llama else config.spec
+    attention = forward_flops(
+        spec, case.tokens, config.num_heads, config.head_dim, kv_heads=config.num_kv_heads, is_causal=True
+    )
+    return 6 * parameters * case.tokens + config.num_layers * attention * 7 // 2
+
+
+def _tables(records: Sequence[Record]) -> Iterator[Table]:
+    head = ["model", "tokens", "tokens/s", "share of the ceiling", "idle", "peak GiB", "options"]
+    for machine, mine in by_machine(records):
+        ceiling = max(x["ceiling"] for x in mine) / 1e12
+        words = f"{machine}. One sequence per step, forward, backward and update. Ceiling: {ceiling:.3g} TFLOP/s."
+        table = Table("A training step", [words], head)
+        for x in mine:
+            options = MemoryOptions(**x["options"]).stated()
+            first = [f"{x['size']}: {x['model']}", f"{x['tokens']:,}"]
+            if "failed" in x:
+                table.rows.append([*first, x["failed"], "", "", "", options])
+                continue
+            found: list[Any] = [f"{x['tokens_per_second']:,.0f}", f"{x['share']:.2f}", number(x["idle"], 3)]
+            table.rows.append([*first, *found, number(x["peak_bytes"], 1, 1 << 30), options])
+        yield table
+
+
+def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
+    found = {(x["size"], x["model"]): x for x in records if "failed" not in x}
+    for size, (tokens, target) in SIZES.items():
+        ours, llama = found.get((size, OURS)), found.get((size, LLAMA))
+        if ours is None or ours["tokens"] != tokens:
+            continue
+        text = f"{size}, {tokens:,} tokens: {target:.2f} of the ceiling, or better; {ours['share']:.2f}"
+        yield Verdict(ours["share"] >= target, text)
+        if llama is not None:
+            ratio = ours["tokens_per_second"] / llama["tokens_per_second"]
+            yield Verdict(ratio > 1.0, f"{size}: more tokens per second than Hugging Face's Llama; {ratio:.2f} times")
+
+
+SUITE = Suite(
+    name="step",
+    about="training steps beside the same model with dense attention and Hugging Face's Llama; targets are of a GPU",
+    flags=("device", "sizes", "only"),
+    setup=_setup,
+    measure=_measure,
+    tables=_tables,
+    verdict=_verdict,
+    key=("size", "tokens", "model"),
+)
