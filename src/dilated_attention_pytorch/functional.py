@@ -253,7 +253,7 @@ def warm_up(
 
     They go into Triton's cache folder (`TRITON_CACHE_DIR`), where other processes find them: let one rank warm up
     before the others begin, or do it when you build an image. Nearly the same kernels serve all lengths and batch
-    sizes; what changes them is the head dim, the dtype and the other arguments here.
+    sizes; what changes them is the head dim, the dtype and the other arguments here. Short calls have their own.
 
     Args:
         shape: `(B, N, H, D)` of the query.

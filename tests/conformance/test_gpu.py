@@ -81,6 +81,22 @@ def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
     plans.assert_hopper_ran()
 
 
+SHORT_PATTERN = {"tokens": 1000, "segment_lengths": (256, 512, 1000), "dilation_rates": (1, 2, 4)}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 64), (FP16, 128), (BF16, 48), (FP32, 64)], ids=str)
+def test_short_calls_keep_the_error_budget(dtype, head_dim, is_causal, plans) -> None:
+    check_budget(variant(**SHORT_PATTERN, head_dim=head_dim, is_causal=is_causal), "triton", dtype, "cuda")
+    assert plans
+    assert all(plan.short is not None for plan in plans)
+
+
+def test_short_calls_drop_what_the_reference_drops(plans) -> None:
+    check_exactly(variant(**SHORT_PATTERN, head_dim=64, dropout_p=0.3))
+    assert all(plan.short is not None for plan in plans)
+
+
 def of_documents(spans, *tensors):
     query, key, value, grad_out = tensors
     out, lse = dilated_attention(
@@ -219,6 +235,20 @@ def test_random_draws_keep_the_error_budget(dtype, part: int, draw: Draw) -> Non
 @given(draws(**LARGE, heads=[(3, 3), (4, 2)], head_dims=(16, 64)))
 def test_random_draws_equal_the_reference_with_dropout_and_through_the_lse(part: int, draw: Draw) -> None:
     check_exactly(draw)
+
+
+@pytest.mark.parametrize("lengths", ["whole", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kernels_for_long_segments_drop_what_the_reference_drops(lengths, head_dim, plans) -> None:
+    batch = 1 if lengths == "packed" else LONG.batch
+    draw = variant(head_dim=head_dim, dropout_p=0.3, lengths=lengths, batch=batch, shards=3)
+    expected = run(draw, "reference", BF16, through_lse=False, device="cuda")
+    found = run(draw, "triton", BF16, through_lse=False, device="cuda")
+    plans.assert_hopper_ran()
+    for name, x in expected.items():
+        there = x.isfinite()
+        error = (found[name].double() - x.double())[there].norm() / x.double()[there].norm()
+        assert error < 0.01, f"{name}: {error}"
 
 
 def test_dropout_and_the_gradient_of_the_lse_equal_the_reference() -> None:

@@ -1,7 +1,7 @@
 """Compile for compute capability 9.0 what launches of Hopper kernels would run.
 
 An argument is a case, `forward|backward,HEAD_DIM,MASK`. The mask is `whole`, `causal`, `kept`: causal with a block
-layout, or `documents`: causal with lengths.
+layout, `documents`: causal with lengths, or `dropped`: causal with dropout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CompilesInstead:
 
 def type_of(argument) -> str:
     """As Triton's front end writes types."""
-    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
     if isinstance(argument, torch.Tensor):
         return "*" + names[argument.dtype]
     if isinstance(argument, (int, float)):
@@ -63,6 +63,7 @@ def main(direction: str, head_dim: str, mask: str) -> None:
     shape = (1, 512, 2, int(head_dim))
     query, key, value, out, dq, dk, dv = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(7))
     lse = torch.empty(1, 2, 512)
+    seed = torch.zeros(2, dtype=torch.int64)
     branch = SimpleNamespace(
         r=2,
         w=512,
@@ -74,7 +75,14 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         query_offsets=torch.zeros(2, dtype=torch.int32),
         is_causal=mask != "whole",
         continues=True,
-        plan=SimpleNamespace(documents=3 if mask == "documents" else None),
+        index=0,
+        plan=SimpleNamespace(
+            documents=3 if mask == "documents" else None,
+            drops=mask == "dropped",
+            threshold=1 << 29,
+            keep_scale=1.1,
+            call=SimpleNamespace(head_offset=0, first_position=0),
+        ),
     )
     kept = None
     if mask == "kept":
@@ -84,14 +92,14 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         if direction == "forward":
             lists = () if kept is None else kept.key_lists
             run, _ = launch.forward_launch(query, key, branch, 0.1, kept)
-            run(query, key, value, out, lse, branch.query_offsets, branch.offsets, *lists)
+            run(query, key, value, out, lse, branch.offsets, branch.query_offsets, seed, *lists)
         else:
             assert launch.share_out(query, key, branch, 1 << 20)
             workspace = torch.empty(launch.workspace_size(branch.workspace_rows, query.shape[3])[0])
             rows = (query, out, key, value, workspace, lse, lse, dq, dk, dv, workspace)
             lists = () if kept is None else (*kept.query_lists, kept.query_turns, kept.key_first)
             run = launch.backward_launch(query, key, branch, branch.teams[-1], 0.1, workspace, kept)
-            run(*rows, branch.offsets, branch.offsets, *lists)
+            run(*rows, branch.offsets, branch.offsets, seed, *lists)
     except Compiled as found:
         (kernel,) = found.args
     assert len(kernel.asm["cubin"]) > 0

@@ -1,6 +1,7 @@
 """Compile the plain kernels for compute capability 9.0.
 
-An argument is a case, `HEAD_DIM,MASK,PATTERN,BLOCK_SIZE`, and `,packed` for documents with lengths.
+An argument is a case, `HEAD_DIM,MASK,PATTERN,BLOCK_SIZE`, and `,packed` for documents with lengths. The pattern is one
+of blocks, `dense`, or `short`: dense, and computed in one launch.
 """
 
 from __future__ import annotations
@@ -67,16 +68,19 @@ def main(head_dim: str, mask: str, pattern: str, block_size: str, lengths: str =
     from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
     from dilated_attention_pytorch.core.call import Call, Inputs, Saved
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.kernels.triton import documents, engine
+    from dilated_attention_pytorch.kernels.triton import documents, engine, short
 
     for name in ("_work_lists_kernel", "_clear_kernel"):
         compile_instead(documents, name)
     for name in ("forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"):
         compile_instead(engine, name)
+    for name in ("forward_kernel", "dkdv_kernel", "dq_kernel"):
+        compile_instead(short, name)
     config = None
-    if pattern != "dense":
+    if pattern not in ("dense", "short"):
         config = SparsePatternConfig(pattern, sparsity_ratio=0.25, block_size=int(block_size))
-    call = Call(spec=DilatedSpec.of([1024], [1]), is_causal=mask == "causal", sparse=config)
+    segment = 1024 if pattern != "dense" else 1000  # of no multiple of a tile's rows
+    call = Call(spec=DilatedSpec.of([segment], [1]), is_causal=mask == "causal", sparse=config)
     q, k, v, do = (torch.zeros(1, 1024, heads, int(head_dim), dtype=torch.bfloat16) for heads in (4, 2, 2, 4))
     spans = None if lengths == "whole" else torch.tensor([[0, 300], [300, 1000]])
     layout = None if config is None else layout_of(call, q, k, None, spans)

@@ -1,8 +1,10 @@
 """Which attention probabilities are dropped: a pure function of (seed, batch row, head, branch, query, key).
 
 Every backend draws the same mask from the same seed, whatever its tiles, so that recomputation in backward, under
-activation checkpointing or on another rank agrees. The hash is Wellons' `lowbias32` over 32-bit words, stored in int64
-because PyTorch has no unsigned arithmetic.
+activation checkpointing or on another rank agrees. All but the key go into a word per query row, and the key into a
+word of its own, by Wellons' `lowbias32` over 32-bit words, stored in int64 because PyTorch has no unsigned arithmetic.
+A probability is dropped where `factor * key word + row word` is small, with an odd factor made from the row's word: one
+multiply-add per probability, which kernels can afford. Rows and keys then agree as often as independent ones do.
 """
 
 from __future__ import annotations
@@ -34,8 +36,13 @@ def keep_mask(
     word = _mix(seed[0] + _GOLDEN * (branch + 1))
     for part in (seed[1], rows, heads, queries):
         word = _mix(word ^ _mix(part + _GOLDEN))
-    word = _mix(word ^ _mix(keys + _GOLDEN))
-    return word >= round(dropout_p * (_WORD + 1))
+    factor = _mix(word + _GOLDEN) | 1
+    return ((factor * _mix(keys + _GOLDEN) + word) & _WORD) >= threshold_of(dropout_p)
+
+
+def threshold_of(dropout_p: float) -> int:
+    """Words below it are dropped."""
+    return min(round(dropout_p * (_WORD + 1)), _WORD)
 
 
 def _mix(word: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ def kernels() -> str:
     return os.environ.get("DILATED_ATTENTION_KERNELS", "best")
 
 
+def float32_products() -> str:
+    """How kernels multiply float32 where TF32 is off: `tf32x3`, three TF32 products of parts, or `ieee`."""
+    return os.environ.get("DILATED_ATTENTION_FLOAT32", "tf32x3")
+
+
 def tiles_file() -> str | None:
     """The file of tile shapes that `bench tune` wrote for this GPU."""
     return os.environ.get("DILATED_ATTENTION_TILES")

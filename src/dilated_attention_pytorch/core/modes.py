@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _tf32_lock = threading.Lock()
 
 
@@ -21,7 +22,7 @@ def is_plain(*tensors: Tensor) -> bool:
     """
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        and _PLAIN.issuperset(map(type, tensors))
         and tensors[0].device.type != "meta"
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()

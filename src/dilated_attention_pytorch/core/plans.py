@@ -179,7 +179,7 @@ class PatternCache:
             entry = self._make(kind, key, make)
         else:
             self._hits[kind] += 1
-        value: Value = entry.shared()
+        value: Value = entry.shared() if entry.on_gpu else entry.value
         if timed:
             seconds = time.perf_counter() - began
             self._note(kind, self._cache.get((kind, key), entry), hit, seconds, profile)

@@ -344,4 +344,7 @@ def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast has done its work in `functional`; inside, it would turn float32 sums into low-precision ones."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return _NO_CONTEXT
+
+
+_NO_CONTEXT = nullcontext()

@@ -29,7 +29,7 @@ from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.modes import tf32
 from dilated_attention_pytorch.kernels.decode import own_partial
 from dilated_attention_pytorch.kernels.triton.launching import Launch
-from dilated_attention_pytorch.kernels.triton.plan import allows_tf32
+from dilated_attention_pytorch.kernels.triton.plan import allows_tf32, precision_of
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
 
 _PROGRAMS = 528  # four for each multiprocessor of an H200: as many splits as that takes
@@ -105,7 +105,7 @@ def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device
         "GROUP": group,
         "BLOCK_M": block_m,
         "BLOCK_N": min(64, split_rows),
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": precision_of(tf32),
         "num_warps": 4,
         "num_stages": 2,
     }

@@ -1,4 +1,4 @@
-"""The Triton engine: one forward launch per branch, one or two backward ones.
+"""The Triton engine: one forward launch per branch, one or two backward ones; short calls take fewer, see `short`.
 
 What a call needs besides its tensors, a `Plan`, is made when a call of its kind comes for the first time and is
 remembered. That first call compiles all kernels at once, those of backward too if an input requires gradients, and
@@ -53,6 +53,10 @@ class Triton:
                 trains = not call.partial and any(x.requires_grad for x in inputs[:3])
                 self.compile(call, inputs, backward=trains, ignore_errors=True)
             plan.set_steps(_forward_steps(plan, query, key, scale * _LOG2_E, layout))
+        if plan.short is not None:
+            out, lse = plan.empty_like(plan.like_query), plan.empty_like(plan.short.like_lse)
+            plan.short.forward(query, key, value, out, lse, plan.short.table, query if seed is None else seed)
+            return Partial(out, lse)
         with _lease(resources, plan.forward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
@@ -64,12 +68,11 @@ class Triton:
             elif spans is not None:
                 clear_outside(plan, spans, out, lse=lse)
             lines = plan.lines(spans, resources)
-            for i, (branch, launch, _, kernel) in enumerate(plan.steps):
+            if seed is None:
+                seed = query  # without dropout it is not read
+            for (branch, launch, _, _, offsets), line in zip(plan.steps, lines):
                 lists = () if layout is None else layout.branches[branch.index].key_lists
-                if kernel == "hopper":
-                    launch(query, key, value, out, lse, branch.query_offsets, lines[i], *lists)
-                else:
-                    launch(query, key, value, out, lse, lines[i], branch.offsets, _seed(seed, query), *lists)
+                launch(query, key, value, out, lse, line, offsets, seed, *lists)
             wide = call.partial or out.dtype == dtype
             return Partial(out if wide else out.to(dtype), lse.transpose(1, 2))
 
@@ -97,6 +100,14 @@ class Triton:
                 given = tree_map_only(Tensor, without_memory, (saved, grad_out, grad_lse))
                 compile_launches(lambda: self.gradients(call, *given), ignore_errors=True)
             plan.set_steps(_backward_steps(plan, query, key, scale, layout))
+        if plan.short is not None:
+            dq, dk, dv = (plan.empty_like(like) for like in (plan.like_query, plan.like_key, plan.like_key))
+            delta = plan.empty_like(plan.like_lse)
+            rest = (plan.short.table, query if seed is None else seed)
+            dlse = delta if grad_lse is None else grad_lse
+            plan.short.dq(query, key, value, out, grad_out, dlse, lse, delta, dq, *rest)
+            plan.short.dkdv(query, key, value, grad_out, lse, delta, dk, dv, *rest)
+            return Grads(dq if sign == 1 else dq * sign, dk, dv)
         with _lease(resources, plan.backward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
@@ -112,18 +123,20 @@ class Triton:
                 clear_outside(plan, spans, dq, dk, dv)
             lines = plan.lines(spans, resources)
             rows = (query, key, value, grad_out, lse, delta)
-            for i, (branch, launch, _, kernel) in enumerate(plan.steps):
+            if seed is None:
+                seed = query  # without dropout it is not read
+            for (branch, launch, _, kernel, offsets), line in zip(plan.steps, lines):
                 kept = None if layout is None else layout.branches[branch.index]
                 if kernel == "hopper":
                     lists = () if kept is None else (*kept.query_lists, kept.query_turns, kept.key_first)
                     into = (query, grad_out, key, value, workspace, lse, delta, dq, dk, dv, workspace)
-                    launch(*into, branch.offsets, lines[i], *lists)
+                    launch(*into, line, offsets, seed, *lists)
                 elif kernel == "dkdv":
                     lists = () if kept is None else kept.query_lists
-                    launch(*rows, dk, dv, lines[i], branch.offsets, _seed(seed, query), *lists)
+                    launch(*rows, dk, dv, line, offsets, seed, *lists)
                 else:
                     lists = () if kept is None else kept.key_lists
-                    launch(*rows, dq, lines[i], branch.offsets, _seed(seed, query), *lists)
+                    launch(*rows, dq, line, offsets, seed, *lists)
             if sign != 1:
                 dq = dq * sign
             wide = call.partial or dq.dtype == dtype
@@ -150,10 +163,6 @@ class Triton:
 def _is_elsewhere(query: Tensor) -> bool:
     """Whether another GPU must become the current one, on which Triton launches."""
     return query.is_cuda and query.get_device() != torch.cuda.current_device()
-
-
-def _seed(seed: Tensor | None, query: Tensor) -> Tensor:
-    return query if seed is None else seed  # without dropout it is not read
 
 
 def _spans(spans: Tensor | None, delta: Tensor) -> Tensor:
@@ -184,7 +193,8 @@ def _forward_steps(plan: Plan, query: Tensor, key: Tensor, scale: float, layout:
     for branch in plan.branches:
         kept = None if layout is None else layout.branches[branch.index]
         if branch.hopper is not None:
-            yield Step(branch, *branch.hopper.forward_launch(query, key, branch, scale, kept), "hopper")
+            launch, works = branch.hopper.forward_launch(query, key, branch, scale, kept)
+            yield Step(branch, launch, works, "hopper", branch.query_offsets)
         if branch.hopper is None or plan.documents is not None:
             yield _plain_step(forward_kernel, "forward", branch, scale, kept)
 
@@ -194,7 +204,7 @@ def _backward_steps(plan: Plan, query: Tensor, key: Tensor, scale: float, layout
         kept = None if layout is None else layout.branches[branch.index]
         for teams in branch.teams:
             launch = branch.hopper.backward_launch(query, key, branch, teams, scale, plan.like_workspace, kept)
-            yield Step(branch, launch, teams.works, "hopper")
+            yield Step(branch, launch, teams.works, "hopper", branch.offsets)
         if branch.hopper is None or plan.documents is not None:
             yield _plain_step(dkdv_kernel, "dkdv", branch, scale, kept)
             yield _plain_step(dq_kernel, "dq", branch, scale, kept)
@@ -221,7 +231,8 @@ def _plain_step(kernel: Any, name: str, branch: PlannedBranch, scale: float, kep
     no_lists = (None, None, None) if kept is None else ()
     queries, keys = (tiles.walk, tiles.own) if owns_keys else (tiles.own, tiles.walk)
     settings = {"BLOCK_M": queries, "BLOCK_N": keys, **branch.settings(tiles)}
-    return Step(branch, Launch(kernel, count * heads * slots, (*no_lists, *numbers), settings), works, name)
+    launch = Launch(kernel, count * heads * slots, (*no_lists, *numbers), settings)
+    return Step(branch, launch, works, name, branch.offsets)
 
 
 def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:

@@ -56,15 +56,22 @@ class Launch:
         self._settings = settings
         self._views = views
         self._compiled: _Compiled | None = None
+        self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
         self._launched = False
         self._may_compile = knows_triton()
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream; with tensors on the device `meta` only compile, for the current GPU."""
         pointers = tuple([x.data_ptr() for x in tensors])
-        together = functools.reduce(operator.or_, pointers)
-        if self._compiled is not None and not together % 16 and not _watched():
-            self._compiled(tensors, pointers)
+        known = self._known.get(pointers)
+        aligned = known is not None or not functools.reduce(operator.or_, pointers) % 16
+        if self._compiled is not None and aligned and not _watched():
+            if known is None:
+                if len(self._known) >= _MOST_ADDRESSES:
+                    self._known.clear()
+                known = self._known[pointers] = self._compiled.arguments(tensors, pointers)
+            launch, before, stream, after = known
+            launch(*before, stream(), *after)
             return
         descriptors = [view(x) for view, x in zip(self._views, tensors)]
         first = [*(one for some in descriptors for one in some), *tensors[len(descriptors) :], *self._numbers]
@@ -76,7 +83,7 @@ class Launch:
         if not self._launched:
             self._launched, seconds = True, time.perf_counter() - began
             log.debug("%s: compiled or loaded, and launched, in %.3f s", _name(self._kernel), seconds)
-        if self._may_compile and not together % 16 and kernel is not None:  # the interpreter returns nothing
+        if self._may_compile and aligned and kernel is not None:  # the interpreter returns nothing
             self._may_compile = False
             constants = (self._settings[name] for name in self._kernel.arg_names[len(first) :])
             views = list(zip(self._views, map(len, descriptors)))
@@ -118,7 +125,6 @@ class _Compiled:
         self._launcher, self._views = copy.copy(kernel.run), []
         self._noted: list[tuple[Any, ...]] = []
         self._launcher.launch = lambda *arguments: self._noted.append(arguments)
-        self._seen: dict[tuple[int, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
         self._launch = kernel.run.launch
         if views:
             self._launch, metadata = _below_descriptors(kernel.run)
@@ -126,19 +132,8 @@ class _Compiled:
                 self._views.append((view, metadata[:count]))
                 metadata = metadata[count:]
 
-    def __call__(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> None:
-        found = self._seen.get(pointers)
-        if found is None:
-            if len(self._seen) >= _MOST_ADDRESSES:
-                self._seen.clear()
-            found = self._seen[pointers] = self._around_stream(tensors, pointers)
-        before, after = found
-        self._launch(*before, self._stream(), *after)
-
-    def _around_stream(
-        self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What the launching function takes before and after the stream."""
+    def arguments(self, tensors: tuple[Tensor, ...], pointers: tuple[int, ...]) -> tuple[Any, ...]:
+        """The launching function, what it takes before the stream, what returns the stream, and what comes after."""
         described = [_expanded(view(x), metadata) for (view, metadata), x in zip(self._views, tensors)]
         parts = [part for descriptors in described for part in descriptors]
         stream = object()
@@ -146,7 +141,7 @@ class _Compiled:
         self._launcher(self._programs, 1, 1, stream, *self._head, *parts, *pointers[len(described) :], *self._rest)
         (arguments,) = self._noted
         at = next(i for i, argument in enumerate(arguments) if argument is stream)
-        return arguments[:at], arguments[at + 1 :]
+        return self._launch, arguments[:at], self._stream, arguments[at + 1 :]
 
 
 def _expanded(descriptors: Sequence[Any], metadata: list[Any]) -> list[Any]:

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core import environment, plans
 from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.dropout import threshold_of
 from dilated_attention_pytorch.core.entries import lasting
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spec import OffsetTable
+from dilated_attention_pytorch.kernels.triton import short
 from dilated_attention_pytorch.kernels.triton.documents import WorkLists, Works
 from dilated_attention_pytorch.kernels.triton.launching import Launch, device_of
 from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
@@ -48,12 +50,14 @@ def plan_for(
         None if spans is None else (spans.shape[0], spans.dtype),
         seed is not None,
         None if grad_lse is None else (grad_lse.stride(), grad_lse.dtype),
-        *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors],
+        query.dtype,  # those of key and value too
+        tensors[-1].dtype,
+        *[(x.shape, x.stride(), x.data_ptr() % 16) for x in tensors],
     )
     if query.is_meta:  # of a call that compiles only
-        return Plan(call, spans, seed is not None, tf32, tensors)
+        return Plan(call, spans, seed is not None, tf32, tensors, grad_lse)
     # In the table of the whole process: a call may have a small cache of its own, whose layouts a plan must not evict.
-    return plans.remember("plan", key, lambda: Plan(call, spans, seed is not None, tf32, tensors))
+    return plans.remember("plan", key, lambda: Plan(call, spans, seed is not None, tf32, tensors, grad_lse))
 
 
 class Plan:
@@ -61,7 +65,10 @@ class Plan:
 
     estimated_bytes = 1 << 14  # of launches and small tables, for the table of plans
 
-    def __init__(self, call: Call, spans: Tensor | None, drops: bool, tf32: bool, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, call: Call, spans: Tensor | None, drops: bool, tf32: bool, tensors: tuple[Tensor, ...],
+        grad_lse: Tensor | None = None,
+    ) -> None:  # fmt: skip
         query, key = tensors[:2]
         self.call = call
         self.B, self.N, self.H, self.D = query.shape
@@ -72,15 +79,16 @@ class Plan:
         self.itemsize = query.element_size()
         self.drops = drops
         self.keep_scale = 1.0 / (1.0 - call.dropout_p)
-        self.threshold = round(call.dropout_p * (1 << 32))
-        self.precision = "tf32" if tf32 else "ieee"
+        self.threshold = threshold_of(call.dropout_p)
+        self.precision = precision_of(tf32)
         self.strides = tuple(stride for x in tensors for stride in x.stride()[:3])
         self.launches: dict[str, Launch] = {}
         self.steps: list[Step] | None = None  # made by the first call
         table = call.offsets(self.H, key.shape[2])
-        rounds = not call.partial and rounds_little(call.spec, table)
+        in_one = spans is None and short.takes(call, self.B, self.N, self.H)
+        rounds = not call.partial and (in_one or rounds_little(call.spec, table))
         self.sum_dtype = query.dtype if rounds else torch.float32
-        order, covers = _order(call, table, self.N, in_documents=spans is not None)
+        order, covers = ([], True) if in_one else _order(call, table, self.N, in_documents=spans is not None)
         self.every_row_written = covers  # of documents, if there are any
         self.empty_like = _empty_like_meta if query.is_meta else torch.empty_like
         self.new = self.empty_like if self.every_row_written else torch.zeros_like
@@ -107,9 +115,10 @@ class Plan:
         self.forward_loan = sums
         if debugging() and not query.is_meta:
             stage = "forward" if len(tensors) == 3 else "backward"
-            kernels = ["plain" if branch.hopper is None else "hopper" for branch in self.branches]
+            kernels = ["plain" if branch.hopper is None else "hopper" for branch in self.branches] or "short"
             log.debug("planned: %s of %s, kernels by branch %s", stage, tuple(query.shape), kernels)
         self.backward_loan = max(sums, 4 * self.like_lse.numel(), 4 * self.workspace_size)
+        self.short = short.Short(self, table, grad_lse) if in_one else None
 
     def set_steps(self, steps: Iterable[Step]) -> None:
         steps = list(steps)
@@ -147,12 +156,13 @@ def _order(call: Call, table: OffsetTable, tokens: int, *, in_documents: bool) -
 
 
 class Step(NamedTuple):
-    """A launch of a branch, and what it works on where documents have lengths."""
+    """A launch of a branch, what it works on where documents have lengths, and the table of its heads' offsets."""
 
     branch: PlannedBranch
     launch: Launch
     works: Works
     kernel: str
+    offsets: Tensor
 
 
 class PlannedBranch:
@@ -212,12 +222,11 @@ def _hopper_for(
 ) -> ModuleType | None:
     """The launchers of the Hopper kernels where they take this branch, else None: then the plain ones do.
 
-    They do not know dropout, and block layouts with tiles of their own size only, without lengths. Their backward sums
-    dq in a scratch buffer for each key/value head that works at once, and is left out where that would be a burden on
-    memory.
+    They take block layouts with tiles of their own size only, and without lengths. Their backward sums dq in a scratch
+    buffer for each key/value head that works at once, and is left out where that would be a burden on memory.
     """
     plan = branch.plan
-    if KERNELS == "plain" or plan.drops or why_no_hopper(device_of(query)) is not None:
+    if KERNELS == "plain" or why_no_hopper(device_of(query)) is not None:
         return None
     if plan.call.sparse is not None and plan.documents is not None:
         return None
@@ -258,6 +267,17 @@ _GLUON = "triton.experimental.gluon.nvidia.hopper"
 @functools.cache
 def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
     return lasting(device, lambda: torch.tensor(offsets, dtype=torch.int32, device=device))
+
+
+def precision_of(tf32: bool) -> str:
+    """How kernels multiply float32. Tensor cores know TF32 only; three products of parts are as exact as float32 needs.
+
+    Rounded to TF32, a number `x` leaves a rest, which is rounded too: `x = a + b` within 2**-22. The product of `a + b`
+    and `c + d` is `ac + ad + bc`, and what it leaves out is as small.
+    """
+    if tf32:
+        return "tf32"
+    return environment.float32_products() if torch.version.cuda is not None else "ieee"
 
 
 def allows_tf32(allow: bool | None) -> bool:

@@ -121,4 +121,5 @@ def dropout_key_word(keys):
 @triton.jit
 def keeps(row_word, key_word, threshold):
     """Whether each probability survives, for words that broadcast to the tile."""
-    return mix(row_word ^ key_word).to(tl.int64) >= threshold
+    factor = mix(row_word + tl.full([1], 0x9E3779B9, tl.uint32)) | 1
+    return factor * key_word + row_word >= threshold.to(tl.uint32)

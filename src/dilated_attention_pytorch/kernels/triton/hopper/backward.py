@@ -38,12 +38,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dilated_attention_pytorch.kernels.triton.hopper.common import (
     LOG2_E,
+    Dropout,
     Rows,
     add_tile,
     advance,
     barriers,
     clear_rows,
     copy_rows,
+    dropout_factors,
+    dropout_keys,
+    dropout_rows,
+    keeps,
     synchronize_threads,
     wait_for_stores,
 )
@@ -76,6 +81,8 @@ class _Inputs(NamedTuple):
     v: Any
     lse: Any
     delta: Any
+    words: Any  # of the query rows and their factors, for dropout
+    factors: Any
 
 
 class _Signals(NamedTuple):
@@ -94,8 +101,9 @@ class _Signals(NamedTuple):
 
 @gluon.jit
 def _produce(
-    sources, inputs, signals, Lse, Delta, offsets, lines, lists, sizes,
+    sources, inputs, signals, Lse, Delta, offsets, lines, lists, sizes, dropout,
     BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_rows, do_rows, k_rows, v_rows = sources
     N, H, rate, group, team_size = sizes.N, sizes.H, sizes.rate, sizes.group, sizes.team_size
@@ -146,6 +154,11 @@ def _produce(
                     mbarrier.expect(signal, do_rows.desc.block_type.nbytes)
                     copy_rows(do_rows, b, token, row, head, N, rate, signal, inputs.do.index(stage), BLOCK_M)
                     inputs.lse.index(stage).store(lse * LOG2_E)
+                    if DROPOUT:
+                        delta = delta / dropout.keep_scale  # ds is multiplied by it at the end, in dq and dk
+                        words = dropout_rows(dropout, b, head, token + (row + lane) * rate)
+                        inputs.words.index(stage).store(words)
+                        inputs.factors.index(stage).store(dropout_factors(words))
                     inputs.delta.index(stage).store(delta)
                     mbarrier.arrive(signals.q_full.index(stage), count=1)
                     walked += 1
@@ -241,11 +254,12 @@ def _give_dq(ds_smem, dq_smem, signals, k, step, WHICH: gl.constexpr, BLOCK_D: g
 
 @gluon.jit
 def _consume(
-    Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lines, lists, sizes, scale,
-    WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
+    given, WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
+    Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lines, lists, sizes, dropout, scale = given
     H, rate, rows, group, team_size = sizes.H, sizes.rate, sizes.rows, sizes.group, sizes.team_size
     dtype: gl.constexpr = inputs.q.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # (keys, queries)
@@ -257,6 +271,7 @@ def _consume(
     wide = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, memory))
     member = gl.program_id(0) % team_size
     team = gl.program_id(0) // team_size
+    ds_scale = scale * dropout.keep_scale if DROPOUT else scale
     walked = 0  # steps of all units: two stages each of queries, ds and dq, in step
     held = 0
     held_phase = 0
@@ -281,6 +296,9 @@ def _consume(
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
                     start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
                     steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
+                if DROPOUT:
+                    own_keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+                    key_words = dropout_keys(dropout, token + own_keys * rate)
                 mbarrier.wait(signals.kv_full.index(held), held_phase)
                 if DOCUMENTS:
                     # Behind a document may lie anything, NaN too, and 0 times that is not 0.
@@ -327,8 +345,16 @@ def _consume(
                         p = gl.where(sees, p, 0.0)
                     delta = inputs.delta.index(stage).load(gl.SliceLayout(0, scores))
                     dp = warpgroup_mma_wait(0, deps=[dp_later])
-                    dv_later = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do, dv, is_async=True)
-                    ds = (p * (dp - delta[None, :])).to(dtype)
+                    if DROPOUT:
+                        words = inputs.words.index(stage).load(gl.SliceLayout(0, scores))
+                        factors = inputs.factors.index(stage).load(gl.SliceLayout(0, scores))
+                        kept = keeps(words[None, :], factors[None, :], key_words[:, None], dropout)
+                        kept_p = gl.where(kept, p, 0.0)
+                        dv_later = warpgroup_mma(gl.convert_layout(kept_p.to(dtype), weights), do, dv, is_async=True)
+                        ds = (kept_p * dp - p * delta[None, :]).to(dtype)
+                    else:
+                        dv_later = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do, dv, is_async=True)
+                        ds = (p * (dp - delta[None, :])).to(dtype)
                     mbarrier.wait(signals.ds_empty.index(stage), phase ^ 1)
                     ds_smem.index(stage).slice(WHICH * 64, 64, dim=0).store(ds)
                     fence_async_shared()
@@ -350,7 +376,9 @@ def _consume(
                 keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, grads))
                 into = ((origin + keys.to(gl.int64) * rate) * (H // group) + kv)[:, None] * D + columns[None, :]
                 inside = (keys < count)[:, None] & (columns < D)[None, :]
-                dk = dk * scale
+                dk = dk * ds_scale
+                if DROPOUT:
+                    dv = dv * dropout.keep_scale
                 if CONTINUES:
                     dk += gl.load(Dk + into, mask=inside, other=0.0).to(gl.float32)
                     dv += gl.load(Dv + into, mask=inside, other=0.0).to(gl.float32)
@@ -373,7 +401,7 @@ def _consume(
                 synchronize_threads()
                 queries = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, memory))
                 sums = Scratch + place.to(gl.int64) * BLOCK_D + queries[:, None] * BLOCK_D + wide[None, :]
-                dq = gl.load(sums, cache_modifier=".cg") * scale
+                dq = gl.load(sums, cache_modifier=".cg") * ds_scale
                 queries = tile * BLOCK_M + queries
                 into = ((origin + queries.to(gl.int64) * rate) * H + kv * group + g)[:, None] * D + wide[None, :]
                 inside = (queries < count)[:, None] & (wide < D)[None, :]
@@ -389,15 +417,16 @@ def _consume(
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.
-@gluon.jit(do_not_specialize=(*Sizes._fields, "turns_at", "rows_per_batch_row"))
+@gluon.jit(do_not_specialize=(*Sizes._fields, "turns_at", "rows_per_batch_row", *Dropout._fields[1:4], "threshold"))
 def backward_kernel(
     q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail, scratch_desc,
-    Lse, Delta, Dq, Dk, Dv, Scratch, offsets, Lines,
+    Lse, Delta, Dq, Dk, Dv, Scratch, Lines, offsets, seed,
     Grids, First, Queries, QueryTurns, KeyFirst,
     N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group,
-    turns_at, rows_per_batch_row, scale,
+    turns_at, rows_per_batch_row, head_offset, first_position, branch, threshold, keep_scale, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
+    DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`Grids` to `KeyFirst` and `rows_per_batch_row` are a block layout's lists, and not read without one."""
     Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -424,22 +453,28 @@ def backward_kernel(
     )
     fence_async_shared()
     sources = Rows(q_desc, q_tail), Rows(do_desc, do_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
-    inputs = _Inputs(q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem)
+    words, factors = lse_smem, lse_smem
+    if DROPOUT:
+        words = gl.allocate_shared_memory(gl.uint32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        factors = gl.allocate_shared_memory(gl.uint32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    inputs = _Inputs(q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, words, factors)
+    dropout = Dropout(seed, head_offset, first_position, branch, keep_scale, threshold)
     if DOCUMENTS:
         units = gl.load(Lines) * heads
     sizes = Sizes(N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group)
     lists = Lists(offsets, offsets, offsets, offsets, offsets, N)
     if SPARSE:
         lists = Lists(Grids, First, Queries, QueryTurns, KeyFirst, rows_per_batch_row)
+    given = (
+        Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, Lines, lists, sizes, dropout, scale
+    )  # fmt: skip
     # A tuple of constants would not stay constant, so the lists are written out.
     gl.warp_specialize(
         [
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, Lines, lists,
-                        sizes, scale, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
-            (_consume, (Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, Lines, lists,
-                        sizes, scale, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
-            (_produce, (sources, inputs, signals, Lse, Delta, offsets, Lines, lists, sizes,
-                        BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE)),
+            (_consume, (given, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE, DROPOUT)),
+            (_consume, (given, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE, DROPOUT)),
+            (_produce, (sources, inputs, signals, Lse, Delta, offsets, Lines, lists, sizes, dropout,
+                        BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
             (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 0,
                       BLOCK_M, CAUSAL, DOCUMENTS, SPARSE)),
             (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 1,

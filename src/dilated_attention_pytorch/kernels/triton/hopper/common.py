@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+GOLDEN = gl.constexpr(0x9E3779B9)
 synchronize_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.6, 3.7
 
 
@@ -42,6 +43,50 @@ def copy_rows(source, b, token, row, head, N, rate, barrier, smem, ROWS: gl.cons
         c = gl.where(wraps, c - rest + rate, c - rest)
         t = gl.where(wraps, t - 1, t)
         tma.async_copy_global_to_shared(source.tail, [b, c, head, t, 0], barrier, smem)
+
+
+class Dropout(NamedTuple):
+    """What decides which probabilities of a call's branch are dropped: see `core.dropout`."""
+
+    seed: Any
+    head_offset: Any
+    first_position: Any
+    branch: Any
+    keep_scale: Any
+    threshold: Any
+
+
+@gluon.jit
+def mix(word):
+    word = word.to(gl.uint32)
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@gluon.jit
+def dropout_rows(dropout, b, head, tokens):
+    """The words of query rows."""
+    word = mix(gl.load(dropout.seed).to(gl.uint32) + (dropout.branch + 1).to(gl.uint32) * GOLDEN)
+    word = mix(word ^ mix(gl.load(dropout.seed + 1).to(gl.uint32) + GOLDEN))
+    word = mix(word ^ mix(b.to(gl.uint32) + GOLDEN))
+    word = mix(word ^ mix((head + dropout.head_offset).to(gl.uint32) + GOLDEN))
+    return mix(word ^ mix((dropout.first_position + tokens).to(gl.uint32) + GOLDEN))
+
+
+@gluon.jit
+def dropout_keys(dropout, tokens):
+    return mix((dropout.first_position + tokens).to(gl.uint32) + GOLDEN)
+
+
+@gluon.jit
+def dropout_factors(row_words):
+    return mix(row_words + GOLDEN) | 1
+
+
+@gluon.jit
+def keeps(row_words, factors, key_words, dropout):
+    return factors * key_words + row_words >= dropout.threshold.to(gl.uint32)
 
 
 @gluon.jit

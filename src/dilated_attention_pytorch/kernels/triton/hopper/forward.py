@@ -26,32 +26,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dilated_attention_pytorch.kernels.triton.hopper.common import (
     LN_2,
     LOG2_E,
+    Dropout,
     Rows,
     advance,
     barriers,
     clear_rows,
     copy_rows,
+    dropout_factors,
+    dropout_keys,
+    dropout_rows,
+    keeps,
+    synchronize_threads,
 )
 from dilated_attention_pytorch.kernels.triton.hopper.works import (
+    Lists,
     Place,
     Sizes,
+    ends_of,
     exists,
     line_of,
+    listed,
     next_work,
     place_of,
+    row_pointers,
+    rows_before,
     segment_rows,
     tile_of,
     work_at,
 )
-
-
-class _Lists(NamedTuple):
-    """What a block layout keeps: see `triton.block_sparse`."""
-
-    grids: Any
-    first: Any  # where each query tile's list of key tiles starts
-    keys: Any
-    rows_per_batch_row: Any
 
 
 class _Signals(NamedTuple):
@@ -76,29 +78,13 @@ def _key_tiles(end, count, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _listed(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
-    """A query tile's list of key tiles: where it starts, and how many it has; none where there is no such tile."""
-    there = tile * BLOCK_M < place.count
-    row = gl.load(lists.grids + work.segment * sizes.H + place.head) + place.b * lists.rows_per_batch_row + tile
-    start = gl.load(lists.first + row, mask=there, other=0)
-    return start, gl.load(lists.first + row + 1, mask=there, other=0) - start
-
-
-@gluon.jit
-def _ends(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
-    """How many key tiles a query tile has in its list, and the last of them."""
-    start, steps = _listed(lists, work, tile, place, sizes, BLOCK_M)
-    return steps, gl.load(lists.keys + start + steps - 1, mask=steps > 0, other=0)
-
-
-@gluon.jit
 def _produce(
-    sources, staged, signals, offsets, lines, lists, sizes,
+    sources, staged, signals, offsets, lines, lists, sizes, dropout,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr,
-    SPARSE: gl.constexpr,
+    SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_rows, k_rows, v_rows = sources
-    q_smem, k_smem, v_smem = staged
+    q_smem, k_smem, v_smem, word_smem = staged
     N, rate = sizes.N, sizes.rate
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     done = 0
@@ -131,7 +117,7 @@ def _produce(
                 copy_rows(q_rows, b, token, row, head, N, rate, signal, q, 64)
             done += 1
             if SPARSE:
-                start, steps = _listed(lists, work, tile, place, sizes, BLOCK_M)
+                start, steps = listed(lists, work, tile, place, sizes, BLOCK_M)
                 following = gl.load(lists.keys + start + steps - 1)
             else:
                 steps = _key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N)
@@ -142,6 +128,11 @@ def _produce(
                 else:
                     row = (steps - 1 - step) * BLOCK_N
                 mbarrier.wait(signals.k_empty.index(stage), phase)
+                if DROPOUT:
+                    lane = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+                    word_smem.index(stage).store(dropout_keys(dropout, token + (row + lane) * rate))
+                    synchronize_threads()
+                    mbarrier.arrive(signals.k_full.index(stage), count=1)
                 mbarrier.expect(signals.k_full.index(stage), k_rows.desc.block_type.nbytes)
                 copy_rows(k_rows, b, token, row, kv, N, rate, signals.k_full.index(stage), k_smem.index(stage), BLOCK_N)
                 mbarrier.wait(signals.v_empty.index(stage), phase)
@@ -183,7 +174,7 @@ def _with_rows(
         tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
         b, head, token, count = place_of(work, line, rows, sizes, DOCUMENTS)
         if SPARSE:
-            steps, last = _ends(lists, work, tile, Place(b, head, token, count), sizes, BLOCK_M)
+            steps, last = ends_of(lists, work, tile, Place(b, head, token, count), sizes, BLOCK_M)
     return work, second, tile, Place(b, head, token, count), (steps, last)
 
 
@@ -224,43 +215,27 @@ def _softmax(s, m, total, qk_scale):
 
 
 @gluon.jit
+def _drop(p, row_words, factors, words, dropout, scores: gl.constexpr):
+    """Probabilities without those that are dropped. `keep_scale` comes at the end, once per row."""
+    key_words = words.load(gl.SliceLayout(0, scores))
+    kept = keeps(row_words[:, None], factors[:, None], key_words[None, :], dropout)
+    return gl.where(kept, p, 0.0)
+
+
+@gluon.jit
 def _log2(x):
     """By one instruction, within 2**-22."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _pointers(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.constexpr, scores, memory):
-    """Of the 64 rows of a consumer in lse and out, and which of them exist."""
-    BLOCK_D: gl.constexpr = memory.size_per_thread[1] * memory.threads_per_warp[1]
-    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
-    at = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, memory))
-    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, memory))
-    b = b.to(gl.int64)
-    lse_pointers = Lse + (b * H + head) * N + token + rows.to(gl.int64) * rate
-    out_pointers = Out + ((b * N + token) * H + head) * D + columns[None, :]
-    out_pointers += at.to(gl.int64)[:, None] * (rate * H * D)
-    return lse_pointers, rows < count, out_pointers, (at < count)[:, None] & (columns < D)[None, :]
-
-
-@gluon.jit
-def _before(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.constexpr, scores, memory):
-    """The lse and out of a consumer's rows as earlier branches left them."""
-    lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
-        Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
-    )
-    lse = gl.load(lse_pointers, mask=lse_mask, other=-float("inf"))
-    return lse, gl.load(out_pointers, mask=out_mask, other=0.0)
-
-
-@gluon.jit
 def _consume(
-    Out, Lse, staged, signals, offsets, lines, lists, sizes, qk_scale,
-    WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    given, WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
-    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    q_smem, k_smem, v_smem = staged
+    Out, Lse, staged, signals, offsets, lines, lists, sizes, dropout, qk_scale = given
+    q_smem, k_smem, v_smem, word_smem = staged
     N, H, rate = sizes.N, sizes.H, sizes.rate
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     dtype: gl.constexpr = q_smem.dtype
@@ -282,7 +257,7 @@ def _consume(
     place = place_of(work, line, rows, sizes, DOCUMENTS)
     ends = second, second
     if SPARSE:
-        ends = _ends(lists, work, tile, place, sizes, BLOCK_M)
+        ends = ends_of(lists, work, tile, place, sizes, BLOCK_M)
     work, second, tile, place, ends = _with_rows(
         work,
         second,
@@ -311,10 +286,15 @@ def _consume(
     issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
     first_row = tile * BLOCK_M + WHICH * 64
     if CONTINUES:
-        before_lse, before = _before(Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory)
+        before_lse, before = rows_before(Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory)
     s = warpgroup_mma_wait(0, deps=[s])
     while count > 0:
-        mbarrier.arrive(signals.k_empty.index(stage), count=1)
+        if DROPOUT:
+            tokens = token + (first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))) * rate
+            row_words = dropout_rows(dropout, b, head, tokens)
+            factors = dropout_factors(row_words)
+        else:
+            mbarrier.arrive(signals.k_empty.index(stage), count=1)
         # Where the next tile is: asked for early, because the answer takes long.
         work, second = next_work(work, second, step_work, sizes, CAUSAL)
         line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
@@ -322,7 +302,7 @@ def _consume(
         if not DOCUMENTS:
             tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
         if SPARSE:
-            ends = _ends(lists, work, tile, place_of(work, line, rows, sizes, DOCUMENTS), sizes, BLOCK_M)
+            ends = ends_of(lists, work, tile, place_of(work, line, rows, sizes, DOCUMENTS), sizes, BLOCK_M)
         else:
             mine = _key_tiles(first_row + 64, count, CAUSAL, BLOCK_N)
             last = mine - 1
@@ -330,6 +310,8 @@ def _consume(
             m = before_lse * LOG2_E
             denominator = gl.where(m == -float("inf"), 0.0, 1.0)
             acc = gl.convert_layout(before, output).to(gl.float32)
+            if DROPOUT:
+                acc = acc * (1.0 / dropout.keep_scale)
         else:
             m = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
             denominator = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, scores))
@@ -348,6 +330,9 @@ def _consume(
             clear_rows(v_smem.index(stage).reshape([BLOCK_N, BLOCK_D]), count - last * BLOCK_N)
         # Finite from this tile on: every row sees a key of it.
         p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+        if DROPOUT:
+            p = _drop(p, row_words, factors, word_smem.index(stage), dropout, scores)
+            mbarrier.arrive(signals.k_empty.index(stage), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         p = gl.convert_layout(p.to(dtype), weights)
         q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
@@ -364,8 +349,12 @@ def _consume(
             acc_later = warpgroup_mma(p, v, acc, is_async=True)
             issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
             s = warpgroup_mma_wait(1, deps=[s_later])
-            mbarrier.arrive(signals.k_empty.index(stage), count=1)
+            if not DROPOUT:
+                mbarrier.arrive(signals.k_empty.index(stage), count=1)
             p32, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+            if DROPOUT:
+                p32 = _drop(p32, row_words, factors, word_smem.index(stage), dropout, scores)
+                mbarrier.arrive(signals.k_empty.index(stage), count=1)
             acc = warpgroup_mma_wait(0, deps=[acc_later])
             mbarrier.arrive(signals.v_empty.index(v_stage), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
@@ -411,13 +400,16 @@ def _consume(
         issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
         next_first_row = tile * BLOCK_M + WHICH * 64
         if CONTINUES:
-            before_lse, before = _before(
+            before_lse, before = rows_before(
                 Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
             )
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(signals.v_empty.index(v_stage), count=1)
-        out = acc * gl.convert_layout(1.0 / denominator, gl.SliceLayout(1, output))[:, None]
-        lse_pointers, lse_mask, out_pointers, out_mask = _pointers(
+        weight = 1.0 / denominator
+        if DROPOUT:
+            weight = weight * dropout.keep_scale
+        out = acc * gl.convert_layout(weight, gl.SliceLayout(1, output))[:, None]
+        lse_pointers, lse_mask, out_pointers, out_mask = row_pointers(
             Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
         )
         gl.store(out_pointers, gl.convert_layout(out.to(Out.dtype.element_ty), memory), mask=out_mask)
@@ -427,14 +419,15 @@ def _consume(
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.
-@gluon.jit(do_not_specialize=(*Sizes._fields, "rows_per_batch_row"))
+@gluon.jit(do_not_specialize=(*Sizes._fields, "rows_per_batch_row", *Dropout._fields[1:4], "threshold"))
 def forward_kernel(
-    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, Out, Lse, offsets, Lines,
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, Out, Lse, Lines, offsets, seed,
     Grids, First, Kept,
-    N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, rows_per_batch_row, qk_scale,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, rows_per_batch_row,
+    head_offset, first_position, branch, threshold, keep_scale, qk_scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     REGISTERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
-    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`Grids`, `First`, `Kept` and `rows_per_batch_row` list the keys of a block layout, and are unread without one.
 
@@ -447,7 +440,7 @@ def forward_kernel(
     signals = _Signals(
         barriers(2, 1),
         barriers(2, CONSUMERS),
-        barriers(STAGES, 1),
+        barriers(STAGES, 2 if DROPOUT else 1),  # words of keys are stored beside them
         barriers(STAGES, CONSUMERS),
         barriers(STAGES, 1),
         barriers(STAGES, CONSUMERS),
@@ -457,21 +450,26 @@ def forward_kernel(
     if DOCUMENTS:
         batch = gl.load(Lines)
     sizes = Sizes(N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group)
-    staged = (q_smem, k_smem, v_smem)
+    words = q_smem
+    if DROPOUT:
+        words = gl.allocate_shared_memory(gl.uint32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    staged = (q_smem, k_smem, v_smem, words)
+    dropout = Dropout(seed, head_offset, first_position, branch, keep_scale, threshold)
     sources = Rows(q_desc, q_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
-    lists = _Lists(offsets, offsets, offsets, N)
+    lists = Lists(offsets, offsets, offsets, N)
     if SPARSE:
-        lists = _Lists(Grids, First, Kept, rows_per_batch_row)
+        lists = Lists(Grids, First, Kept, rows_per_batch_row)
+    given = (Out, Lse, staged, signals, offsets, Lines, lists, sizes, dropout, qk_scale)
     # A tuple of constants would not stay constant, so the lists are written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
-                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
-                (_produce, (sources, staged, signals, offsets, Lines, lists, sizes,
-                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE)),
+                (_consume, (given, 0, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
+                            DOCUMENTS, SPARSE, DROPOUT)),
+                (_consume, (given, 1, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
+                            DOCUMENTS, SPARSE, DROPOUT)),
+                (_produce, (sources, staged, signals, offsets, Lines, lists, sizes, dropout,
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
             ],
             [4, 4],
             [REGISTERS, 24],
@@ -479,14 +477,14 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 0, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
-                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 1, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
-                (_consume, (Out, Lse, staged, signals, offsets, Lines, lists, sizes, qk_scale, 2, D, BLOCK_D, BLOCK_N,
-                            STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES, DOCUMENTS, SPARSE)),
-                (_produce, (sources, staged, signals, offsets, Lines, lists, sizes,
-                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE)),
+                (_consume, (given, 0, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
+                            DOCUMENTS, SPARSE, DROPOUT)),
+                (_consume, (given, 1, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
+                            DOCUMENTS, SPARSE, DROPOUT)),
+                (_consume, (given, 2, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
+                            DOCUMENTS, SPARSE, DROPOUT)),
+                (_produce, (sources, staged, signals, offsets, Lines, lists, sizes, dropout,
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 32],

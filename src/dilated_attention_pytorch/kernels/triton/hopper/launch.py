@@ -69,8 +69,8 @@ def takes_branch(tokens: int, rate: int, rows: int, block_size: int | None) -> b
 def forward_launch(
     query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None
 ) -> tuple[Launch, Works]:
-    """Of one branch of a plan; its tensors are q, k, v, out, lse, the query heads' offsets, the list of works of
-    documents and those of the keys that a layout keeps.
+    """Of one branch of a plan; its tensors are q, k, v, out, lse, the list of works of documents, the query heads'
+    offsets, the seed, and the lists of the keys that a layout keeps.
     """
     N, H, D = query.shape[1:]
     group = H // key.shape[2]
@@ -80,8 +80,8 @@ def forward_launch(
     multiprocessors = _multiprocessors(device_of(query))
     # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
     alone = -(-branch.rows // 128) * units <= multiprocessors
-    # So do a layout's tiles, which must not be shorter than a program's.
-    tiles = hopper_tiles_for(block_d, branch.is_causal, alone or kept is not None)
+    # So do a layout's tiles, which must not be shorter than a program's, and dropout, which takes registers.
+    tiles = hopper_tiles_for(block_d, branch.is_causal, alone or kept is not None or branch.plan.drops)
     count = -(-branch.rows // (64 * tiles.consumers))
     works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
     programs = min(works, multiprocessors)
@@ -91,7 +91,7 @@ def forward_launch(
         count, slots_per_row = min(count, _STRETCH), _WHOLE
     numbers = (
         *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, slots_per_row, query.shape[0], programs,
-        group, _rows_per_batch_row(kept), qk_scale,
+        group, _rows_per_batch_row(kept), *_dropout(branch), qk_scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -105,6 +105,7 @@ def forward_launch(
         "CONTINUES": branch.continues,
         "DOCUMENTS": has_documents,
         "SPARSE": kept is not None,
+        "DROPOUT": branch.plan.drops,
         "num_warps": 4,
     }
     views = (_view(branch.r, 64), _view(branch.r, _KEY_ROWS), _view(branch.r, _KEY_ROWS))
@@ -116,7 +117,7 @@ def backward_launch(
     query: Tensor, key: Tensor, branch, teams: Teams, scale: float, workspace: Tensor, kept: BranchLayout | None
 ) -> Launch:
     """Of one branch's segments; its tensors are q, do, k, v, the sums of dq, lse, delta, dq, dk, dv, the workspace, the
-    key/value heads' offsets, the list of segments of documents and the lists of a layout.
+    list of segments of documents, the key/value heads' offsets, the seed, and the lists of a layout.
     """
     N, H, D = query.shape[1:]
     block_d = padded(D)
@@ -124,7 +125,7 @@ def backward_launch(
     numbers = (
         *_no_lists(kept, 5), N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, teams.rows,
         branch.slots_per_row, units, teams.count, teams.size, _lag(block_d, branch.is_causal), H // key.shape[2],
-        _turns_at(workspace, block_d), _rows_per_batch_row(kept), scale,
+        _turns_at(workspace, block_d), _rows_per_batch_row(kept), *_dropout(branch), scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -135,6 +136,7 @@ def backward_launch(
         "CONTINUES": branch.continues,
         "DOCUMENTS": branch.plan.documents is not None,
         "SPARSE": kept is not None,
+        "DROPOUT": branch.plan.drops,
         "num_warps": 4,
         # Members of a team wait for each other. Where another kernel holds multiprocessors, some members would start
         # and wait for others that cannot: so all programs start together, or none does.
@@ -143,6 +145,12 @@ def backward_launch(
     queries, keys = _view(branch.r, _QUERY_ROWS), _view(branch.r, _KEY_ROWS)
     sums = functools.partial(_sums_descriptor, block_d=block_d)
     return Launch(backward_kernel, teams.count * teams.size, numbers, settings, (queries, queries, keys, keys, sums))
+
+
+def _dropout(branch) -> tuple[float, ...]:
+    """What the kernels know of dropout besides its seed."""
+    call = branch.plan.call
+    return call.head_offset, call.first_position, branch.index, branch.plan.threshold, branch.plan.keep_scale
 
 
 def _no_lists(kept: BranchLayout | None, count: int) -> tuple[None, ...]:

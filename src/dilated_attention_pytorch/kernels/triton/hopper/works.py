@@ -59,6 +59,15 @@ class Place(NamedTuple):
     count: Any
 
 
+class Lists(NamedTuple):
+    """What a block layout keeps: see `triton.block_sparse`."""
+
+    grids: Any
+    first: Any  # where each query tile's list of key tiles starts
+    keys: Any
+    rows_per_batch_row: Any
+
+
 @gluon.jit
 def _places(sizes, CAUSAL: gl.constexpr):
     return (sizes.tiles + 1) // 2 if CAUSAL else sizes.tiles
@@ -168,3 +177,43 @@ def place_of(work, line, rows, sizes, DOCUMENTS: gl.constexpr):
         count = last_count + gl.where(line.offset < gl.where(is_last, last_rest, rest), 1, 0)
         count = gl.where((line.offset < 0) | (work.b >= sizes.batch), 0, count)
         return Place(work.b, sizes.first_head + work.head, work.segment * sizes.W + line.offset, count)
+
+
+@gluon.jit
+def listed(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
+    """A query tile's list of key tiles: where it starts, and how many it has; none where there is no such tile."""
+    there = tile * BLOCK_M < place.count
+    row = gl.load(lists.grids + work.segment * sizes.H + place.head) + place.b * lists.rows_per_batch_row + tile
+    start = gl.load(lists.first + row, mask=there, other=0)
+    return start, gl.load(lists.first + row + 1, mask=there, other=0) - start
+
+
+@gluon.jit
+def ends_of(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
+    """How many key tiles a query tile has in its list, and the last of them."""
+    start, steps = listed(lists, work, tile, place, sizes, BLOCK_M)
+    return steps, gl.load(lists.keys + start + steps - 1, mask=steps > 0, other=0)
+
+
+@gluon.jit
+def row_pointers(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.constexpr, scores, memory):
+    """Of the 64 rows of a consumer in lse and out, and which of them exist."""
+    BLOCK_D: gl.constexpr = memory.size_per_thread[1] * memory.threads_per_warp[1]
+    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+    at = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, memory))
+    columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, memory))
+    b = b.to(gl.int64)
+    lse_pointers = Lse + (b * H + head) * N + token + rows.to(gl.int64) * rate
+    out_pointers = Out + ((b * N + token) * H + head) * D + columns[None, :]
+    out_pointers += at.to(gl.int64)[:, None] * (rate * H * D)
+    return lse_pointers, rows < count, out_pointers, (at < count)[:, None] & (columns < D)[None, :]
+
+
+@gluon.jit
+def rows_before(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.constexpr, scores, memory):
+    """The lse and out of a consumer's rows as earlier branches left them."""
+    lse_pointers, lse_mask, out_pointers, out_mask = row_pointers(
+        Out, Lse, b, head, token, first_row, count, N, H, rate, D, scores, memory
+    )
+    lse = gl.load(lse_pointers, mask=lse_mask, other=-float("inf"))
+    return lse, gl.load(out_pointers, mask=out_mask, other=0.0)
