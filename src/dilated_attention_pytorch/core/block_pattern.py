@@ -149,7 +149,7 @@ def preference(config: SparsePatternConfig, tiles: int, rows: Tensor, branch: in
         return torch.stack([torch.randint(1 << 30, (tiles,), generator=generator) for generator in generators])
     if config.pattern_type == "hierarchical":
         weight = column & -column
-        weight[0] = 1 << tiles.bit_length()  # 0 is a multiple of every power
+        weight[:1].fill_(1 << tiles.bit_length())  # 0 is a multiple of every power; an index would wait for the device
         return distance // weight
     return torch.zeros_like(distance)  # ties go to the nearest
 
