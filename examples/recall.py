@@ -134,39 +134,49 @@ def window_attention(tokens: int) -> BlockSparseDilatedAttention:
 
     It sees all of the shortest sequences, so it can learn the task there. Where it fails, its reach is too short.
     """
-    block, before = _window(tokens)
+    return sliding_window(tokens, *_window(tokens))
+
+
+def sliding_window(tokens: int, block: int, before: int) -> BlockSparseDilatedAttention:
+    """Attention in which a row sees its own tile of `block` tokens and the `before` tiles before it."""
     config = SparsePatternConfig("local_window", 1.0, block, local_window_size=max(1, 2 * before * block))
     return BlockSparseDilatedAttention([tokens], [1], sparse_config=config)
 
 
+def narrowest_window(spec: DilatedSpec, tokens: int, heads: int, block: int, least: int = 0) -> int:
+    """The number of tiles before its own, at least `least`, that a row must see to cost no less than `spec`."""
+    wanted = pairs_per_head(spec, tokens, heads)
+    return next(m for m in range(least, tokens // block + 1) if window_pairs(tokens, block, m) >= wanted)
+
+
 def _window(tokens: int) -> tuple[int, int]:
     """The size of a tile, and the number of tiles before its own that a row sees."""
-    block, wanted = max(16, tokens // 1024), _longnet_pairs(tokens)
-    choices = range(SHORTEST // block, tokens // block + 1)
-    before = next(m for m in choices if _window_pairs(tokens, block, m) >= wanted)
-    return block, before
+    block = max(16, tokens // 1024)
+    return block, narrowest_window(longnet_spec(tokens), tokens, REPEATS, block, SHORTEST // block)
 
 
-def _window_pairs(tokens: int, block: int, before: int) -> int:
+def window_pairs(tokens: int, block: int, before: int) -> int:
     """(query, key) pairs of one head."""
     tiles = tokens // block
     return tiles * block * (block + 1) // 2 + sum(min(tile, before) for tile in range(tiles)) * block * block
 
 
-def _longnet_pairs(tokens: int) -> int:
+def pairs_per_head(spec: DilatedSpec, tokens: int, heads: int) -> int:
     """(query, key) pairs per head, the mean over heads rounded up: their grids start at different rows."""
-    spec = longnet_spec(tokens)
     pairs = [
         visible_pairs(branch, offset, tokens, is_causal=True)
-        for branch, row in zip(spec.branches, spec.offsets(REPEATS))
+        for branch, row in zip(spec.branches, spec.offsets(heads))
         for offset in row
     ]
-    return math.ceil(sum(pairs) / REPEATS)
+    return math.ceil(sum(pairs) / heads)
 
 
 def keys_per_row(name: str, tokens: int) -> float:
     """The mean number of keys that a row of one head sees."""
-    pairs = _longnet_pairs(tokens) if name == LONGNET else _window_pairs(tokens, *_window(tokens))
+    is_longnet = name == LONGNET
+    pairs = (
+        pairs_per_head(longnet_spec(tokens), tokens, REPEATS) if is_longnet else window_pairs(tokens, *_window(tokens))
+    )
     return pairs / tokens
 
 
@@ -174,6 +184,13 @@ def reach(name: str, tokens: int) -> int:
     """The farthest token that a row can depend on through all layers, counted back from the row."""
     block, before = _window(tokens)
     return tokens if name == LONGNET else min(tokens, LAYERS * (before + 1) * block)
+
+
+def set_attention(model: LongNetLM, make: Callable[[], DilatedAttention]) -> None:
+    """Replace the attention of every layer; the weights, which are those of the projections, stay."""
+    for layer in model.layers:
+        assert isinstance(layer, DilatedTransformerEncoderLayer)
+        layer.self_attn.attention = make()
 
 
 ATTENTIONS: dict[str, Callable[[int], DilatedAttention]] = {LONGNET: longnet_attention, WINDOW: window_attention}
@@ -219,9 +236,7 @@ class Pupil:
 
     def attend(self, tokens: int) -> None:
         """Switch to the attention for that length; the weights stay."""
-        for layer in self.model.layers:
-            assert isinstance(layer, DilatedTransformerEncoderLayer)
-            layer.self_attn.attention = ATTENTIONS[self.name](tokens)
+        set_attention(self.model, lambda: ATTENTIONS[self.name](tokens))
 
     def step(self, lesson: Lesson, sequences: int) -> tuple[float, float]:
         """Train one step; return the loss and the share of right answers."""

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.command import parser as bench_parser
 from dilated_attention_pytorch.cli import _parser
 from dilated_attention_pytorch.train import command as training
+from examples.evidence.__main__ import parser as evidence_parser
 from examples.recall import parser as recall_parser
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,11 @@ def flags_of(command: str, rest: str) -> set[str]:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    return subcommands(_parser()) | {"bench": bench_parser(), "recall": recall_parser()}
+    return subcommands(_parser()) | {
+        "bench": bench_parser(),
+        "recall": recall_parser(),
+        "evidence": evidence_parser(),
+    }
 
 
 def blocks(page: Path) -> str:

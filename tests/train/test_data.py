@@ -165,9 +165,9 @@ def test_linked_folders_are_read_and_nothing_twice(tmp_path) -> None:
         (top / name).symlink_to(target)
     (elsewhere / "back").symlink_to(top)
     (elsewhere / "deep" / "around").symlink_to(elsewhere)
-    files, _ = data._files([str(top)])
+    files, _ = data.text_files([str(top)])
     assert files == [top / "again" / "b.txt", top / "own" / "a.txt"]
-    files, _ = data._files([str(top)], apart=[elsewhere])
+    files, _ = data.text_files([str(top)], apart=[elsewhere])
     assert files == [top / "own" / "a.txt"]
 
 
@@ -177,7 +177,7 @@ def test_the_default_corpus_is_the_standard_library(tmp_path) -> None:
     assert corpus.training.bytes == len(corpus.training) > 1_000_000
     assert 3.0 < corpus.bigram_bits() < corpus.unigram_bits() < 6.0
     # The splits of the bytes in blocks of 64 KiB, of which every twentieth is held out.
-    files, _ = data._files([])
+    files, _ = data.text_files([])
     text = b"\n".join(file.read_bytes() for file in files)
     blocks = [text[start : start + 65536] for start in range(0, len(text), 65536)]
     for split, held_out in ((corpus.training, False), (corpus.validation, True)):

@@ -177,7 +177,7 @@ def _prepared(
     apart: Sequence[Path],
 ) -> Iterator[tuple[Path, str, list[str]] | None]:
     """Write token files unless they are there, undamaged: yields None now and then, last their folder and text."""
-    text = token_files.Text.of(*_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))
+    text = token_files.Text.of(*text_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))
     folder = cache / text.fingerprint(tokenizer)
     token_files.sweep_token_files(cache)
     is_whole = token_files.open_token_files(folder) is not None
@@ -209,7 +209,11 @@ def _in_turns(steps: Iterator[int], total: int, what: str, progress: Callable[..
                 until = time.monotonic() + _TURN_SECONDS
 
 
-def _files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
+def text_files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
+    """The text files of some files and folders, by name, and what to call them; without paths, the standard library's.
+
+    What is in the folders `apart` is no text.
+    """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
         skipped = {"site-packages", "test", "tests"}

@@ -1,0 +1,227 @@
+"""`./run evidence`: prepare the corpus, train and measure what is not yet recorded, and draw the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention_pytorch.core import environment
+from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.measuring import fastest_threads, keeping_threads, machine, thread_rates
+from dilated_attention_pytorch.tools.command import whole_number
+from examples.evidence import corpus, report
+from examples.evidence.measures import measure
+from examples.evidence.runs import FULL, TINY, Run, Scale, all_runs, find_run, seconds_at
+from examples.evidence.training import TimeIsUp, drop_checkpoint, train
+
+RECORDS = "evidence.jsonl"
+_RATE = 280e12  # FLOPs per second of --plan: 40 % of what one H200 computes in bfloat16
+
+
+def parser() -> argparse.ArgumentParser:
+    evidence = argparse.ArgumentParser(
+        prog="evidence",
+        description="Train the same small language model on the same text with dense attention, dilated attention and "
+        "a sliding window, and compare what they learn, what it costs, and what context is worth. Without a GPU a tiny "
+        "version runs, which shows the machinery and no result. Stop the command at any time: started again, it "
+        "continues. Results are appended to evidence.jsonl, and drawn as evidence.md.",
+    )
+    evidence.add_argument("--data", nargs="+", metavar="PATH", help="folders of text (default: the standard library)")
+    evidence.add_argument("--out", type=Path, default=Path("runs/evidence"), help="folder of the results")
+    evidence.add_argument("--only", nargs="+", metavar="RUN", help="runs to take, as --plan names them (default: all)")
+    evidence.add_argument("--seeds", nargs="+", type=whole_number, metavar="N", help="seeds to take (default: 0 1)")
+    evidence.add_argument("--steps", type=whole_number, help="steps of each run (800; on a CPU 20)")
+    evidence.add_argument("--minutes", type=float, help="save and stop after this time (default: no limit)")
+    evidence.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    what = evidence.add_mutually_exclusive_group()
+    what.add_argument(
+        "--prepare", action="store_true", help="write the corpus into the folder of the results, and stop"
+    )
+    what.add_argument("--plan", action="store_true", help="list the runs and what they cost, and stop")
+    what.add_argument(
+        "--report",
+        nargs="?",
+        type=Path,
+        const=Path("docs"),
+        metavar="FOLDER",
+        help="only draw the page from the results in this folder (docs)",
+    )
+    return evidence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 0, or 1 after an error, which is printed."""
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.report:
+            print(report.write(arguments.report, read_records(arguments.report / RECORDS)))
+        else:
+            with keeping_threads():
+                run_evidence(arguments)
+    except KeyboardInterrupt:
+        print("evidence: stopped; the same command continues", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"evidence: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_evidence(arguments: argparse.Namespace) -> None:
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
+    # The corpus is prepared where there is no GPU, for a machine that has one.
+    scale = FULL if device == "cuda" or arguments.prepare or arguments.plan else TINY
+    if arguments.steps is not None:
+        if arguments.steps < 1:
+            raise ValueError(f"--steps must be at least 1, got {arguments.steps}")
+        scale = replace(scale, steps=arguments.steps)
+    if arguments.minutes is not None and arguments.minutes <= 0:
+        raise ValueError(f"--minutes must be above 0, got {arguments.minutes}")
+    out: Path = arguments.out
+    runs = [find_run(name, scale) for name in arguments.only or ()] or [run for run in all_runs(scale) if not run.extra]
+    pieces = [(run, seed) for seed in arguments.seeds or scale.seeds for run in runs if seed in run.seeds]
+    records = read_records(out / RECORDS) if (out / RECORDS).is_file() else []
+    done = {(record["run"], record["seed"]) for record in records}
+    if arguments.plan:
+        return _print_plan(pieces, done)
+    folder = out / "corpus"
+    _prepare(folder, arguments.data, scale)
+    if arguments.prepare:
+        return
+    if device == "cpu" and not environment.value("OMP_NUM_THREADS"):
+        torch.set_num_threads(fastest_threads(thread_rates()))
+    tokens = corpus.open_corpus(folder, scale.lengths[-1], scale.tokens_per_step)
+    head = {"scale": scale.name, "settings": _settings(scale), "corpus": _facts(tokens.facts)}
+    for record in records:
+        if any(record[key] != head[key] for key in head):
+            raise ValueError(
+                f"{out / RECORDS} has results of other settings or text: choose another --out, or move it away"
+            )
+    if scale.name != FULL.name:
+        print("evidence without a GPU a tiny version runs: it shows the machinery, not the result", flush=True)
+    deadline = time.monotonic() + (float("inf") if arguments.minutes is None else 60 * arguments.minutes)
+    try:
+        for run, seed in pieces:
+            if (run.name, seed) not in done:
+                records.append({**head, **_piece(run, seed, tokens, out, device, deadline)})
+                lines = "".join(json.dumps(record) + "\n" for record in records)
+                write_whole(out / RECORDS, methodcaller("write_text", lines))
+                done.add((run.name, seed))
+            needed = {one.starts_as for one, other in pieces if other == seed and (one.name, seed) not in done}
+            for name in (run.name, run.starts_as):
+                if name is not None and name not in needed:
+                    drop_checkpoint(name, seed, out)
+    except TimeIsUp:
+        print(f"evidence time is up: {len(done)} results are in {out / RECORDS}; the same command continues")
+        return
+    print(report.write(out, records))
+
+
+def _piece(run: Run, seed: int, tokens: corpus.Tokens, out: Path, device: str, deadline: float) -> dict[str, Any]:
+    """Train and measure one model; returns its record."""
+    model, progress = train(run, seed, tokens, out, device, deadline)
+    if time.monotonic() > deadline:
+        raise TimeIsUp  # to measure takes minutes, and the model is saved
+    began = time.monotonic()
+    found = measure(model, run, tokens, device)
+    spec = run.spec()
+    print(f"{run.name}, seed {seed}: measured in {time.monotonic() - began:.0f} s", flush=True)
+    return {
+        "run": run.name,
+        "kind": run.kind,
+        "seed": seed,
+        "length": run.length,
+        "branches": [list(spec.segment_lengths), list(spec.dilation_rates)],
+        "head_layout": run.head_layout,
+        "starts_as": run.starts_as,
+        "parameters": run.parameters,
+        "keys_per_row": run.keys_per_row,
+        "steps": run.steps,
+        "flops_per_step": run.flops_per_step,
+        "step_seconds": progress.step_seconds,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "machine": machine(device),
+        "curve": progress.curve,
+        **found,
+    }
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, one per line."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: the command without --report writes it")
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"line {number} of {path} is damaged: delete it, and its run is done again") from None
+    return records
+
+
+def _prepare(folder: Path, data: Sequence[str] | None, scale: Scale) -> None:
+    summary = folder / corpus.SUMMARY
+    if not summary.is_file():
+        corpus.write_corpus(data or (), folder, scale.vocab_size, scale.lengths[-1])
+        return
+    facts = json.loads(summary.read_text())
+    if data is not None and facts["data"] != [os.path.abspath(path) for path in data]:
+        raise ValueError(f"{folder} has the corpus of {facts['source']}: choose another --out, or delete that folder")
+    made = (facts["vocab_size"], facts["longest"])
+    if made != (scale.vocab_size, scale.lengths[-1]):
+        raise ValueError(
+            f"{folder} has a corpus for {made[0]:,} tokens in the vocabulary and sequences of {made[1]:,}, and these "
+            f"runs take {scale.vocab_size:,} and {scale.lengths[-1]:,}: choose another --out, or delete that folder"
+        )
+
+
+def _settings(scale: Scale) -> dict[str, Any]:
+    """As JSON gives them back."""
+    return json.loads(json.dumps(asdict(scale)))
+
+
+def _facts(facts: dict[str, Any]) -> dict[str, Any]:
+    """What the corpus is, in a few numbers."""
+    splits = {
+        name: {key: facts[name][key] for key in ("tokens", "bytes", "sha256")}
+        | {"directories": len(facts[name]["directories"])}
+        for name in ("training", "held-out")
+    }
+    return {"source": facts["source"], **splits}
+
+
+def _print_plan(pieces: Sequence[tuple[Run, int]], done: set[tuple[str, int]]) -> None:
+    rows = [["run", "seed", "branches", "keys per row", "PFLOPs", f"s at {_RATE / 1e12:.0f} TFLOP/s", ""]]
+    for run, seed in pieces:
+        branches = " ".join(f"{w}/{r}" for w, r in zip(run.spec().segment_lengths, run.spec().dilation_rates))
+        work = run.steps * run.flops_per_step
+        rows.append(
+            [
+                run.name,
+                str(seed),
+                branches if run.kind != "window" else "tiles",
+                f"{run.keys_per_row:,.0f}",
+                f"{work / 1e15:.3g}",
+                f"{seconds_at(run, _RATE):.0f}",
+                "done" if (run.name, seed) in done else "",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

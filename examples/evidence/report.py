@@ -1,0 +1,317 @@
+"""`evidence.md` and its three pictures, drawn from the records of the runs. What was not measured is not claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.pages.plots import check_picture, save, short
+from examples.evidence import pictures
+from examples.evidence.results import Figures, Record, Results, at_length
+
+PAGE = "evidence.md"
+PICTURES = {"context": pictures.context, "cost": pictures.cost, "positions": pictures.positions}
+# Perplexity on The Stack at test lengths 2K, 8K and 32K: LongNet, Table 2 (12 layers, width 768).
+_PAPER = {
+    ("dense", 2048): (4.24, 5.07, 11.29),
+    ("dilated", 8192): (4.23, 3.24, 3.36),
+    ("dilated", 32_768): (4.37, 3.33, 3.01),
+    ("sparse transformer", 8192): (4.39, 3.35, 8.79),
+    ("sparse transformer", 32_768): (5.15, 4.00, 3.64),
+}
+_PAPER_LENGTHS = (2048, 8192, 32_768)
+
+
+def write(folder: Path, records: Sequence[Record]) -> Path:
+    """Draw the page and its pictures into `folder`; returns the path of the page."""
+    results = Results(records)
+    for name, draw in PICTURES.items():
+        path = folder / "pictures" / f"evidence-{name}.svg"
+        check_picture(path)
+        save(path, draw(results))
+    text = "\n\n".join(_page(results)) + "\n"
+    write_whole(folder / PAGE, lambda partial: partial.write_text(text, encoding="utf-8"))
+    return folder / PAGE
+
+
+def _page(results: Results) -> Iterable[str]:
+    settings, corpus = results.settings, results.first["corpus"]
+    yield "# Evidence: does it learn as well as dense attention, and what does the reach buy?"
+    if results.first["scale"] != "full":
+        yield "**This is the tiny version for machines without a GPU. It shows the machinery, not the result.**"
+    training, held_out = corpus["training"], corpus["held-out"]
+    where = results.first["machine"]
+    yield (
+        f"One language model of {results.first['parameters'] / 1e6:.3g}M parameters ({settings['num_layers']} layers, "
+        f"width {settings['d_model']}, {settings['num_heads']} heads, a BPE of {settings['vocab_size']:,} tokens), "
+        f"trained for {settings['steps']} steps of {settings['tokens_per_step']:,} tokens: the same tokens in the same "
+        "order for every model, cut into sequences of its length. Only the attention differs. *Dense* is one segment "
+        "as long as the sequence, in this library's kernel; *dilated* has the branches of `branches_for` for the "
+        "number of heads, the last of which spans the sequence; the *sliding window* has tiles, and the width at which "
+        f"it costs as many FLOPs as the dilated model of its length. AdamW, peak learning rate "
+        f"{settings['learning_rate']:g}, cosine. Seeds decide the weights and the order of the text; ± is half of the "
+        "range over seeds."
+    )
+    yield (
+        f"The text is {corpus['source']}, files in directory order: {training['bytes']:,} bytes "
+        f"({training['tokens']:,} tokens, SHA-256 {training['sha256'][:16]}) for training, and "
+        f"{held_out['directories']} whole directories held out, {held_out['bytes']:,} bytes ({held_out['tokens']:,} "
+        f"tokens, SHA-256 {held_out['sha256'][:16]}). Measured on {where.get('gpu') or where.get('cpu')}, PyTorch "
+        f"{where['torch']}. `./run evidence --report` draws this page from `evidence.jsonl`."
+    )
+    yield "## Answers"
+    yield "\n".join(f"{number}. {answer}" for number, answer in enumerate(_answers(results), start=1))
+    yield "## What context buys"
+    yield "![Bits per byte over the length of the sequence](pictures/evidence-context.svg)"
+    yield (
+        f"The same last {settings['scored']:,} tokens of held-out text, at the end of sequences of different lengths. "
+        "Lines are faint beyond the length of training. Sequences end where all segments end: there a row of dilated "
+        "attention sees most."
+    )
+    yield _context_table(results)
+    yield "## What it costs"
+    yield "![Validation bits over tokens, FLOPs and seconds](pictures/evidence-cost.svg)"
+    yield _cost_table(results)
+    yield "## Where in the sequence"
+    yield "![Bits per byte by position](pictures/evidence-positions.svg)"
+    yield (
+        "All held-out tokens in sequences of the training length. The red line is the dilated model with its longest "
+        "branch removed after training."
+    )
+    yield "## Recall"
+    yield (
+        f"A passage of {settings['scored'] // 16} tokens in random order is planted in the first eighth of a sequence "
+        "and repeated at its end: the share of its second half that the model predicts. No model was trained for it. "
+        "Beyond the training length, dilated models take the branches for the length that is tested."
+    )
+    yield _recall_table(results)
+    yield "## When to use this, when not"
+    yield _advice(results)
+    yield "## Repeat it"
+    yield _REPEAT
+
+
+def _answers(results: Results) -> Iterable[str]:
+    _, middle, long, longest = results.lengths
+    name = results.name
+    yield "**The same tokens.** " + _sentences(
+        _compare(results, name("dilated", n), name("dense", n)) for n in (middle, long)
+    )
+    yield "**The same seconds.** " + _sentences(
+        _same_seconds(results, name("dilated", n), name("dense", n)) for n in (middle, long)
+    )
+    yield "**The same FLOPs.** " + _sentences(
+        _compare(results, name("dilated", n), name("window", n)) for n in (middle, long)
+    )
+    yield "**More context.** " + _sentences(
+        _context_gain(results, name(kind, n))
+        for kind, n in (("dense", long), ("window", long), ("dilated", long), ("dilated", longest))
+    )
+    yield "**The branch that spans the sequence.** " + _sentences(
+        [*(_reach(results, name("dilated", n)) for n in (middle, long, longest)), _trained_without(results, long)]
+    )
+    yield "**Converting a dense model.** " + _sentences([_converted(results, long)])
+    yield "**Head layouts.** " + _sentences(
+        [_compare(results, name("blocked", long), name("dilated", long), ("The layout blocked", "interleaved"))]
+    )
+    extras = [one for one in ("causal", "qk-norm") if results.has(name(one, long))]
+    if extras:
+        yield "**What could close a gap.** " + _sentences(
+            _compare(results, name(one, long), name("dilated", long), (one, "the dilated model as it is"))
+            for one in extras
+        )
+
+
+def _sentences(found: Iterable[str | None]) -> str:
+    return " ".join(one for one in found if one) or "Not measured yet."
+
+
+def _compare(results: Results, a: str, b: str, names: tuple[str, str] | None = None) -> str | None:
+    if not results.has(a, b) or not (percent := results.difference(a, b)).values:
+        return None
+    first, second = names or (a, b)
+    seeds = results.runs[a].keys() & results.runs[b].keys()
+    one, other = (Figures(tuple(results.runs[name][s]["validation"] for s in sorted(seeds))) for name in (a, b))
+    values = f"{one:.4f} against {other:.4f} bits per byte"
+    if abs(percent.mean) <= percent.spread or f"{abs(percent.mean):.2f}" == "0.00":
+        return f"{first} and {second} do not differ by more than the seeds do: {values}."
+    return f"{first} needs {_more(percent)} bits per byte than {second}: {values}."
+
+
+def _more(percent: Figures) -> str:
+    spread = f" (± {percent.spread:.2f})" if len(percent.values) > 1 else " (one seed)"
+    return f"{abs(percent.mean):.2f} %{spread} {'more' if percent.mean > 0 else 'fewer'}"
+
+
+def _validation(record: Record) -> float:
+    return record["validation"]
+
+
+def _seconds(record: Record) -> float:
+    return record["steps"] * record["step_seconds"]
+
+
+def _same_seconds(results: Results, a: str, b: str) -> str | None:
+    if not results.has(a, b) or not results.difference(a, b).values:
+        return None
+    seconds = min(results.figures(name, _seconds).mean for name in (a, b))
+
+    def bits(record: Record) -> float:
+        return _at_step(record["curve"], seconds / record["step_seconds"])
+
+    percent = results.difference(a, b, bits)
+    slower = max((a, b), key=lambda name: results.figures(name, _seconds).mean)
+    return (
+        f"After {seconds:,.0f} seconds {a} needs {_more(percent)} bits per byte than {b}; {slower}, which takes "
+        f"{results.figures(slower, _seconds).mean / seconds:.2f} times as long, has not finished its schedule then."
+    )
+
+
+def _at_step(curve: Sequence[Sequence[float]], step: float) -> float:
+    """The bits of a curve between two validations, or at its nearer end."""
+    for (a, bits), (b, later) in pairwise(curve):
+        if a <= step <= b:
+            return bits + (later - bits) * (step - a) / (b - a)
+    return curve[0][1] if step < curve[0][0] else curve[-1][1]
+
+
+def _context_gain(results: Results, name: str) -> str | None:
+    if not results.has(name):
+        return None
+    length = results.one(name)["length"]
+    shown = [tokens for tokens in results.lengths if tokens <= length]
+    values = ", ".join(f"{results.figures(name, at_length(n)):.4f} with {short(n)}" for n in shown)
+    first, last = (results.figures(name, at_length(n)).mean for n in (shown[0], shown[-1]))
+    return f"{name}: {values} ({100 * (last / first - 1):+.1f} %)."
+
+
+def _reach(results: Results, name: str) -> str | None:
+    if not results.has(name) or "without_reach" not in results.one(name):
+        return None
+    percent = results.figures(name, lambda r: 100 * (r["without_reach"]["validation"] / r["validation"] - 1))
+    return f"{name} needs {_more(percent)} bits per byte without it, if it is removed after training."
+
+
+def _trained_without(results: Results, long: int) -> str | None:
+    local, whole = results.name("local", long), results.name("dilated", long)
+    return _compare(results, local, whole, ("A model that never had it", whole))
+
+
+def _converted(results: Results, long: int) -> str | None:
+    converted, whole = results.name("converted", long), results.name("dilated", long)
+    if not results.has(converted):
+        return None
+    parent = results.one(converted)["starts_as"]
+    said = (
+        f"{parent}, switched to dilated attention at {short(long)} and trained for {results.one(converted)['steps']} "
+        f"more steps, has {results.figures(converted, _validation):.4f} bits per byte"
+    )
+    if results.has(parent):
+        said += f" (before, at its own length: {results.figures(parent, _validation):.4f})"
+    return f"{said}. {_compare(results, converted, whole) or ''}".strip()
+
+
+def _advice(results: Results) -> str:
+    """By the figures: who is faster and who learns more at each length that both have."""
+    said = []
+    for length in results.lengths:
+        dense, dilated = (results.name(kind, length) for kind in ("dense", "dilated"))
+        if results.has(dense, dilated):
+            times = results.figures(dense, _seconds).mean / results.figures(dilated, _seconds).mean
+            percent = results.difference(dilated, dense)
+            speed = f"{times:.2f} times as fast" if times >= 1 else f"{1 / times:.2f} times slower"
+            learns = f"needs {_more(percent)} bits per byte" if percent.values else "was trained with another seed"
+            better = times < 1.05 or (percent.values and percent.mean > 1.0)
+            verdict = "Dense attention is the better choice there" if better else "Dilated attention is worth it there"
+            if times >= 1.05 and better:
+                verdict = "Choose dense attention there unless its time decides"
+            said.append(f"At {short(length)} a step of the dilated model is {speed} and it {learns}. {verdict}.")
+        elif results.has(dilated):
+            said.append(f"At {short(length)} only the dilated model was trained.")
+    said.append(
+        f"Up to {short(results.lengths[0])} tokens, the shortest segment, all of these models are dense. "
+        "`performance.md` has the time of attention alone, by length, beside PyTorch's."
+    )
+    return " ".join(said)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in [head, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
+
+
+def _context_table(results: Results) -> str:
+    """Perplexity per token at the training lengths, and the paper's."""
+    rows = []
+    own = results.trained() + [name for name in results.runs if name not in results.trained()]
+    for name in own:
+        record = results.one(name)
+        ours = []
+        for tokens in results.lengths:
+            value = results.figures(name, at_length(tokens, key="perplexity"))
+            fitted = [one for one in record["context"] if one["tokens"] == tokens and one["fitted"]]
+            cell = f"{value:.2f}"
+            if fitted:
+                cell += f" (fitted {results.figures(name, at_length(tokens, fitted=True, key='perplexity')):.2f})"
+            ours.append(cell)
+        kind = record["kind"] if name in results.trained() else ""
+        rows.append([name, *ours, *_paper(kind, record["length"])])
+    rows += [
+        [f"sparse transformer, {short(length)}", *["-"] * len(results.lengths), *_paper(kind, length)]
+        for kind, length in _PAPER
+        if kind == "sparse transformer"
+    ]
+    heads = [f"at {short(n)}" for n in results.lengths] + [f"paper at {short(n)}" for n in _PAPER_LENGTHS]
+    return (
+        _table(["trained as", *heads], rows)
+        + "\n\nPerplexity per token of the same last tokens. *Fitted* dilated models read longer sequences with the "
+        "branches for that length, the others with those of training. The paper's figures are on another text with "
+        "another tokenizer and a model three times as large: compare within a table, not across."
+    )
+
+
+def _paper(kind: str, length: int) -> list[str]:
+    return [f"{value:.2f}" for value in _PAPER.get((kind, length), ())] or ["-"] * len(_PAPER_LENGTHS)
+
+
+def _cost_table(results: Results) -> str:
+    rows = [
+        [
+            name,
+            f"{results.one(name)['keys_per_row']:,.0f}",
+            f"{results.one(name)['steps'] * results.one(name)['flops_per_step'] / 1e15:.3g}",
+            f"{1000 * results.figures(name, lambda r: r['step_seconds']).mean:,.0f}",
+            f"{results.figures(name, _validation):.4f}",
+        ]
+        for name in results.runs
+    ]
+    return _table(["run", "keys per row", "PFLOPs", "ms per step", "validation bits per byte"], rows)
+
+
+def _recall_table(results: Results) -> str:
+    lengths = sorted({one["tokens"] for name in results.runs for one in results.one(name)["recall"]})
+    rows = []
+    for name in results.trained():
+        cells = []
+        for tokens in lengths:
+
+            def right(record: Record, tokens: int = tokens) -> float:
+                found = [one for one in record["recall"] if one["tokens"] == tokens]
+                return 100 * next((one for one in found if one["fitted"]), found[0])["right"]
+
+            cells.append(f"{results.figures(name, right).mean:.0f} %")
+        rows.append([name, *cells])
+    return _table(["trained as", *(f"at {short(n)}" for n in lengths)], rows)
+
+
+_REPEAT = """\
+```bash
+apt-get download linux-source-6.1 && dpkg-deb -x linux-source-6.1_*.deb . && tar xf usr/src/linux-source-6.1.tar.xz
+./run evidence --prepare --data linux-source-6.1/fs linux-source-6.1/net   # all folders that the text above names
+./run evidence --plan                                                      # the runs and their cost
+./run evidence --minutes 9                                                 # as often as it takes: it continues
+```
+
+Any folder of long text will do. Copy `runs/evidence/corpus` to the machine that has the GPU if that is another one."""

@@ -1,0 +1,249 @@
+"""The runs of the experiment: which attention, at which length, from which weights, and what a step costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, branches_for
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.pages.plots import short
+from dilated_attention_pytorch.train.config import TrainConfig
+from dilated_attention_pytorch.train.footprint import parameter_count
+from dilated_attention_pytorch.train.memory import MemoryOptions
+from dilated_attention_pytorch.train.stages import Stage
+from dilated_attention_pytorch.train.tokenizer import TOKENIZER
+from examples.recall import narrowest_window, pairs_per_head, sliding_window, window_pairs
+
+Kind = Literal["dense", "dilated", "window"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """The sizes of all runs of an experiment. `lengths` are the shortest, middle, long and longest training length."""
+
+    name: str
+    d_model: int
+    num_heads: int
+    num_layers: int
+    vocab_size: int
+    lengths: tuple[int, int, int, int]
+    tokens_per_step: int
+    steps: int
+    warmup_steps: int
+    learning_rate: float
+    seeds: tuple[int, ...]
+    scored: int  # tokens at the end of a sequence whose bits are measured
+    windows: int  # held-out stretches of the longest length, at most
+    validation_windows: int  # those of them that validations during training use
+    validate_every: int
+    window_tile: int  # of the sliding window
+
+    @property
+    def passage(self) -> int:
+        """The tokens that are planted and repeated to measure recall."""
+        return self.scored // 16
+
+    @property
+    def test_lengths(self) -> list[int]:
+        """From the scored tokens alone to the longest length, doubling."""
+        return [self.scored << i for i in range((self.lengths[-1] // self.scored).bit_length())]
+
+
+FULL = Scale(
+    name="full",
+    d_model=512,
+    num_heads=8,
+    num_layers=12,
+    vocab_size=16_384,
+    lengths=(2048, 8192, 32_768, 131_072),
+    tokens_per_step=131_072,
+    steps=800,
+    warmup_steps=30,
+    learning_rate=1.5e-3,
+    seeds=(0, 1),
+    scored=1024,
+    windows=48,
+    validation_windows=8,
+    validate_every=50,
+    window_tile=128,
+)
+# Everything runs within two minutes on two CPU cores, and nothing is learned well enough to compare.
+TINY = Scale(
+    name="tiny",
+    d_model=48,
+    num_heads=4,
+    num_layers=2,
+    vocab_size=512,
+    lengths=(64, 256, 1024, 4096),
+    tokens_per_step=4096,
+    steps=20,
+    warmup_steps=2,
+    learning_rate=5e-3,
+    seeds=(0, 1),
+    scored=32,
+    windows=4,
+    validation_windows=2,
+    validate_every=5,
+    window_tile=16,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One model: its attention and the length of its sequences.
+
+    `once` runs take the first seed only. `starts_as` names a run whose trained model this one continues with another
+    attention, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence, and
+    `is_causal` adds the branches of `branches_for(is_causal=True)`. `extra` runs take place only if they are named.
+    """
+
+    name: str
+    kind: Kind
+    length: int
+    scale: Scale
+    head_layout: HeadLayout = "interleaved"
+    starts_as: str | None = None
+    reaches: bool = True
+    is_causal: bool = False
+    qk_norm: bool = False
+    once: bool = False
+    extra: bool = False
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return self.scale.seeds[:1] if self.once or self.extra else self.scale.seeds
+
+    @property
+    def steps(self) -> int:
+        """The steps of the last stage."""
+        return max(1, self.scale.steps // 10) if self.starts_as else self.scale.steps
+
+    def spec(self, tokens: int | None = None) -> DilatedSpec:
+        """The branches for a length, by default that of training. Dense attention is one segment of rate 1."""
+        tokens = tokens or self.length
+        if self.kind != "dilated":
+            return DilatedSpec.of([tokens], [1])
+        shortest = self.scale.lengths[0]
+        lengths, rates = branches_for(tokens, self.scale.num_heads, shortest=shortest, is_causal=self.is_causal)
+        kept = slice(None if self.reaches else -1)
+        return DilatedSpec.of(lengths[kept], rates[kept], self.head_layout)
+
+    def attention(self, tokens: int, *, fitted: bool = False, without_reach: bool = False) -> DilatedAttention:
+        """The attention that reads sequences of `tokens` tokens.
+
+        Dilated attention keeps the branches of training, or with `fitted` takes those for `tokens`; `without_reach`
+        removes the branch of the longest segments. A window stays as wide as in training.
+        """
+        if self.kind == "window":
+            return sliding_window(tokens, self.scale.window_tile, self._tiles_before)
+        spec = self.spec(tokens if fitted or self.kind == "dense" else None)
+        kept = slice(-1 if without_reach else None)
+        return DilatedAttention(spec.segment_lengths[kept], spec.dilation_rates[kept], head_layout=spec.head_layout)
+
+    @property
+    def _tiles_before(self) -> int:
+        dilated = replace(self, kind="dilated").spec()
+        return narrowest_window(dilated, self.length, self.scale.num_heads, self.scale.window_tile)
+
+    @property
+    def keys_per_row(self) -> float:
+        """The mean number of keys that a row of one head sees."""
+        if self.kind == "window":
+            return window_pairs(self.length, self.scale.window_tile, self._tiles_before) / self.length
+        return pairs_per_head(self.spec(), self.length, self.scale.num_heads) / self.length
+
+    def model(self) -> ModelConfig:
+        """The model with the branches of the last stage."""
+        scale, spec = self.scale, self.spec()
+        return ModelConfig(
+            vocab_size=scale.vocab_size,
+            d_model=scale.d_model,
+            num_heads=scale.num_heads,
+            num_layers=scale.num_layers,
+            num_decoder_layers=0,
+            segment_lengths=spec.segment_lengths,
+            dilation_rates=spec.dilation_rates,
+            head_layout=spec.head_layout,
+            qk_norm=self.qk_norm,
+        )
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.model())
+
+    @property
+    def flops_per_step(self) -> float:
+        """6 per parameter and token; 4 per visible pair, feature and layer, 3.5 times for forward and backward."""
+        attention = 3.5 * 4 * self.keys_per_row * self.scale.d_model * self.scale.num_layers
+        return self.scale.tokens_per_step * (6.0 * self.parameters + attention)
+
+    def config(self, seed: int, device: str) -> TrainConfig:
+        """The training run: one stage, or the stage of the model it starts as and its own."""
+        on_gpu: dict[str, Any] = {"precision": "bf16", "compile": True, "loss_chunk": 16_384}
+        runs = [*([find_run(self.starts_as, self.scale)] if self.starts_as else []), self]
+        return TrainConfig(
+            tokenizer=TOKENIZER,
+            model=self.model(),
+            stages=tuple(run._stage() for run in runs),
+            warmup_steps=self.scale.warmup_steps,
+            seed=seed,
+            device=device,
+            memory=MemoryOptions(**(on_gpu if device == "cuda" else {})),
+        )
+
+    def _stage(self) -> Stage:
+        scale, spec = self.scale, self.spec()
+        return Stage(
+            sequence_length=self.length,
+            segment_lengths=spec.segment_lengths,
+            dilation_rates=spec.dilation_rates,
+            batch_size=scale.tokens_per_step // self.length,
+            learning_rate=scale.learning_rate / (3 if self.starts_as else 1),
+            steps=self.steps,
+        )
+
+
+def all_runs(scale: Scale) -> list[Run]:
+    """The runs in the order in which they take place.
+
+    >>> [run.name for run in all_runs(FULL) if not run.extra][:4]
+    ['dense-2K', 'converted-32K', 'dense-8K', 'dilated-8K']
+    """
+    least, middle, long, longest = scale.lengths
+    at = partial(_run, scale)
+    return [
+        at("dense", least),
+        at("dilated", long, "converted", starts_as=f"dense-{short(least)}"),  # while that model is still there
+        at("dense", middle),
+        at("dilated", middle),
+        at("window", middle),
+        at("dense", long),
+        at("dilated", long),
+        at("window", long),
+        at("dilated", longest),
+        at("dilated", long, "blocked", head_layout="blocked", once=True),
+        at("dilated", long, "local", reaches=False, once=True),
+        at("dilated", long, "causal", is_causal=True, extra=True),
+        at("dilated", long, "qk-norm", qk_norm=True, extra=True),
+        at("dense", long, "dense-qk-norm", qk_norm=True, extra=True),
+    ]
+
+
+def find_run(name: str, scale: Scale) -> Run:
+    found = {run.name: run for run in all_runs(scale)}
+    if name not in found:
+        raise ValueError(f"there is no run {name!r}: choose of {', '.join(found)}")
+    return found[name]
+
+
+def _run(scale: Scale, kind: Kind, length: int, name: str = "", **how: Any) -> Run:
+    return Run(name=f"{name or kind}-{short(length)}", kind=kind, length=length, scale=scale, **how)
+
+
+def seconds_at(run: Run, flops: float) -> float:
+    """An estimate of the seconds that the steps of a run take at a rate of `flops` per second."""
+    return math.ceil(run.steps * run.flops_per_step / flops)

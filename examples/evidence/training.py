@@ -1,0 +1,118 @@
+"""Train one model of the experiment, step by step, so that it can be stopped at any time and continued."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilated_attention_pytorch.files import sweep_partials, write_whole
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.train.data import Batch
+from dilated_attention_pytorch.train.memory import make_optimizer, prepare
+from dilated_attention_pytorch.train.presets import float32_products
+from dilated_attention_pytorch.train.ranks import Ranks
+from dilated_attention_pytorch.train.step import Stepper
+from examples.evidence.corpus import Tokens
+from examples.evidence.measures import by_position
+from examples.evidence.runs import Run, find_run
+from examples.recall import set_attention
+
+_SAVE_EVERY = 150.0  # seconds
+_CHECKPOINT = "checkpoint.pt"
+
+
+class TimeIsUp(Exception):
+    """The time that the command was given has passed; what was done is saved."""
+
+
+@dataclass
+class Progress:
+    """What is saved with the weights: `curve` has (step, validation bits per byte), `seconds` one entry per step."""
+
+    step: int = 0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median, which the compilation of the first steps and a busy moment do not change."""
+        return statistics.median(self.seconds)
+
+
+def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline: float) -> tuple[LongNetLM, Progress]:
+    """The trained model and its curve. Continues from a checkpoint in `out`, and saves one when time is up."""
+    config, scale = run.config(seed, device), run.scale
+    folder = out / f"{run.name}-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep_partials(folder)
+    goes_on = (folder / _CHECKPOINT).is_file()
+    if run.starts_as and not goes_on:
+        train(find_run(run.starts_as, scale), seed, tokens, out, device, deadline)  # at once if it is trained
+    model, optimizer, stepper = _make(run, seed, device)
+    progress = Progress()
+    if goes_on:
+        progress = _load(folder, model, optimizer, device)
+    elif run.starts_as:
+        progress.step = _load(out / f"{run.starts_as}-{seed}", model, optimizer, device).step
+    saved = time.monotonic()
+    with float32_products(device == "cuda"):
+        for step in range(progress.step + 1, config.steps + 1):
+            if time.monotonic() > deadline:
+                _save(folder, model, optimizer, progress)
+                raise TimeIsUp
+            began = time.perf_counter()
+            stretch = tokens.corpus.training_batch(1, scale.tokens_per_step, seed, step, order="epochs")
+            # The same tokens in the same order at every length: a step is one stretch of text, cut into sequences.
+            batch = Batch(stretch.tokens.view(-1, run.length), stretch.following.view(-1, run.length))
+            outcome = stepper.step(batch, step)
+            if outcome.is_broken:
+                raise FloatingPointError(f"{run.name}, seed {seed}: the loss of step {step} is {outcome.loss}")
+            progress.step = step
+            progress.seconds.append(time.perf_counter() - began)
+            if step % scale.validate_every == 0 or step == config.steps:
+                positions = by_position(model, run, tokens, device, scale.validation_windows)
+                progress.curve.append((step, positions.bits))
+                left = (config.steps - step) * progress.step_seconds
+                print(
+                    f"{run.name}, seed {seed}: step {step} of {config.steps}, {positions.bits:.4f} bits per byte, "
+                    f"{progress.step_seconds:.3f} s per step, {left:.0f} s left",
+                    flush=True,
+                )
+            if time.monotonic() - saved > _SAVE_EVERY or step == config.steps:
+                _save(folder, model, optimizer, progress)
+                saved = time.monotonic()
+    return model, progress
+
+
+def drop_checkpoint(name: str, seed: int, out: Path) -> None:
+    """Delete the weights of a run."""
+    (out / f"{name}-{seed}" / _CHECKPOINT).unlink(missing_ok=True)
+
+
+def _make(run: Run, seed: int, device: str) -> tuple[LongNetLM, torch.optim.Optimizer, Stepper]:
+    config = run.config(seed, device)
+    torch.compiler.reset()  # otherwise shapes that differ from those of the run before become dynamic
+    torch.manual_seed(seed)
+    model = LongNetLM(run.model()).to(device)
+    set_attention(model, lambda: run.attention(run.length))
+    prepare(model, config.memory)
+    settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.95), "weight_decay": config.weight_decay}
+    optimizer = make_optimizer(model, config.memory, **settings)
+    return model, optimizer, Stepper(model, optimizer, config, Ranks(device=torch.device(device)))
+
+
+def _save(folder: Path, model: LongNetLM, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": vars(progress)}
+    write_whole(folder / _CHECKPOINT, lambda partial: torch.save(state, partial))
+
+
+def _load(folder: Path, model: LongNetLM, optimizer: torch.optim.Optimizer, device: str) -> Progress:
+    state = torch.load(folder / _CHECKPOINT, map_location=device, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Progress(**state["progress"])
