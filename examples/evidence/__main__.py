@@ -18,6 +18,7 @@ import torch
 from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.measuring import fastest_threads, keeping_threads, machine, thread_rates
+from dilated_attention_pytorch.pages.plots import matplotlib_is_installed
 from dilated_attention_pytorch.tools.command import whole_number
 from examples.evidence import corpus, report
 from examples.evidence.measures import measure
@@ -126,7 +127,12 @@ def run_evidence(arguments: argparse.Namespace) -> None:
     except TimeIsUp:
         print(f"evidence time is up: {len(done)} results are in {out / RECORDS}; the same command continues")
         return
-    print(report.write(out, records))
+    if matplotlib_is_installed():
+        print(report.write(out, records))
+    else:
+        print(
+            f"evidence matplotlib is not installed: copy {out / RECORDS} where it is, and draw it with --report there"
+        )
 
 
 def _piece(run: Run, seed: int, tokens: corpus.Tokens, out: Path, device: str, deadline: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import lzma
 import os
+import string
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -169,13 +170,16 @@ def _directories(files: Sequence[Path], data: Sequence[str]) -> list[_Directory]
 
 
 def _choose_held_out(directories: Sequence[_Directory], longest: int, source: str) -> set[str]:
-    """Directories that hold a sequence of the longest length, chosen by the hash of their names."""
+    """Directories that hold a sequence of the longest length, chosen by the hash of their names.
+
+    Tables, such as fonts in C, would make the bits of held-out text say little: they are never held out.
+    """
     total, least = sum(one.bytes for one in directories), longest * _BYTES_PER_TOKEN
     able = [one for one in directories if "/" in one.name and least < one.bytes <= max(total // _LARGEST, 4 * least)]
     chosen: set[str] = set()
     size = 0
     for one in sorted(able, key=lambda one: hashlib.sha256(one.name.encode()).digest()):
-        if size < total / _HELD_OUT:
+        if size < total / _HELD_OUT and _mostly_letters(one.files):
             chosen.add(one.name)
             size += one.bytes
     if not chosen or 2 * size > total:
@@ -185,6 +189,12 @@ def _choose_held_out(directories: Sequence[_Directory], longest: int, source: st
             f"{len(directories)} directories do: give more text with --data"
         )
     return chosen
+
+
+def _mostly_letters(files: Sequence[Path]) -> bool:
+    """Whether at least half of what is not white space are ASCII letters."""
+    text = b"".join(b"".join(_texts(files)).split())
+    return 2 * len(text.translate(None, string.ascii_letters.encode())) <= len(text)
 
 
 def _texts(files: Sequence[Path]) -> Iterator[bytes]:

@@ -57,9 +57,10 @@ def _page(results: Results) -> Iterable[str]:
     yield (
         f"The text is {corpus['source']}, files in directory order: {training['bytes']:,} bytes "
         f"({training['tokens']:,} tokens, SHA-256 {training['sha256'][:16]}) for training, and "
-        f"{held_out['directories']} whole directories held out, {held_out['bytes']:,} bytes ({held_out['tokens']:,} "
-        f"tokens, SHA-256 {held_out['sha256'][:16]}). Measured on {where.get('gpu') or where.get('cpu')}, PyTorch "
-        f"{where['torch']}. `./run evidence --report` draws this page from `evidence.jsonl`."
+        f"{held_out['directories']} whole directories held out (chosen by a hash of their names; no tables), "
+        f"{held_out['bytes']:,} bytes ({held_out['tokens']:,} tokens, SHA-256 {held_out['sha256'][:16]}). Measured on "
+        f"{where.get('gpu') or where.get('cpu')}, PyTorch {where['torch']}. `./run evidence --report` draws this page "
+        "from `evidence.jsonl`."
     )
     yield "## Answers"
     yield "\n".join(f"{number}. {answer}" for number, answer in enumerate(_answers(results), start=1))
@@ -306,12 +307,17 @@ def _recall_table(results: Results) -> str:
     return _table(["trained as", *(f"at {short(n)}" for n in lengths)], rows)
 
 
-_REPEAT = """\
+_FOLDERS = (
+    "Documentation,arch,block,crypto,fs,include,io_uring,ipc,kernel,lib,mm,net,samples,scripts,security,sound,"
+    "tools,virt"
+)
+_REPEAT = f"""\
 ```bash
-apt-get download linux-source-6.1 && dpkg-deb -x linux-source-6.1_*.deb . && tar xf usr/src/linux-source-6.1.tar.xz
-./run evidence --prepare --data linux-source-6.1/fs linux-source-6.1/net   # all folders that the text above names
-./run evidence --plan                                                      # the runs and their cost
-./run evidence --minutes 9                                                 # as often as it takes: it continues
+apt-get download linux-source-6.1   # of Debian 12; everything but its drivers is read
+dpkg-deb -x linux-source-6.1_*.deb . && tar xf usr/src/linux-source-6.1.tar.xz
+./run evidence --prepare --data linux-source-6.1/{{{_FOLDERS}}}
+./run evidence --plan               # the runs and their cost
+./run evidence --minutes 9          # as often as it takes: it continues
 ```
 
 Any folder of long text will do. Copy `runs/evidence/corpus` to the machine that has the GPU if that is another one."""

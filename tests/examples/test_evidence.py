@@ -32,15 +32,17 @@ def one_thread(monkeypatch):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Forty directories of a few files, in which words come again."""
+    """Forty directories of a few files, in which words come again; half of them have a table too."""
     top = tmp_path_factory.mktemp("data") / "text"
     generator = torch.Generator().manual_seed(0)
     for number in range(40):
         folder = top / f"part-{number:02}"
         folder.mkdir(parents=True)
         for name in ("a.txt", "b.txt"):
-            words = torch.randint(200, (500,), generator=generator).tolist()
+            words = torch.randint(200, (300,), generator=generator).tolist()
             (folder / name).write_text(" ".join(f"word{word}" for word in words))
+        if number % 2:
+            (folder / "table.txt").write_text("0x1234, " * 500)
     (top / "part-00" / "latin.txt").write_bytes(b"caf\xe9")
     return top
 
@@ -59,6 +61,7 @@ def test_whole_directories_are_held_out_and_every_token_knows_its_bytes(text, to
     assert sorted(training_names + held_out) == [f"text/part-{number:02}" for number in range(40)]
     assert training_names == sorted(training_names)
     assert 0 < len(held_out) < 5
+    assert all(int(name[-2:]) % 2 == 0 for name in held_out)  # those without tables
     chosen = "".join((text.parent / name / file).read_text() + "\n" for name in held_out for file in ("a.txt", "b.txt"))
     split = tokens.corpus.validation
     assert split.bytes == len(chosen) == int(tokens.token_bytes[split.tokens[:].long()].sum())
@@ -232,3 +235,14 @@ def test_curves_are_compared_at_the_same_seconds() -> None:
     assert "After 20 seconds dilated-8K needs 45.00 % (one seed) fewer" in report._same_seconds(
         results, "dilated-8K", "dense-8K"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["dense-128", "dilated-128", "window-128", "converted-128"])
+def test_on_a_gpu_every_kind_of_attention_trains_compiled_and_is_measured(name, tokens, tmp_path) -> None:
+    run = find_run(name, dataclasses.replace(SMALL, d_model=256, steps=10))
+    model, progress = training.train(run, 0, tokens, tmp_path, "cuda", math.inf)
+    found = measures.measure(model, run, tokens, "cuda")
+    assert all(math.isfinite(one["bits"]) for one in found["context"])
+    assert progress.curve[-1][1] < progress.curve[0][1] or run.starts_as
