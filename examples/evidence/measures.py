@@ -29,25 +29,26 @@ _ROWS = 16_384  # whose logits exist at the same time
 
 @dataclass(frozen=True)
 class Score:
-    """Nats and bytes of some tokens, summed over all but the last dimension."""
+    """The nats of some tokens and their bytes, `(rows, tokens)`."""
 
-    nats: Tensor  # (buckets,)
-    bytes: Tensor  # (buckets,)
-    tokens: int
+    nats: Tensor
+    bytes: Tensor
 
     @property
     def bits(self) -> float:
-        """Per byte, over all buckets."""
+        """Per byte."""
         return (self.nats.sum() / self.bytes.sum()).item() / math.log(2.0)
 
     @property
     def perplexity(self) -> float:
         """Per token."""
-        return math.exp(self.nats.sum().item() / self.tokens)
+        return math.exp(self.nats.mean().item())
 
-    @property
-    def by_bucket(self) -> list[float]:
-        return (self.nats / self.bytes / math.log(2.0)).tolist()
+    def by_position(self, length: int) -> list[float]:
+        """Bits per byte by the position in sequences of `length` tokens, in equal parts of the sequence."""
+        parts = min(_BUCKETS, length)
+        nats, sizes = (x.reshape(-1, parts, length // parts).sum((0, 2)) for x in (self.nats, self.bytes))
+        return (nats / sizes / math.log(2.0)).tolist()
 
 
 def measure(model: LongNetLM, run: Run, tokens: Tokens, device: str) -> dict[str, Any]:
@@ -62,13 +63,15 @@ def measure(model: LongNetLM, run: Run, tokens: Tokens, device: str) -> dict[str
             found = {"tokens": length, "fitted": fitted}
             context.append({**found, "bits": score.bits, "perplexity": score.perplexity})
             recalled.append({**found, "right": right})
-    whole = by_position(model, run, tokens, device, scale.windows)
-    result = {"context": context, "recall": recalled, "validation": whole.bits, "positions": whole.by_bucket}
+    whole = throughout(model, run, tokens, device, scale.windows)
+    positions = whole.by_position(run.length)
+    result = {"context": context, "recall": recalled, "validation": whole.bits, "positions": positions}
     if run.kind == "dilated" and len(run.spec().branches) > 1:
         with _attention(model, run, run.length, without_reach=True):
             score = at_the_end(model, run, tokens, device, run.length)
-            cut = by_position(model, run, tokens, device, scale.windows)
-        result["without_reach"] = {"bits": score.bits, "validation": cut.bits, "positions": cut.by_bucket}
+            cut = throughout(model, run, tokens, device, scale.windows)
+        positions = cut.by_position(run.length)
+        result["without_reach"] = {"bits": score.bits, "validation": cut.bits, "positions": positions}
     return result
 
 
@@ -80,19 +83,19 @@ def at_the_end(model: LongNetLM, run: Run, tokens: Tokens, device: str, length: 
         text = torch.stack([tokens.held_out(window)[-length - 1 :] for window in some])
         nats.append(_nats(model, run, text[:, :-1], text[:, 1:], scored, device))
         sizes.append(tokens.token_bytes[text[:, -scored:]])
-    return _score(torch.cat(nats), torch.cat(sizes), 1)
+    return Score(torch.cat(nats).double(), torch.cat(sizes))
 
 
-def by_position(model: LongNetLM, run: Run, tokens: Tokens, device: str, windows: int) -> Score:
-    """All tokens of held-out stretches, in sequences of the training length, by position in the sequence."""
+def throughout(model: LongNetLM, run: Run, tokens: Tokens, device: str, windows: int) -> Score:
+    """All tokens of held-out stretches, one row per stretch, read in sequences of the training length."""
     nats, sizes = [], []
     for window in _windows(tokens, windows):
         text = tokens.held_out(window)
         for rows in slices(tokens.longest, run.scale.tokens_per_step):
             part, following = text[:-1][rows].view(-1, run.length), text[1:][rows].view(-1, run.length)
-            nats.append(_nats(model, run, part, following, run.length, device))
-            sizes.append(tokens.token_bytes[following])
-    return _score(torch.cat(nats), torch.cat(sizes), min(_BUCKETS, run.length))
+            nats.append(_nats(model, run, part, following, run.length, device).flatten())
+        sizes.append(tokens.token_bytes[text[1:]])
+    return Score(torch.cat(nats).view(-1, tokens.longest).double(), torch.stack(sizes))
 
 
 def recall(model: LongNetLM, run: Run, tokens: Tokens, device: str, length: int) -> float:
@@ -141,12 +144,6 @@ def _finish(model: LongNetLM, run: Run, text: Tensor, device: str, finish: Calla
         found = model(text.to(device), finish=finish)
     model.train()
     return found
-
-
-def _score(nats: Tensor, sizes: Tensor, buckets: int) -> Score:
-    count = nats.numel()
-    nats, sizes = (x.double().unflatten(1, (buckets, -1)).sum((0, 2)) for x in (nats, sizes))
-    return Score(nats, sizes, count)
 
 
 @contextmanager

@@ -83,28 +83,36 @@ def cost(results: Results) -> Figure:
 
 @styled
 def positions(results: Results) -> Figure:
-    """Bits by position in the sequence, at each length that more than one kind of attention was trained at."""
+    """Bits by position in the sequence, against the dense model of the same length on the same tokens.
+
+    Text is harder here and easier there, which would hide what the models have to do with it. Where no dense model was
+    trained, the dilated one takes its place.
+    """
     lengths = [n for n in results.lengths[1:] if results.has(results.name("dilated", n))]
     figure, panels = new_figure(10.2, 3.4, columns=max(1, len(lengths)))
+    panels = panels if len(lengths) > 1 else [panels]
     labelled: set[str] = set()
-    for axes, length in zip(panels if len(lengths) > 1 else [panels], lengths):
-        shown: list[float] = []
-        curves = [(KINDS[kind], results.name(kind, length), "positions", _COLOURS[kind]) for kind in KINDS]
-        curves.append(("dilated without its longest branch", results.name("dilated", length), "", COLOURS["limit"]))
-        for label, name, key, colour in curves:
+    for axes, length in zip(panels, lengths):
+        names = {kind: results.name(kind, length) for kind in KINDS}
+        reference = "dense" if results.has(names["dense"]) else "dilated"
+        curves = [(KINDS[kind], names[kind], False, _COLOURS[kind]) for kind in KINDS]
+        curves.append(("dilated without its longest branch", names["dilated"], True, COLOURS["limit"]))
+        for label, name, without_reach, colour in curves:
             if not results.has(name):
                 continue
-            found = [r[key] if key else r["without_reach"]["positions"] for r in results.runs[name].values()]
-            bits = [sum(some) / len(some) for some in zip(*found)]
-            places = [(i + 0.5) * length / len(bits) for i in range(len(bits))]
-            axes.plot(places, bits, color=colour, linewidth=1.2, label=None if label in labelled else label)
+            shares = []
+            for seed, record in results.runs[name].items():
+                found = (record["without_reach"] if without_reach else record)["positions"]
+                base = results.runs[names[reference]].get(seed, results.one(names[reference]))["positions"]
+                shares.append([100 * (bits / needed - 1) for bits, needed in zip(found, base)])
+            mean = [sum(some) / len(some) for some in zip(*shares)]
+            places = [(i + 0.5) * length / len(mean) for i in range(len(mean))]
+            axes.plot(places, mean, color=colour, linewidth=1.2, label=None if label in labelled else label)
             labelled.add(label)
-            shown += bits[1:]
-        room = 0.05 * (max(shown) - min(shown)) or 0.01
-        axes.set(xlabel="position in the sequence", title=short(length), ylim=(min(shown) - room, max(shown) + room))
+        axes.set(xlabel="position in the sequence", title=f"{short(length)}, against {KINDS[reference]}")
         axes.set_xticks([length * i // 4 for i in range(5)], [short(length * i // 4) for i in range(5)])
         axes.grid()
-    (panels[0] if len(lengths) > 1 else panels).set(ylabel="bits per byte")
+    panels[0].set(ylabel="more bits per byte (%)")
     if labelled:
         figure.legend(loc="outside upper left", ncols=4)
     return figure

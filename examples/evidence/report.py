@@ -78,8 +78,9 @@ def _page(results: Results) -> Iterable[str]:
     yield "## Where in the sequence"
     yield "![Bits per byte by position](pictures/evidence-positions.svg)"
     yield (
-        "All held-out tokens in sequences of the training length. The red line is the dilated model with its longest "
-        "branch removed after training."
+        "All held-out tokens in sequences of the training length, against the dense model of the same length on the "
+        "same tokens, or the dilated one where there is no dense one. The red line is the dilated model with its "
+        "longest branch removed after training."
     )
     yield "## Recall"
     yield (

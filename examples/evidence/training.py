@@ -18,7 +18,7 @@ from dilated_attention_pytorch.train.presets import float32_products
 from dilated_attention_pytorch.train.ranks import Ranks
 from dilated_attention_pytorch.train.step import Stepper
 from examples.evidence.corpus import Tokens
-from examples.evidence.measures import by_position
+from examples.evidence.measures import throughout
 from examples.evidence.runs import Run, find_run
 from examples.recall import set_attention
 
@@ -75,11 +75,11 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
             progress.step = step
             progress.seconds.append(time.perf_counter() - began)
             if step % scale.validate_every == 0 or step == config.steps:
-                positions = by_position(model, run, tokens, device, scale.validation_windows)
-                progress.curve.append((step, positions.bits))
+                bits = throughout(model, run, tokens, device, scale.validation_windows).bits
+                progress.curve.append((step, bits))
                 left = (config.steps - step) * progress.step_seconds
                 print(
-                    f"{run.name}, seed {seed}: step {step} of {config.steps}, {positions.bits:.4f} bits per byte, "
+                    f"{run.name}, seed {seed}: step {step} of {config.steps}, {bits:.4f} bits per byte, "
                     f"{progress.step_seconds:.3f} s per step, {left:.0f} s left",
                     flush=True,
                 )

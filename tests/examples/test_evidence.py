@@ -159,6 +159,12 @@ def test_bits_are_those_of_the_logits_and_the_removed_branch_changes_them(tokens
     assert at_128["perplexity"] == pytest.approx(math.exp(nats.item() / wanted.numel()), rel=1e-5)
     assert [one["tokens"] for one in found["context"] if one["fitted"]] == [256, 512]
     assert len(found["positions"]) == 64
+    every = torch.cat([tokens.held_out(start)[:-1].view(-1, 128) for start in window])
+    targets = torch.cat([tokens.held_out(start)[1:].view(-1, 128) for start in window])
+    with torch.no_grad():
+        last = -model(every).double().log_softmax(-1).gather(-1, targets[..., None])[:, -2:].sum()
+    bits = last.item() / math.log(2) / tokens.token_bytes[targets[:, -2:]].sum().item()
+    assert found["positions"][-1] == pytest.approx(bits, rel=1e-5)
     assert found["without_reach"]["bits"] != at_128["bits"]
     # A model that has learned nothing recalls nothing; one that is told the answer recalls everything.
     assert all(one["right"] < 0.3 for one in found["recall"])
