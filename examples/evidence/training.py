@@ -69,7 +69,7 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
             stretch = tokens.corpus.training_batch(1, scale.tokens_per_step, seed, step, order="epochs")
             # The same tokens in the same order at every length: a step is one stretch of text, cut into sequences.
             batch = Batch(stretch.tokens.view(-1, run.length), stretch.following.view(-1, run.length))
-            outcome = stepper.step(batch, step)
+            outcome = stepper.step(batch, step)()
             if outcome.is_broken:
                 raise FloatingPointError(f"{run.name}, seed {seed}: the loss of step {step} is {outcome.loss}")
             progress.step = step

@@ -79,8 +79,12 @@ LATER = """
 """.split()  # noqa: SIM905
 
 
-@pytest.mark.parametrize("more", [[], LATER], ids=["magneto", "later"])
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text, more) -> None:
+@pytest.mark.parametrize(
+    ("more", "beside"), [([], False), ([], True), (LATER, False)], ids=["magneto", "saved beside", "later"]
+)
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text, monkeypatch, more, beside) -> None:
+    if beside:  # as a process does that trains on a GPU
+        monkeypatch.setattr(checkpoints, "_saves_beside", lambda ranks: True)
     for name in ("whole", "parts"):
         assert run("--data", text, "--out", tmp_path / name, "--steps", 6, *FLAGS, *more) == 0
     # Take the second one back to step 4, as if it had been killed after step 5.

@@ -1,9 +1,9 @@
 """Checkpoints of a run: folders that appear whole or not at all, newest last.
 
 `checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and `state/`, which resuming
-needs: each rank writes its own shards, and any number of ranks reads them, through `torch.distributed.checkpoint`. One
-process saves before it goes on; ranks save while training goes on. `checksums.txt` has the checksum of every file,
-which is checked before anything is loaded.
+needs: each rank writes its own shards, and any number of ranks reads them, through `torch.distributed.checkpoint`. On a
+CPU one process saves before it goes on; ranks, and a process that trains on a GPU, copy the state and save while
+training goes on. `checksums.txt` has the checksum of every file, which is checked before anything is loaded.
 
 The state is model, optimizer (with its learning rate), the loss scale of float16 and step. Batches, learning rates and
 random numbers are functions of (seed, step, token rank), so the step is all that resuming needs, on any number of
@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.utils._pytree import tree_map_only
 
 from dilated_attention_pytorch import files
 from dilated_attention_pytorch.core.log import log
@@ -80,18 +81,18 @@ class Checkpointer:
         self._group: dist.ProcessGroup | None = None
         # Read now: the saving thread must not touch the model, because reading its state reshards it during training.
         self._names = untied_names(plain)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if _saves_beside(ranks) else None
         if ranks.mesh is not None:
             # Its own group: the saving thread's messages must not mix with the training's.
             self._group = dist.new_group(backend="gloo", timeout=ranks.timeout)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, step: int, validated: Mapping[int, float] | None = None) -> None:
         """Save the state after `step`, then delete all but the newest checkpoints.
 
         With the validation bits by step, the best of the checkpoints that were `validated` is kept too.
 
-        Weights that are not finite raise an error, because they would replace the last finite ones. On ranks this
-        returns when the state is copied, and `settle` waits for the save to end; at most one save is under way.
+        Weights that are not finite raise an error, because they would replace the last finite ones. On ranks and on a
+        GPU this returns when the state is copied, and `settle` waits for the save to end; at most one is under way.
         """
         self.settle()
         self._validated = dict(validated or {})
@@ -106,12 +107,21 @@ class Checkpointer:
         unfinished = self._ranks.on_first(lambda: _open_unfinished(self._run, folder))
         config = self._plain.config.to_json()  # as it is now: the next stage may have another pattern
         writer = _SummingWriter(unfinished / run_folder.SHARDS)
-        if self._group is None:
-            own = {name: state["model"][name].detach().contiguous() for name in self._names}
-            self._finish(lambda: save(state, storage_writer=writer, no_dist=True), unfinished, folder, config, own)
+        own: dict[str, Tensor] | None = None
+        write: Callable[[], object]
+        if self._group is not None:
+            saved: Any = async_save(state, storage_writer=writer, process_group=self._group)
+            write = saved.result
         else:
-            written: Any = async_save(state, storage_writer=writer, process_group=self._group)
-            self._saving = self._thread.submit(self._finish, written.result, unfinished, folder, config)
+            if self._thread is not None:  # training changes the tensors meanwhile
+                state = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), state)
+            own = {name: state["model"][name].detach().contiguous() for name in self._names}
+            write = partial(save, state, storage_writer=writer, no_dist=True)
+        finish = partial(self._finish, write, unfinished, folder, config, own)
+        if self._thread is None:
+            finish()
+        else:
+            self._saving = self._thread.submit(finish)
 
     @property
     def failed(self) -> bool:
@@ -128,7 +138,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save under way, and end its thread."""
         self.settle()
-        if self._group is not None:
+        if self._thread is not None:
             self._thread.shutdown()
 
     def restore(self) -> int:
@@ -292,6 +302,11 @@ class Checkpointer:
             for name, state in moments["state"].items()
         }
         return {"model": weights, "optimizer": {**moments, "state": by_name}, **rest}
+
+
+def _saves_beside(ranks: Ranks) -> bool:
+    """Whether training goes on during a save."""
+    return ranks.mesh is not None or ranks.device.type != "cpu"
 
 
 class _SummingWriter(FileSystemWriter):

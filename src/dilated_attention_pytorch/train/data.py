@@ -51,7 +51,13 @@ class Batch:
 
     def lengths(self, row: int, device: torch.device | str) -> dict[str, Tensor]:
         """The arguments of a model that go with the tokens of a packed row; none if rows are not packed."""
-        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens[row].to(device)}
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens[row].to(device, non_blocking=True)}
+
+    def pinned(self) -> Batch:
+        """The batch in memory from which a GPU copies while the process goes on."""
+        packed = None if self.cu_seqlens is None else tuple(row.pin_memory() for row in self.cu_seqlens)
+        tokens, following = (x.contiguous().pin_memory() for x in (self.tokens, self.following))
+        return Batch(tokens, following, packed)
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,9 @@ class _Trainer:
                     bar.write(f"stage    {stage.sequence_length:,} tokens, {pattern}, from step {first}")
 
                 now = ahead
-                outcome = stepper.step(now.training, step)
-                ahead = self._read_ahead(step + 1)
+                finish = stepper.step(now.training, step)
+                ahead = self._read_ahead(step + 1)  # while a GPU computes
+                outcome = finish()
                 seconds = time.perf_counter() - began
 
                 record = record_of(step, outcome, records, self.corpus.training.tokens_per_byte)
@@ -314,6 +315,8 @@ class _Trainer:
             )
             validates = step % config.validate_every == 0 or step == config.steps
             validates |= config.keep_best and step % config.checkpoint_every == 0
+            if self.ranks.device.type == "cuda":
+                batch = batch.pinned()
             return _Ahead(batch, self._validation_batches(step) if validates else [])
         except OSError as error:
             return _Ahead(nothing, [], error)

@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeVar
@@ -85,7 +85,7 @@ class Ranks:
         batch = batch.chunk(self.axis("data"))[self.place("data")]
         shards = Shards(even_lengths(batch.shape[1], self.axis("sequence")))
         first, last = shards.bounds(self.place("sequence"))
-        return batch[:, first:last].to(self.device)
+        return batch[:, first:last].to(self.device, non_blocking=True)
 
     def share(self, model: LongNetLM, engine: Engine) -> nn.Module:
         """The model as the ranks train it: parameters sharded (`fsdp`), or copied with averaged gradients (`ddp`).
@@ -117,7 +117,7 @@ class Ranks:
                 model.set_requires_gradient_sync(last)
         yield
 
-    def clip_gradients(self, model: nn.Module, limit: float, scale: float = 1.0) -> float:
+    def clip_gradients(self, model: nn.Module, limit: float, scale: float = 1.0) -> Tensor:
         """Divide the gradients by a loss scale, and clip their norm over all ranks to `limit`.
 
         Returns the norm before clipping, without the scale.
@@ -147,7 +147,7 @@ class Ranks:
         torch._foreach_mul_(local, (limit * scale / (norm + 1e-6)).clamp(max=1.0))
         if scale != 1.0:
             torch._foreach_div_(local, scale)
-        return norm.item() / scale
+        return norm / scale
 
     def bytes_received(self, branches: int) -> list[int]:
         """Bytes received per branch since the last call; an empty list where ranks do not share sequences."""
@@ -170,9 +170,9 @@ class Ranks:
         dist.all_gather(rows, row)
         return torch.stack(rows)
 
-    def mean(self, losses: Iterable[Tensor]) -> float:
-        """The sum of this rank's losses, averaged over ranks."""
-        return self.gather(torch.stack(list(losses)).sum().item()).mean().item()
+    def mean(self, *values: Tensor) -> list[float]:
+        """Each of some numbers, averaged over ranks. It waits for a GPU once."""
+        return self.gather(*torch.stack(values).tolist()).mean(0).tolist()
 
     def gather_objects(self, value: Result) -> list[Result]:
         """Each rank's small object, on every rank."""

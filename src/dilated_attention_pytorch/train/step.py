@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +107,13 @@ class Update:
 
         There is one loss per micro-batch, computed after the backward pass of the one before.
         """
+        return self.begin(losses)()
+
+    def begin(self, losses: Iterable[Tensor]) -> Callable[[], Outcome]:
+        """Start the backward passes; the returned function waits for them, moves the weights and returns the outcome.
+
+        Between the two a GPU computes, and the caller can prepare the next step.
+        """
         values: list[Tensor] = []
 
         def noted() -> Iterator[Tensor]:
@@ -115,13 +122,15 @@ class Update:
                 yield loss
 
         if isinstance(self._model, ZeroModel):
-            norm = self._model.update(noted())
-            return Outcome(self._ranks.mean(values), norm)
+            of_zero = self._model.update(noted())
+            return lambda: Outcome(self._ranks.mean(torch.stack(values).sum())[0], of_zero)
         self._optimizer.zero_grad(set_to_none=True)
         for loss in noted():
             self._scaler.scale(loss).backward()
         norm = self._ranks.clip_gradients(self._model, self._clip_norm, self._scaler.get_scale())
-        value = self._ranks.mean(values)
+        return lambda: self._apply(*self._ranks.mean(torch.stack(values).sum(), norm))
+
+    def _apply(self, value: float, norm: float) -> Outcome:
         outcome = Outcome(value, norm, self._scaler.is_enabled() and math.isfinite(value) and not math.isfinite(norm))
         if self._scaler.is_enabled():  # halved after an overflow, raised after many steps without one
             self._norm.grad = torch.full_like(self._norm, norm)
@@ -145,18 +154,18 @@ class Stepper:
         """The number of rows of a packed batch, one per micro-batch and rank; 0 without packing."""
         return self._ranks.axis("data") * self._config.accumulate if self._config.pack else 0
 
-    def step(self, batch: Batch, step: int) -> Outcome:
-        """Take a step of the run with a batch that all ranks drew alike."""
+    def step(self, batch: Batch, step: int) -> Callable[[], Outcome]:
+        """Start a step of the run with a batch that all ranks drew alike; the returned function ends it."""
         # Dropout depends on (seed, step, token rank) alone, so that a resumed run equals one that never stopped.
         torch.manual_seed(self._config.seed * 1_000_003 + step + (self._ranks.token_rank << 40))
         set_learning_rate(self._optimizer, self._config.learning_rate_at(step))
-        return self._update(self._losses(batch))
+        return self._update.begin(self._losses(batch))
 
     def validate(self, batches: Sequence[Batch]) -> float:
         """The mean loss of batches, without dropout and gradients."""
         self.model.eval()
         with torch.no_grad():
-            losses = [self._ranks.mean(self._losses(batch)) for batch in batches]
+            losses = self._ranks.mean(*(torch.stack(list(self._losses(batch))).sum() for batch in batches))
         self.model.train()
         return sum(losses) / len(losses)
 
