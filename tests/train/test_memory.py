@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 from dilated_attention_pytorch import DilatedAttention, LongNet, LongNetLM
@@ -18,7 +19,14 @@ from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train import memory
 from dilated_attention_pytorch.train.footprint import footprint
-from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, make_scaler, prepare
+from dilated_attention_pytorch.train.memory import (
+    MemoryOptions,
+    compile_now,
+    loss,
+    make_optimizer,
+    make_scaler,
+    prepare,
+)
 from dilated_attention_pytorch.train.offload import Offload
 from dilated_attention_pytorch.train.recompute import TiledFeedForward
 
@@ -109,6 +117,28 @@ def test_inductor_compiles_layers_that_are_checkpointed_and_tiled(attention_call
     found = train_once(MemoryOptions(**ALL, compile=True), small_model(num_layers=1))
     assert_same(found, expected, tolerance=1e-9)  # wider: fused sums have another order
     assert len(attention_calls) == 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["chunked", "full", "selective", "offload"])
+def test_all_layers_compile_into_one_graph_ahead_of_the_first_step(name, packed, plain) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    tokens, targets = drawn()
+    lengths = {}
+    if packed:
+        tokens, targets = tokens.reshape(1, -1), targets.reshape(1, -1)
+        lengths = {"cu_seqlens": torch.tensor([0, TOKENS, 2 * TOKENS])}
+    options = MemoryOptions(**ALONE[name], **ALONE["compiled"])
+    model = prepare(small_model(), options)
+    assert compile_now(model, torch.zeros_like(tokens), options, **lengths) == ""
+    assert len(model.layers) == LAYERS
+    assert all(parameter.grad is None for parameter in model.parameters())
+    value = loss(model, tokens, targets, options, **lengths)
+    value.backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert_same((value.detach(), {name: one.grad for name, one in model.named_parameters()}), plain)
 
 
 @pytest.mark.parametrize("changes", [ALONE["selective"], ALL], ids=["selective", "all"])

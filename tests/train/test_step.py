@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -72,6 +73,22 @@ def test_an_exact_option_leaves_losses_and_weights_as_they_are(tmp_path, folder,
     for key in ("loss", "gradient_norm", "loss_ema"):
         assert [record[key] for record in found] == pytest.approx([record[key] for record in plain], rel=1e-5)
     assert found[-1]["validation_bits"] == pytest.approx(plain[-1]["validation_bits"], rel=1e-5)
+
+
+@torch._dynamo.register_backend(name="broken_backend")
+def broken_backend(graph: object, inputs: object) -> None:
+    raise RuntimeError("no compiler here")
+
+
+@pytest.mark.parametrize("tile", [[], ["--mlp-tile", "5"]], ids=["whole", "tiled"])
+def test_layers_that_cannot_be_compiled_run_as_they_are(tmp_path, flags, plain, capsys, tile) -> None:
+    options = ["--compile", "--compile-backend", "broken_backend", *tile]
+    assert main([*flags, "--out", str(tmp_path / "run"), *options]) == 0
+    printed = capsys.readouterr().out
+    assert "compile  the layers, before the first step; --no-compile leaves it out" in printed
+    assert re.search(r"compile  warning: failed after \d+ s, so layers run uncompiled: .*no compiler here", printed)
+    losses = [record["loss"] for record in records(tmp_path / "run")]
+    assert losses == pytest.approx([record["loss"] for record in plain], rel=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -24,7 +24,7 @@ from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.checkpoint import Checkpointer
 from dilated_attention_pytorch.train.config import SAMPLE_PROMPT, TrainConfig
 from dilated_attention_pytorch.train.data import Batch, open_corpus
-from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
+from dilated_attention_pytorch.train.memory import MemoryOptions, compile_now, make_optimizer, prepare, uncompile
 from dilated_attention_pytorch.train.monitor import Monitors, peak_memory
 from dilated_attention_pytorch.train.presets import float32_products
 from dilated_attention_pytorch.train.ranks import Ranks, Stopped, join_ranks
@@ -98,6 +98,7 @@ class _Trainer:
         self.plain = LongNetLM(config.model).to(ranks.device)
         parameters = sum(parameter.numel() for parameter in self.plain.parameters())
         prepare(self.plain, config.memory)
+        self._compile()
         model = ranks.share(self.plain, config.engine)
         optimizer = make_optimizer(
             model,
@@ -181,6 +182,27 @@ class _Trainer:
         timed = ", ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
         why = f"the fastest now (GFLOP/s with {timed}); --threads or OMP_NUM_THREADS overrides it"
         return fastest_threads(rates), why
+
+    def _compile(self) -> None:
+        """Compile the layers before the first step; if a rank cannot, print why, and no rank does."""
+        config, ranks = self.config, self.ranks
+        if not config.memory.compile:
+            return
+        if ranks.first:
+            print("compile  the layers, before the first step; --no-compile leaves it out", flush=True)
+        began = time.perf_counter()
+        rows = config.batch_size // (ranks.axis("data") * config.accumulate)
+        shape = (1, rows * config.sequence_length) if config.pack else (rows, config.sequence_length)
+        tokens = torch.zeros(shape[0], -(-shape[1] // ranks.axis("sequence")), dtype=torch.int64, device=ranks.device)
+        whole = {"cu_seqlens": torch.tensor([0, tokens.shape[1]], device=ranks.device)} if config.pack else {}
+        why = compile_now(self.plain, tokens, config.memory, **whole)
+        failed = next((one for one in ranks.gather_objects(why) if one), "")
+        if failed:
+            uncompile(self.plain)
+        if ranks.first:
+            seconds = f"{time.perf_counter() - began:.0f} s"
+            warning = f"warning: failed after {seconds}, so layers run uncompiled: {failed}"
+            print(f"compile  {warning if failed else f'done in {seconds}'}", flush=True)
 
     def _write_settings(self, beside: dict[str, bytes]) -> list[dict[str, Any]]:
         """Write what the run is into its folder; returns the records up to its start."""

@@ -100,7 +100,9 @@ class MemoryOptions:
     structured_sparsity: bool = setting(
         False, "2:4 sparse weights in feed-forward networks; compute capability 8.0 or newer"
     )
-    compile: bool = setting(False, "torch.compile each layer", may_change=True)
+    compile: bool = setting(
+        False, "torch.compile each layer (default: on a GPU, unless DeepSpeed shards)", may_change=True
+    )
     compile_mode: CompileMode = setting("default", "with --compile: the mode of torch.compile", may_change=True)
     compile_backend: str = setting("inductor", "with --compile: the backend of torch.compile", may_change=True)
 
@@ -188,6 +190,37 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
                 if isinstance(part, TiledFeedForward):
                     part.compile_tiles(options.compile_backend, mode)
     return model if (run := options.recomputation) is None else _checkpoint_layers(model, run)
+
+
+def compile_now(model: LongNetLM, tokens: Tensor, options: MemoryOptions, **lengths: Any) -> str:
+    """Compile the layers of a prepared model, for `tokens` `(B, N)`; returns why that failed, or an empty string.
+
+    It computes the loss and the gradients of a model of one layer: the other layers run the same code. Gradients are
+    cleared.
+    """
+    layers = model.layers
+    model.layers = layers[:1]
+    try:
+        loss(model, tokens, tokens, options, reduction="sum", **lengths).backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as raised:  # a compiler may fail in any way
+        error: BaseException = raised
+        while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+            error = inner  # what a backend raised, without torch.compile's words around it
+        return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    finally:
+        model.layers = layers
+        model.zero_grad(set_to_none=True)
+    return ""
+
+
+def uncompile(model: nn.Module) -> None:
+    """Let the layers of a prepared model run as they are written."""
+    for part in model.modules():
+        part._compiled_call_impl = None
+        if isinstance(part, TiledFeedForward):
+            part.compiled_by = None
 
 
 def _checkpoint_layers(model: Prepared, run: Recomputation) -> Prepared:

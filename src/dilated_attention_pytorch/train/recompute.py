@@ -70,14 +70,14 @@ class TiledFeedForward(FeedForward):
             self.add_module(name, part)
         self.activation = plain.activation
         self.rows = rows
-        self._compiled_by: tuple[str, str | None] | None = None
+        self.compiled_by: tuple[str, str | None] | None = None
 
     def compile_tiles(self, backend: str, mode: str | None) -> None:
         """Compile what a tile computes, not the loop over tiles."""
-        self._compiled_by = backend, mode
+        self.compiled_by = backend, mode
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_in_tiles(self, x, self._compiled_by)
+        return _run_in_tiles(self, x, self.compiled_by)
 
     def extra_repr(self) -> str:
         return f"rows={self.rows}"
