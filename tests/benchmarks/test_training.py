@@ -156,6 +156,8 @@ def test_a_technique_is_held_against_one_before_it() -> None:
     [
         {},
         {"checkpointing": "selective", "loss_chunk": 2048},
+        {"compile": True, "loss_chunk": 2048},
+        {"compile": True, "checkpointing": "selective", "loss_chunk": 2048},
         {"checkpointing": "full", "mlp_tile": 4096, "loss_chunk": 2048, "parameters": "bf16"},
         {"checkpointing": "full", "mlp_tile": 4096, "loss_chunk": 2048, "parameters": "bf16", "offload": True},
     ],

@@ -113,12 +113,45 @@ def test_two_sequences_hold_what_one_twice_as_long_does_but_for_rotations() -> N
     assert one.peak - two.peak == TOKENS * SMALL.head_dim // 2 * 4 * 2
 
 
-@pytest.mark.parametrize("change", [{"float8": True}, {"compile": True}, {"structured_sparsity": True}], ids=str)
+@pytest.mark.parametrize("change", [{"float8": True}, {"structured_sparsity": True}], ids=str)
 def test_what_the_model_does_not_know_is_refused(change) -> None:
     with pytest.raises(ValueError, match=f"no model says what {next(iter(change))} holds"):
         footprint(SMALL, 1024, MemoryOptions(precision="bf16", **change))
     with pytest.raises(ValueError, match=r"no model says what dropout=0\.1 holds"):
         footprint(replace(SMALL, dropout=0.1), 1024, MemoryOptions())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation": "swiglu", "norm": "rms"}, {"qk_norm": True}, {"num_kv_heads": 2}, {"positions": "xpos"}],
+    ids=str,
+)
+def test_a_compiled_layer_keeps_what_the_model_says(changes) -> None:
+    torch.compiler.reset()
+    tokens = 512
+    config = ModelConfig(
+        vocab_size=64, d_model=128, num_heads=4, num_layers=1, segment_lengths=(64, 512), dilation_rates=(1, 2),
+        **changes,
+    )  # fmt: skip
+    options = MemoryOptions(precision="bf16", loss_chunk=64, compile=True)
+    model = LongNetLM(config)
+    model.layers[0].compile(backend="aot_eager_decomp_partition")  # inductor's cut between forward and backward
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    rotation = model.positions(1, tokens)
+    own |= {part.data_ptr() for part in rotation if part is not None}
+    saved = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.data_ptr() not in own:
+            saved[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.layers[0](torch.randn(1, tokens, 128, requires_grad=True), is_causal=True, rotation=rotation)
+    one, two = (footprint(replace(config, num_layers=layers), tokens, options) for layers in (8, 9))
+    kept = two.parts["kept"] - one.parts["kept"]
+    assert one.at == two.at
+    assert sum(x.untyped_storage().nbytes() for x in saved.values()) == pytest.approx(kept, rel=0.04)
 
 
 def test_options_are_ordered_by_what_they_cost() -> None:

@@ -80,7 +80,7 @@ def footprint(config: ModelConfig, tokens: int, options: MemoryOptions, *, batch
     >>> found.at, round(found.peak / 2**30)
     ('backward of the feed-forward network', 10)
     """
-    for name in ("float8", "structured_sparsity", "compile"):
+    for name in ("float8", "structured_sparsity"):
         if getattr(options, name):
             raise ValueError(f"no model says what {name} holds: leave it out here, and measure with bench techniques")
     if config.dropout:
@@ -122,6 +122,8 @@ class _Step:
         self.gated = config.activation == "swiglu"
         self.mlp_weights = feed_forward_matrices(config) * self.width * self.hidden
         self.tile = min(options.mlp_tile, rows)
+        # Tiles cut a compiled layer, which then holds what an eager one does; other backends fuse nothing.
+        self.compiled = options.compile and options.compile_backend == "inductor" and not self.tile
         self.checkpointed = options.checkpointing != "none"
         self.selective = options.checkpointing == "selective"
         self.entries: dict[tuple[int, str], int] = {}
@@ -229,10 +231,91 @@ class _Step:
             kept |= {"out": self.rows * self.width * self.product, "lse": self.rows * self.config.num_heads * 4}
         return kept
 
+    # A compiled layer keeps the factors of its products and what attention reads: norms, activations and conversions
+    # are computed again within the kernels around them. A pass ends whole, and holds what it saves until then.
+
+    def _forward_compiled(self, *, saves: bool, again: bool) -> None:
+        E, K, F, p = self.width, self.kv_width, self.hidden, self.product
+        self.now = "forward of attention" if not again else "attention, computed again"
+        self.hold("weights, narrow", _layer_parameters(self.config) * p * self.casts)
+        self.make("input of q", E, p)
+        projected = {"q": E, "k": K, "v": K}
+        for name, width in projected.items():
+            self.make(name, width, p)
+        if self.config.positions != "none" or self.config.qk_norm:
+            for name in ("q", "k"):
+                self.make(f"{name} turned", projected[name], p, *(() if self.config.qk_norm else (name,)))
+        if not (again and self.selective):
+            self.make("sums", E, 4 * self.wide_sums)
+            self.make("out", E, p)
+            self.make("lse", self.config.num_heads, 4, "sums")
+        self.make("input of out_proj", E, p)
+        self.make("attended", E, p)
+        self.now = "forward of the feed-forward network"
+        self.make("input of linear1", E, p)
+        self.make("hidden", F, p)
+        self.make("gate", F, p * self.gated)
+        self.make("input of linear2", F, p)
+        self.make("y", E, p)
+        if not again:
+            self.hold("x", self.rows * E * self.stream, layer=self.layer + 1)
+            self._count_offloaded()
+        self.drop("y")
+        if not saves:
+            kept = ("out", "lse") if self.selective else ()
+            self.drop(*(name for layer, name in [*self.entries] if layer == self.layer and name not in ("x", *kept)))
+
+    def _backward_compiled(self) -> None:
+        E, F, p = self.width, self.hidden, self.product
+        self.now = "backward of the feed-forward network"
+        self.make("d inner norm", F, p, "input of linear2")
+        self.make("d gate", F, p * self.gated)
+        self.make("d hidden", F, p, "d inner norm", "hidden", "gate")
+        self.make("d norm2", E, p, "d hidden", "d gate", "input of linear1")
+        self.add_gradients(self.mlp_weights * self.weight)
+        self.make("d x1", E, self.stream, "d norm2", "attended", "dy", "d x1")
+        self.now = "backward of attention"
+        self.make("d norm", E, p, "input of out_proj")
+        self.make("d out", E, p, "d norm")
+        gradients = self._attention_backward()
+        self.now = "backward of the projections"
+        for name, width in gradients.items():
+            self.make(f"{name} before its turn", width, p, name)
+        self.make("d input", E, 2 * p)
+        self.drop(*(f"{name} before its turn" for name in gradients), "input of q", "weights, narrow")
+        self.make("dx", E, self.stream, "d input", "dx")
+        self.drop("x", layer=self.layer + 1)  # its gradient takes the place of this layer's input
+        self.add_gradients((_layer_parameters(self.config) - self.mlp_weights) * self.weight)
+
+    def _attention_backward(self) -> dict[str, int]:
+        """Hold dk, dq and dv in place of what attention has saved; returns their widths."""
+        p, gradients = self.product, {"dk": self.kv_width, "dq": self.width, "dv": self.kv_width}
+        for name, width in gradients.items():
+            self.make(name, width, 4 if self.wide_sums else p)
+        self.make("delta", self.config.num_heads, 4)
+        self.hold("scratch", attention_scratch(self.config, self.positions, self.rows // self.positions, p))
+        if self.wide_sums:
+            for name, width in gradients.items():
+                self.make(f"{name}, rounded", width, p)
+            for name, width in gradients.items():
+                self.drop(name, f"{name}, rounded")
+                self.make(name, width, p)
+        self.drop("delta", "scratch", "q normed", "k normed", "q turned", "k turned", "v", "out", "lse", "d out")
+        if self.compiled:
+            self.drop("q", "k")
+        return gradients
+
+    def _count_offloaded(self) -> None:
+        if self.options.offload:  # PyTorch pins host memory in powers of two
+            self.host += sum(1 << (int(size) - 1).bit_length() for size in self._kept().values())
+
     # The forward pass of a layer, in the order of `DilatedTransformerEncoderLayer`. Without `saves` only Python's
     # references hold what it makes, and a layer that runs `again` hands nothing on.
 
     def _forward(self, *, saves: bool, again: bool = False) -> None:
+        if self.compiled:
+            self._forward_compiled(saves=saves, again=again)
+            return
         E, K, F, p, n = self.width, self.kv_width, self.hidden, self.product, self.norm
         cast = p * self.casts
 
@@ -298,13 +381,15 @@ class _Step:
             return
         self.hold("x", self.rows * E * self.stream, layer=self.layer + 1)
         self.drop("y", *unless_saved("x1", "norm2"))
-        if self.options.offload:  # PyTorch pins host memory in powers of two
-            self.host += sum(1 << (int(size) - 1).bit_length() for size in self._kept().values())
+        self._count_offloaded()
 
     # The backward pass of a layer: what forward saved goes as its gradients come.
 
     def _backward(self) -> None:
-        E, K, F, p, n = self.width, self.kv_width, self.hidden, self.product, self.norm
+        if self.compiled:
+            self._backward_compiled()
+            return
+        E, F, p, n = self.width, self.hidden, self.product, self.norm
         self.now = "backward of the feed-forward network"
         if self.tile:
             self.make("d norm2", E, n)
@@ -338,18 +423,7 @@ class _Step:
         self.make("d out", E, n, "d norm", "out, wide")
         if self.casts:
             self.make("d out, narrow", E, p, "d out")
-        gradients = {"dk": K, "dq": E, "dv": K}
-        for name, width in gradients.items():
-            self.make(name, width, 4 if self.wide_sums else p)
-        self.make("delta", self.config.num_heads, 4)
-        self.hold("scratch", attention_scratch(self.config, self.positions, self.rows // self.positions, p))
-        if self.wide_sums:
-            for name, width in gradients.items():
-                self.make(f"{name}, rounded", width, p)
-            for name, width in gradients.items():
-                self.drop(name, f"{name}, rounded")
-                self.make(name, width, p)
-        self.drop("delta", "scratch", "q normed", "k normed", "q turned", "k turned", "v", "out", "lse", "d out")
+        gradients = self._attention_backward()
         self.drop("d out, narrow")
         if self.config.positions != "none":
             for name in ("dk", "dq"):
