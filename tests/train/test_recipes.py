@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import sys
 from functools import partial
@@ -30,6 +31,7 @@ from dilated_attention_pytorch import (
     update_attention_config,
 )
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.measuring import HostMemory
 from dilated_attention_pytorch.train import TrainConfig, command, presets
 from dilated_attention_pytorch.train.batching import collate
 from dilated_attention_pytorch.train.footprint import parameter_count
@@ -184,7 +186,9 @@ def config_of(monkeypatch, *flags: str) -> TrainConfig:
     """The config that `train` begins a run with."""
     begun = []
     monkeypatch.setattr(command, "train", lambda config, run, resume: begun.append(config))
-    assert main(["train", "--out", "unused", *flags]) == 0
+    monkeypatch.setattr(command, "launch_ranks", lambda config, *rest: begun.append(config) or 0)
+    out = [] if "--out" in flags else ["--out", "unused"]
+    assert main(["train", *out, *flags]) == 0
     return begun[0]
 
 
@@ -202,6 +206,93 @@ def test_the_flags_of_a_preset_make_a_run_and_other_flags_go_before(monkeypatch,
     config = config_of(monkeypatch, "--hardware", "h200")
     assert (config.device, config.tf32, config.memory.precision) == ("cuda", True, "bf16")
     assert config.model == TrainConfig().model
+
+
+GIB = 1 << 30
+
+
+def on_gpu(monkeypatch, free: float, *flags: str, total: float = 140) -> TrainConfig:
+    """The config that `train` begins a run with on a GPU with this many GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    sizes = SimpleNamespace(total_memory=int(total * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), sizes.total_memory))
+    monkeypatch.setattr(command, "host_memory", lambda: HostMemory(256 * GIB, 128 * GIB))
+    return config_of(monkeypatch, *flags)
+
+
+def test_a_gpu_compiles_layers_unless_they_are_not_to_be(monkeypatch, tmp_path, capsys) -> None:
+    assert on_gpu(monkeypatch, 100).memory == MemoryOptions(compile=True)
+    assert on_gpu(monkeypatch, 100, "--no-compile").memory == MemoryOptions()
+    assert on_gpu(monkeypatch, 100, "--device", "cpu").memory == MemoryOptions()
+    assert not on_gpu(monkeypatch, 100, "--engine", "deepspeed").memory.compile
+    file = tmp_path / "run.toml"
+    file.write_text("[memory]\ncompile = false\n")
+    assert on_gpu(monkeypatch, 100, "--config", str(file)).memory == MemoryOptions()
+    assert "memory" not in capsys.readouterr().out  # no preset, no choice
+
+
+@pytest.mark.parametrize(
+    ("preset", "free", "checkpointing", "accumulate", "optimizer", "offload"),
+    [
+        ("125m", 138, "none", 1, "adamw", False),
+        ("125m", 78, "none", 2, "adamw", False),
+        ("125m", 11, "selective", 4, "adamw", False),
+        ("1.3b", 138, "none", 8, "adamw", False),
+        ("1.3b", 78, "selective", 2, "adamw", False),
+        ("2.7b", 138, "selective", 1, "adamw", False),
+        ("6b", 138, "selective", 1, "adamw8bit-torchao", False),
+        ("6b", 78, "selective", 1, "adamw8bit-torchao", True),
+    ],
+)
+def test_a_preset_takes_the_cheapest_options_for_the_free_memory(
+    monkeypatch, capsys, preset, free, checkpointing, accumulate, optimizer, offload
+) -> None:
+    monkeypatch.setattr(presets, "find_spec", lambda name: name)
+    config = on_gpu(monkeypatch, free, "--preset", preset)
+    memory = config.memory
+    assert (memory.checkpointing, config.accumulate, memory.optimizer) == (checkpointing, accumulate, optimizer)
+    assert (memory.compile, memory.loss_chunk, memory.precision) == (True, 16_384, "bf16")
+    assert memory.offload == offload
+    assert f"memory   checkpointing={checkpointing}" in capsys.readouterr().out
+
+
+def test_stated_options_stay_and_the_rest_is_fitted_around_them(monkeypatch, capsys) -> None:
+    config = on_gpu(monkeypatch, 138, "--preset", "125m", "--checkpointing", "full", "--optimizer", "muon")
+    assert (config.memory.checkpointing, config.accumulate, config.memory.optimizer) == ("full", 1, "muon")
+    assert "checkpointing=full: a step needs about" in capsys.readouterr().out
+    config = on_gpu(monkeypatch, 78, "--preset", "125m", "--accumulate", "1")
+    assert (config.memory.checkpointing, config.accumulate) == ("selective", 1)
+    assert "; checkpointing=none would need" in capsys.readouterr().out
+    assert on_gpu(monkeypatch, 138, "--preset", "125m", "--offload").memory.checkpointing == "selective"
+    config = on_gpu(monkeypatch, 3, "--preset", "1.3b")
+    assert config.memory.offload
+    assert "3.0 are free: it may run out of memory" in capsys.readouterr().out
+    config = on_gpu(monkeypatch, 138, "--preset", "125m", "--dropout", "0.1")
+    assert config.memory == dataclasses.replace(memory_preset("125m", hardware_preset("h200")), compile=True)
+    assert "the memory of dropout is not known" in capsys.readouterr().out
+
+
+def test_a_run_that_is_continued_keeps_its_choice(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(command, "list_checkpoints", lambda run: [run])
+    flags = ["--preset", "125m", "--out", str(tmp_path)]
+    first = on_gpu(monkeypatch, 78, *flags)
+    assert first.accumulate == 2
+    (tmp_path / "config.json").write_text(first.to_json())
+    assert on_gpu(monkeypatch, 11, *flags, "--auto-resume") == first
+    changed = on_gpu(monkeypatch, 11, *flags, "--auto-resume", "--accumulate", "8", "--no-compile")
+    assert (changed.accumulate, changed.memory) == (8, dataclasses.replace(first.memory, compile=False))
+    other = on_gpu(monkeypatch, 11, *flags, "--auto-resume", "--batch-size", "4")  # `train` refuses it
+    assert (other.memory.checkpointing, other.batch_size) == ("selective", 4)
+
+
+@pytest.mark.parametrize("ranks", ["--ranks 2", "--ranks 8", "--ranks 8 --sequence-parallel 4", "--ranks 3"])
+def test_ranks_fit_their_share_of_the_batch_into_a_whole_gpu(monkeypatch, ranks) -> None:
+    config = on_gpu(monkeypatch, 0, "--preset", "125m", *ranks.split())
+    expected = "none" if ranks != "--ranks 3" else "selective"  # which the run refuses: 3 do not divide the batch
+    assert (config.memory.checkpointing, config.accumulate) == (expected, 1)
 
 
 def test_a_preset_beside_a_tokenizer_has_the_parameters_of_its_name(monkeypatch, tmp_path) -> None:

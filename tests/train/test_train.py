@@ -101,6 +101,22 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path, text, monkeypatch
     assert weights[0] == weights[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pack", [[], ["--pack"]], ids=["whole", "packed"])
+def test_on_a_gpu_layers_are_compiled_and_a_resumed_run_is_the_same(tmp_path, text, capsys, pack) -> None:
+    sizes = (
+        "--d-model 128 --num-heads 2 --num-layers 2 --segments 64 256 --rates 1 2 --sequence-length 256 --batch-size 2"
+    )
+    often = "--steps 6 --validate-every 3 --checkpoint-every 2 --sample-bytes 4 --precision bf16"
+    for name in ("whole", "parts"):
+        assert run("--data", text, "--out", tmp_path / name, *sizes.split(), *often.split(), *pack) == 0
+    assert capsys.readouterr().out.count("compile  done in") == 2
+    shutil.rmtree(checkpoints.list_checkpoints(tmp_path / "parts")[-1])
+    assert run("--resume", tmp_path / "parts") == 0
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    assert [m["loss"] for m in whole] == [m["loss"] for m in parts]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_whether_the_update_is_fused_depends_on_where_it_runs(tmp_path, text, monkeypatch, optimizer) -> None:
     """A run moves between a CPU and a GPU; here both are a CPU, which can do both."""

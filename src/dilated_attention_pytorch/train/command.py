@@ -12,14 +12,17 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
+import torch
+
 from dilated_attention_pytorch.core.checks import check_sequence, check_whole, import_optional
-from dilated_attention_pytorch.core.environment import torchrun_restarts, under_torchrun, world_size
+from dilated_attention_pytorch.core.environment import local_rank, torchrun_restarts, under_torchrun, world_size
 from dilated_attention_pytorch.core.spec import branches_for
+from dilated_attention_pytorch.measuring import host_memory
 from dilated_attention_pytorch.parallel.options import RunOptions
 from dilated_attention_pytorch.train.config import (
     DEFAULTS,
@@ -34,14 +37,17 @@ from dilated_attention_pytorch.train.config import (
     read_settings,
     settings_of,
 )
+from dilated_attention_pytorch.train.fitting import Load, fit_options
+from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, OF_A_PRESET, expand_presets
 from dilated_attention_pytorch.train.ranks import RESTARTABLE, Stopped, torchrun_arguments
 from dilated_attention_pytorch.train.run_folder import last_checkpoint, list_checkpoints
-from dilated_attention_pytorch.train.stages import Stage, read_stages
+from dilated_attention_pytorch.train.stages import Stage, read_stages, with_pattern
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
 
 RUNS = Path("runs")
+_BYTES_PER_PARAMETER = 16  # in float32: the parameter, its gradient and two moments of AdamW
 
 # Flags that are not settings: what the settings start from, and how the run starts.
 _STARTING: dict[str, tuple[Any, str]] = {
@@ -49,7 +55,7 @@ _STARTING: dict[str, tuple[Any, str]] = {
     "options": (Path, "RunOptions as JSON: engine, checkpoints, monitors, restarts"),
     "preset": (
         Literal[MODEL_SIZES],
-        "a model of this size, with the length, batch, learning rate and memory options for it",
+        "a model of this size, with length, batch and learning rate for it; on a GPU, memory options by what is free",
     ),
     "hardware": (Literal[HARDWARE], "precision for it (default: PyTorch's; with --preset that of the device)"),
     "out": (Path, "the run's folder (default: a new one below runs/)"),
@@ -166,7 +172,12 @@ def run_command(arguments: Sequence[str]) -> int:
         config = _with_flags(fields, flags)
     else:
         started = ranks or world_size()
-        config = _begin(flags, given, {} if options is None else settings_of(options, started))
+        config, stated = _begin(flags, given, {} if options is None else settings_of(options, started))
+        earlier = TrainConfig.from_json(run / "config.json") if auto_resume and list_checkpoints(run) else None
+        if earlier is not None and config.is_same_run(earlier):
+            config = _as_before(config, earlier, stated)
+        else:
+            config = _for_gpu(config, stated, started)
     resume: bool | Literal["auto"] = "auto" if auto_resume else resuming
     if ranks is not None:
         return launch_ranks(config, run, resume, ranks, max_restarts or 0)
@@ -174,8 +185,13 @@ def run_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, Any]) -> TrainConfig:
-    """The config of a new run: flags override the `settings` or the file, which override the preset."""
+def _begin(
+    flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, Any]
+) -> tuple[TrainConfig, Collection[str]]:
+    """The config of a new run: flags override the `settings` or the file, which override the preset.
+
+    Also returns the names of the fields, of the run and of its memory options, that are stated.
+    """
     file = given.get("config")
     if file is not None:
         settings = read_settings(file)
@@ -194,7 +210,8 @@ def _begin(flags: dict[str, Any], given: Mapping[str, Any], settings: dict[str, 
         before = override(
             _preset(together, vocabulary), {name: value for name, value in settings.items() if name not in PRESETS}
         )
-        return _with_flags(override(before, {"model": vocabulary}), flags)
+        config = _with_flags(override(before, {"model": vocabulary}), flags)
+        return config, {*together, *settings.get("memory", {}), *stated.get("memory", {})}
     except (TypeError, ValueError) as error:
         raise ValueError(str(error) if file is None else f"{error} (in {file}, or a flag)") from None
 
@@ -213,6 +230,54 @@ def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, A
         pattern = branches_for(max(tokens, reach), heads, shortest=SMALL_MODEL.segment_lengths[0])
         before |= override({}, {"model": dict(zip(PATTERN, pattern))})
     return before
+
+
+def _as_before(config: TrainConfig, before: TrainConfig, stated: Collection[str]) -> TrainConfig:
+    """The config with what the first part of the run chose by its free memory, so that both parts round alike."""
+    free = [field.name for field in dataclasses.fields(config.memory) if may_change(field) and field.name not in stated]
+    memory = dataclasses.replace(config.memory, **{name: getattr(before.memory, name) for name in free})
+    accumulate = config.accumulate if "accumulate" in stated else before.accumulate
+    return dataclasses.replace(config, memory=memory, accumulate=accumulate)
+
+
+def _for_gpu(config: TrainConfig, stated: Collection[str], ranks: int) -> TrainConfig:
+    """The config with what a GPU decides unless it is stated: layers are compiled, and a preset uses the memory.
+
+    Every rank is taken to hold all parameters.
+    """
+    kind, _, number = config.device.partition(":")
+    if kind not in ("auto", "cuda") or not torch.cuda.is_available() or config.engine == "deepspeed":
+        return config
+    memory = config.memory if "compile" in stated else dataclasses.replace(config.memory, compile=True)
+    shares, uneven = divmod(ranks, config.sequence_parallel * config.tensor_parallel)
+    uneven = uneven or any(stage.batch_size % shares for stage in config.schedule)
+    if "preset" not in stated or uneven:  # `train` refuses uneven shares
+        return dataclasses.replace(config, memory=memory)
+    gpu, host = torch.device("cuda", int(number or 0)), host_memory()
+    total = torch.cuda.get_device_properties(gpu).total_memory
+    # Ranks must choose alike, and the process that starts them takes no memory on a GPU.
+    free = (torch.cuda.mem_get_info(gpu)[0], host.available) if ranks == 1 else (total, host.total // ranks)
+    # By the whole memory: a run that is resumed beside other processes keeps its optimizer.
+    if "optimizer" not in stated and _BYTES_PER_PARAMETER * parameter_count(config.model) <= total // 2:
+        memory = dataclasses.replace(memory, optimizer="adamw")
+    chosen = fit_options(
+        memory,
+        [
+            Load(
+                with_pattern(config.model, stage),
+                -(-stage.sequence_length // config.sequence_parallel),
+                stage.batch_size // shares,
+            )
+            for stage in config.schedule
+        ],
+        free[0],
+        host_bytes=free[1] * 4 // 5,
+        stated=stated,
+        accumulate=config.accumulate if "accumulate" in stated else None,
+    )
+    if not local_rank():
+        print(f"memory   {chosen.why}", flush=True)
+    return dataclasses.replace(config, memory=chosen.options, accumulate=chosen.accumulate)
 
 
 def _nested(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dilated_attention_pytorch.core.pattern import forward_flops
 from dilated_attention_pytorch.models.config import ModelConfig
-from dilated_attention_pytorch.train.footprint import Footprint, feed_forward_matrices, footprint, needed
-from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, OptimizerName
+from dilated_attention_pytorch.train.footprint import (
+    Footprint,
+    feed_forward_matrices,
+    footprint,
+    needed,
+    parameter_count,
+)
+from dilated_attention_pytorch.train.memory import Checkpointing, MemoryFields, MemoryOptions, OptimizerName
 
 MLP_TILE = 4096
 LOSS_CHUNK = 2048
+_SURE = 0.95  # of the free memory: as exact as the memory model is
+_LEAST_ROWS = 16_384  # of a micro-batch, which keep a GPU busy
+_LARGE_TILE = 16_384  # rows that keep a GPU busy: for steps that need not be as long as possible
 _GRAIN = 1024  # tokens: the resolution of the longest sequence
 _MOST_TOKENS = 1 << 34
 
@@ -97,6 +107,104 @@ def longest_fits(
         if tokens > best:
             best = tokens
             yield _fit(config, tokens, one, footprint(config, tokens, one, batch=batch))
+
+
+class Load(NamedTuple):
+    """The batch of a step: `batch` sequences of `tokens` tokens."""
+
+    config: ModelConfig
+    tokens: int
+    batch: int = 1
+
+
+class Chosen(NamedTuple):
+    """How a step fits: its options, its number of micro-batches, and a sentence that says why."""
+
+    options: MemoryOptions
+    accumulate: int
+    why: str
+
+
+def fit_options(
+    base: MemoryOptions,
+    loads: Sequence[Load],
+    gpu_bytes: int,
+    *,
+    host_bytes: int | None = None,
+    stated: Collection[str] = (),
+    accumulate: int | None = None,
+) -> Chosen:
+    """`base` with the least recomputation with which every load fits, in as few micro-batches as that takes.
+
+    If nothing fits, host memory holds what is kept. `stated` are fields of `base` that stay as they are, and
+    `accumulate` is the number of micro-batches if that is stated.
+
+    >>> load = Load(ModelConfig(vocab_size=50_304), 65_536, batch=2)
+    >>> base = MemoryOptions(precision="bf16", loss_chunk=16_384)
+    >>> fit_options(base, [load], 90 << 30).why
+    'checkpointing=none: a step needs about 77.2 of 90.0 GiB free'
+    >>> fit_options(base, [load], 60 << 30).why.split("; ")[0]
+    'checkpointing=none in 2 micro-batches: a step needs about 41.1 of 60.0 GiB free'
+    >>> fit_options(base, [load], 20 << 30).options.checkpointing
+    'selective'
+    """
+    unknown = [name for name in ("float8", "structured_sparsity") if getattr(base, name)]
+    unknown += ["dropout"] * any(load.config.dropout for load in loads)
+    if unknown:
+        why = f"{_techniques(base)}, whatever is free: the memory of {' and '.join(unknown)} is not known"
+        return Chosen(base, accumulate or 1, why)
+    heaviest = max(loads, key=lambda load: load.tokens * load.batch)
+    most = min(load.tokens * load.batch for load in loads) // _LEAST_ROWS
+    counts = [n for n in range(2, most + 1) if all(load.batch % n == 0 for load in loads)]
+    tried: list[tuple[bool, int, Chosen]] = []
+    for options in by_cost(heaviest.config, heaviest.tokens, _recomputing(base, stated)):
+        for count in (1, *counts) if accumulate is None else (accumulate,):
+            peak, host = _demand(options, loads, count)
+            name = _techniques(options) + (f" in {count} micro-batches" if count > 1 else "")
+            overflows = host_bytes is not None and host > host_bytes
+            if peak <= _SURE * gpu_bytes and not overflows:
+                why = f"{name}: a step needs about {_gib(peak)} of {_gib(gpu_bytes)} GiB free"
+                for _, more, cheaper in tried[-1:]:
+                    why += f"; {cheaper.why} would need {_gib(more)}"
+                return Chosen(options, count, why)
+            tried.append((overflows, peak, Chosen(options, count, name)))
+    _, peak, best = min(tried, key=lambda one: one[:2])
+    why = f"a step needs about {_gib(peak)} GiB, and {_gib(gpu_bytes)} are free: it may run out of memory"
+    return best._replace(why=f"{best.why}: {why}")
+
+
+def _demand(options: MemoryOptions, loads: Sequence[Load], count: int) -> tuple[int, int]:
+    """The memory of a GPU, and of the host, for the largest of some steps in `count` micro-batches each."""
+    peak = host = 0
+    for config, tokens, batch in loads:
+        found = footprint(config, tokens, options, batch=max(batch // count, 1))
+        # Every micro-batch but the first begins with the gradients of those before.
+        gradients = parameter_count(config) * (2 if options.parameters == "bf16" else 4) * (count > 1)
+        peak, host = max(peak, needed(found.peak + gradients)), max(host, found.host)
+    return peak, host
+
+
+def _recomputing(base: MemoryOptions, stated: Collection[str]) -> list[MemoryOptions]:
+    """`base` with every set of techniques that compute again, and of those that also offload."""
+    kept: Sequence[Checkpointing] = ("none", "selective", "full")
+    found: dict[MemoryOptions, None] = {}
+    for checkpointing, tile, offload in itertools.product(kept, (0, _LARGE_TILE), (False, True)):
+        changes: MemoryFields = {"checkpointing": checkpointing, "mlp_tile": tile, "offload": offload}
+        for name in changes.keys() & {*stated}:
+            changes[name] = getattr(base, name)  # type: ignore[literal-required]
+        tiles_alone = changes["checkpointing"] == "none" and changes["mlp_tile"] and "mlp_tile" not in stated
+        if not tiles_alone and not (changes["checkpointing"] == "none" and changes["offload"]):
+            found[replace(base, **changes)] = None
+    return list(found)
+
+
+def _techniques(options: MemoryOptions) -> str:
+    names = ("checkpointing", "mlp_tile", "offload")
+    return " ".join(f"{name}={value}" for name in names if (value := getattr(options, name)))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f}"
 
 
 def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
