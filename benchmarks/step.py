@@ -14,17 +14,17 @@ import torch
 
 from benchmarks.harness import measure
 from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
-from benchmarks.training_step import StepCase, step_in_a_process
+from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
 from dilated_attention_pytorch.core.pattern import forward_flops
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.models.config import ModelConfig
-from dilated_attention_pytorch.train.fitting import cheapest_fit, choices
+from dilated_attention_pytorch.train.fitting import Load, fit_options
+from dilated_attention_pytorch.train.footprint import footprint
 from dilated_attention_pytorch.train.memory import MemoryOptions
-from dilated_attention_pytorch.train.presets import text_model
+from dilated_attention_pytorch.train.presets import hardware_preset, memory_preset, text_model
 
 # Tokens of a step, and the share of the ceiling to reach.
 SIZES = {"125m": (131_072, 0.50), "350m": (65_536, 0.58), "1.3b": (32_768, 0.70)}
-_CHUNK = 16_384  # rows of logits
 _TINY = ModelConfig(
     vocab_size=64, d_model=32, num_heads=2, num_layers=2, segment_lengths=(64, 256), dilation_rates=(1, 2)
 )
@@ -49,14 +49,12 @@ def _setup(options: Options) -> list[Trial]:
     for name in names if cuda else names[:1]:
         tokens = SIZES[name][0] if cuda else 256
         config = text_model(name, sequence_length=tokens) if cuda else _TINY
-        plain = MemoryOptions(precision="bf16" if cuda else "fp32", loss_chunk=_CHUNK if cuda else 64)
-        fit = cheapest_fit(config, tokens, room, options=[plain, *choices(offload=False)])
-        if fit is None:
-            raise ValueError(f"no options let {name} take {tokens:,} tokens in {room / 2**30:.1f} GiB")
-        fitted = fit.options if cuda else plain
+        base = memory_preset(name, hardware_preset(device=options.device))
+        base = replace(base, optimizer="adamw", loss_chunk=base.loss_chunk if cuda else 64, compile=cuda)
+        fitted = fit_options(base, [Load(config, tokens)], room).options  # as `train --preset` chooses them
         case = StepCase(
-            config=config, tokens=tokens, options=replace(fitted, compile=cuda), device=options.device,
-            warm_tokens=tokens, steps=3, profiled=True,
+            config=config, tokens=tokens, options=fitted, device=options.device,
+            warm_tokens=tokens, steps=3, profiled=1,
         )  # fmt: skip
         again = replace(case.options, loss_chunk=0, mlp_tile=0)  # Llama has no such options
         every = {
@@ -74,10 +72,17 @@ def _setup(options: Options) -> list[Trial]:
 
 def _measure(trial: Trial, options: Options) -> Iterator[Record]:
     case = trial.case
+    found = step_in_a_process(case, timeout=420.0)
+    if case.llama and found.get("failed") == OUT_OF_MEMORY:
+        case = replace(case, options=replace(case.options, checkpointing="full"))
+        found = step_in_a_process(case, timeout=420.0)
+    found.pop("kernels", None)
     record: Record = {
         "model": trial.name, "size": trial.size, "tokens": case.tokens, "options": asdict(case.options),
-        "ceiling": _ceiling(options.device), **step_in_a_process(case, timeout=420.0),
+        "ceiling": _ceiling(options.device), **found,
     }  # fmt: skip
+    if trial.name in (OURS, PLAIN):
+        record["predicted_bytes"] = footprint(case.config, case.tokens, case.options).peak
     if "failed" not in record:
         record["flops"] = _flops(case, record["parameters"])
         record["share"] = record["flops"] / record["seconds"] / record["ceiling"]
@@ -107,7 +112,7 @@ def _flops(case: StepCase, parameters: int) -> int:
 
 
 def _tables(records: Sequence[Record]) -> Iterator[Table]:
-    head = ["model", "tokens", "tokens/s", "share of the ceiling", "idle", "peak GiB", "options"]
+    head = ["model", "tokens", "tokens/s", "share of the ceiling", "idle", "peak GiB", "memory model, GiB", "options"]
     for machine, mine in by_machine(records):
         ceiling = max(x["ceiling"] for x in mine) / 1e12
         words = f"{machine}. One sequence per step, forward, backward and update. Ceiling: {ceiling:.3g} TFLOP/s."
@@ -116,10 +121,11 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
             options = MemoryOptions(**x["options"]).stated()
             first = [f"{x['size']}: {x['model']}", f"{x['tokens']:,}"]
             if "failed" in x:
-                table.rows.append([*first, x["failed"], "", "", "", options])
+                table.rows.append([*first, x["failed"], "", "", "", "", options])
                 continue
             found: list[Any] = [f"{x['tokens_per_second']:,.0f}", f"{x['share']:.2f}", number(x["idle"], 3)]
-            table.rows.append([*first, *found, number(x["peak_bytes"], 1, 1 << 30), options])
+            found += [number(x.get(key), 1, 1 << 30) for key in ("peak_bytes", "predicted_bytes")]
+            table.rows.append([*first, *found, options])
         yield table
 
 

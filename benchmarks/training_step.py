@@ -36,7 +36,7 @@ class StepCase:
 
     `cap_bytes` limits the GPU memory of PyTorch's allocator. A step on `warm_tokens` that is not timed comes first: it
     compiles, and makes the state of the optimizer. `dense` replaces dilated attention by PyTorch's causal attention;
-    `llama` trains Hugging Face's Llama of the same width, depth and heads. `profiled` adds a step under the profiler.
+    `llama` trains Hugging Face's Llama of the same width, depth and heads. `profiled` adds steps under the profiler.
     """
 
     config: ModelConfig
@@ -48,7 +48,7 @@ class StepCase:
     steps: int = 1
     dense: bool = False
     llama: bool = False
-    profiled: bool = False
+    profiled: int = 0
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> StepCase:
@@ -103,7 +103,7 @@ def measure_step(case: StepCase) -> dict[str, Any]:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     seconds = min(step(case.tokens) for _ in range(case.steps))
-    idle = _idle_share(lambda: step(case.tokens)) if case.profiled and cuda else None
+    traced = _profile(lambda: step(case.tokens), case.profiled) if case.profiled and cuda else {}
     if not all(map(math.isfinite, losses)):
         raise FloatingPointError(f"the loss of {case.tokens:,} tokens is not finite: {losses}")
     return {
@@ -111,11 +111,12 @@ def measure_step(case: StepCase) -> dict[str, Any]:
         "tokens_per_second": case.tokens / seconds,
         "loss": losses[-1],
         "parameters": sum(p.numel() for p in model.parameters()),
-        "idle": idle,
+        "idle": None,
         "held_bytes": held,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "host_bytes": peak_resident(),
+        **traced,
     }
 
 
@@ -163,20 +164,21 @@ def _llama(case: StepCase) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     return model, loss_of
 
 
-def _idle_share(step: Callable[[], float]) -> float:
-    """The share of a step in which no kernel and no copy runs on the GPU."""
+def _profile(step: Callable[[], float], steps: int) -> dict[str, Any]:
+    """The share of some steps in which nothing runs on the GPU, and its busiest kernels in milliseconds per step."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        seconds = step()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end) for event in found.events() if event.device_type.name == "CUDA"
-    )
+        seconds = sum(step() for _ in range(steps))
+    events = [event for event in found.events() if event.device_type.name == "CUDA"]
     busy, until = 0.0, 0.0
-    for start, end in spans:
+    kernels: dict[str, float] = {}
+    for start, end, name in sorted((x.time_range.start, x.time_range.end, x.name) for x in events):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    return max(0.0, 1.0 - busy / 1e6 / seconds)
+        kernels[name] = kernels.get(name, 0.0) + (end - start) / 1e3 / steps
+    top = sorted(kernels.items(), key=lambda one: one[1], reverse=True)[:25]
+    return {"idle": max(0.0, 1.0 - busy / 1e6 / seconds), "kernels": dict(top)}
 
 
 def attempt_step(case: StepCase) -> dict[str, Any]:
