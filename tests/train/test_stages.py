@@ -290,6 +290,17 @@ def test_a_staged_run_that_is_resumed_in_any_stage_is_the_same_run(folder, flags
         assert weights[0] == weights[1]
 
 
+def test_each_stage_of_a_compiled_run_is_compiled_for_its_own_lengths(folder, flags, whole, monkeypatch) -> None:
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda reset=torch.compiler.reset: resets.append(reset()))
+    run = folder / "compiled"
+    assert main([*flags, "--out", str(run), "--steps", "5", "--compile", "--compile-backend", "eager"]) == 0
+    assert len(resets) == 1
+    assert main(["train", "--resume", str(run), "--steps", "8"]) == 0  # in the second stage
+    assert len(resets) == 2
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+
+
 def test_a_finished_staged_run_that_is_asked_for_again_samples_with_its_last_pattern(folder, flags, whole) -> None:
     again = shutil.copytree(whole, folder / "again")
     (sample,) = (again / "samples").iterdir()

@@ -99,6 +99,7 @@ class _Trainer:
         parameters = sum(parameter.numel() for parameter in self.plain.parameters())
         prepare(self.plain, config.memory)
         self._compile()
+        self._compiled_for = _shape(config.schedule[0])
         model = ranks.share(self.plain, config.engine)
         optimizer = make_optimizer(
             model,
@@ -316,6 +317,9 @@ class _Trainer:
     def _enter_stage(self, step: int) -> tuple[Stage, int]:
         """Give the model the pattern of a step's stage; returns the stage and the step's number within it."""
         stage, step_of_stage = self.config.stage_at(step)
+        if self.config.memory.compile and _shape(stage) != self._compiled_for:
+            torch.compiler.reset()  # else layers would be compiled for any length, which is slower
+            self._compiled_for = _shape(stage)
         if not has_pattern(self.stepper.model, stage):
             update_attention_config(self.stepper.model, stage)
         return stage, step_of_stage
@@ -389,6 +393,10 @@ class _Trainer:
         write_whole(path, lambda partial: partial.write_text(sample, encoding="utf-8"))
         print(f"sample\n{sample}")
         return {**self.figures(), "sample": sample}
+
+
+def _shape(stage: Stage) -> tuple[object, ...]:
+    return stage.batch_size, stage.sequence_length, stage.segment_lengths, stage.dilation_rates
 
 
 def _shown(records: Sequence[dict[str, Any]]) -> dict[str, str]:
