@@ -78,13 +78,18 @@ def blocksparse(device: str) -> Iterator[Case]:
 
 
 def gigapath(device: str) -> Iterator[Case]:
-    """Prov-GigaPath's slide encoder: a CLS token and the tiles of a slide, 12 layers, 16 heads of 48."""
+    """Prov-GigaPath's slide encoder: a CLS token and the tiles of a slide, 12 layers, 16 heads of 48.
+
+    Then the attention of one layer alone.
+    """
     size = {"heads": 16, "head_dim": 48, "head_layout": "blocked", **GIGAPATH}
     if device == "cpu":
         yield from _each_way(tokens=2001, encoder_layers=2, dtype="float32", device="cpu", **size)
+        yield Case(tokens=2001, dtype="float32", device="cpu", backward=True, **size)
         return
-    for tiles in (10_000, 45_000, 200_000):
-        yield from _each_way(tokens=tiles + 1, encoder_layers=12, **size)
+    for layers, tiles in itertools.product((12, 0), (10_000, 45_000, 200_000)):
+        ways = _each_way(tokens=tiles + 1, encoder_layers=layers, **size)
+        yield from (case for case in ways if layers or case.backward)
 
 
 _SPARSE: dict[str, Any] = {"pattern": "dilated_sparse", "sparsity_ratio": 0.1}

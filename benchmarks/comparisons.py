@@ -250,5 +250,5 @@ SUITES = (
     _suite("short", "time of one sequence of 512 to 8,192 tokens", _attention),
     _suite("scaling", "time per token from 1M to 16M tokens", _attention),
     _suite("blocksparse", "a tenth of the tiles beside all of them, and beside FlexAttention", _attention),
-    _suite("gigapath", "Prov-GigaPath's slide encoder, ours and torchscale's", _encoders),
+    _suite("gigapath", "Prov-GigaPath's slide encoder and its attention alone, ours and torchscale's", _encoders),
 )

@@ -297,16 +297,21 @@ def torchscale_from(checkout: Path | None) -> Setup:
             return "computes something else where a rate does not divide its segment length"
         if case.head_dim != 64 or case.tokens > 1 << 20:
             return "measured at D=64, up to 1,048,576 tokens"
-        shape = case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
-        attention = without_projections(build_torchscale(attention_class, *shape))
-        q, k, v, do = (x.detach().flatten(2).requires_grad_(x.requires_grad) for x in case.tensors())
-
-        def attend() -> Tensor:
-            return attention(q, k, v, is_causal=case.is_causal)[0]
-
-        return Ready(_step(attend, (q, k, v), do, case.backward), case.flops)
+        return torchscale_alone(attention_class, case)
 
     return setup
+
+
+def torchscale_alone(attention_class: Any, case: Case) -> Ready:
+    """torchscale's attention without projections."""
+    shape = case.heads, case.head_dim, case.segment_lengths, case.dilation_rates
+    attention = without_projections(build_torchscale(attention_class, *shape))
+    q, k, v, do = (x.detach().flatten(2).requires_grad_(x.requires_grad) for x in case.tensors())
+
+    def attend() -> Tensor:
+        return attention(q, k, v, is_causal=case.is_causal)[0]
+
+    return Ready(_step(attend, (q, k, v), do, case.backward), case.flops)
 
 
 def _dense(case: Case, sequences: int, rows: int, calls: int = 1, flash: bool = False, attend: Attend = _sdpa) -> Ready:

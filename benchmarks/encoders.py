@@ -1,4 +1,4 @@
-"""Contenders that are whole encoders: the same layers and sizes, each around its own attention."""
+"""Contenders that are whole encoders: the same layers and sizes, each around its own attention; or that alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contenders import NO_CHECKOUT, OURS, TORCHSCALE, Ready, Setup, named_contenders
+from benchmarks.contenders import (
+    NO_CHECKOUT,
+    OURS,
+    TORCHSCALE,
+    Ready,
+    Setup,
+    named_contenders,
+    ours,
+    torchscale_alone,
+)
 from benchmarks.harness import Case
 from benchmarks.peers import build_torchscale, load_torchscale
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
@@ -19,9 +28,13 @@ EXACT, EXACT_FORWARD = "ours, exact", "ours, exact fwd"
 
 
 def choose_encoders(only: Sequence[str] = (), torchscale: Path | None = None) -> dict[str, Setup]:
-    """The contenders by name: ours by definition, and ours with torchscale's semantics, as in `patch_gigapath`."""
+    """The contenders by name: ours by definition, and ours with torchscale's semantics, as in `patch_gigapath`.
+
+    A case without layers is the attention alone, without projections.
+    """
+    encoder = _encoder(lambda case: lambda layer: None)
     contenders: dict[str, Setup] = {
-        OURS: _encoder(lambda case: lambda layer: None),
+        OURS: lambda case: encoder(case) if case.encoder_layers else ours("auto")(case),
         EXACT: _encoder(_pad(detached_merge=True)),
         EXACT_FORWARD: _encoder(_pad(detached_merge=False)),
         TORCHSCALE: _torchscale_from(torchscale),
@@ -36,6 +49,8 @@ def _encoder(change_for: Callable[[Case], Change]) -> Setup:
     """An encoder whose layers are changed for the contender."""
 
     def setup(case: Case) -> Ready | str:
+        if not case.encoder_layers:
+            return "measured in an encoder"
         width = case.heads * case.head_dim
         layers = [
             DilatedTransformerEncoderLayer(
@@ -90,7 +105,8 @@ def _torchscale_from(checkout: Path | None) -> Setup:
     def change_for(case: Case) -> Change:
         return lambda layer: setattr(layer, "self_attn", _Torchscale(attention_class, case))
 
-    return _encoder(change_for)
+    encoder = _encoder(change_for)
+    return lambda case: encoder(case) if case.encoder_layers else torchscale_alone(attention_class, case)
 
 
 class _Torchscale(nn.Module):

@@ -26,12 +26,13 @@ from .flash_attention import flash_attn_func
 class DilatedAttention(nn.Module):
     def __init__(self, args, embed_dim, num_heads, self_attention=False, subln=False):
         super().__init__()
-        assert self_attention and subln and not args.multiway and not args.xpos_rel_pos and args.layernorm_eps
-        self.num_heads, self.project = num_heads, nn.Linear(embed_dim, embed_dim)
+        assert self_attention and not args.multiway and not args.xpos_rel_pos and args.layernorm_eps
+        self.num_heads = num_heads
+        self.project = nn.Linear(embed_dim, embed_dim) if subln else nn.Identity()
 
     def forward(self, query, key, value, is_causal=False):
-        x = self.project(query).unflatten(-1, (self.num_heads, -1))
-        return flash_attn_func(x, x, x, 0.0, None, None, is_causal)[0].flatten(2), None
+        q, k, v = (self.project(x).unflatten(-1, (self.num_heads, -1)) for x in (query, key, value))
+        return flash_attn_func(q, k, v, 0.0, None, None, is_causal)[0].flatten(2), None
 """,
 }
 
@@ -42,7 +43,7 @@ def checkout(write_checkout):
 
 
 def test_the_gigapath_suite_measures_encoders_beside_torchscales(checkout, tmp_path, capsys, monkeypatch) -> None:
-    small = [Case(**SMALL), Case(**SMALL, backward=True)]
+    small = [Case(**SMALL), Case(**SMALL, backward=True), Case(**(SMALL | {"encoder_layers": 0}), backward=True)]
     monkeypatch.setitem(cases.CASES, "gigapath", lambda device: iter(small))
     monkeypatch.setattr(comparisons, "measure", lambda *run: measure(*run, calls=1))
     results = tmp_path / "results.jsonl"
@@ -51,8 +52,9 @@ def test_the_gigapath_suite_measures_encoders_beside_torchscales(checkout, tmp_p
     printed = capsys.readouterr().out
     assert f"N=61 D=16 H=2 2 branches to {max(SMALL['segment_lengths'])} 2 layers blocked forward+backward" in printed
     _, *lines = map(json.loads, results.read_text().splitlines())
-    assert [line["contender"] for line in lines] == ["ours", "ours, exact", "ours, exact fwd", "torchscale"] * 2
-    assert all(line["milliseconds"] > 0 for line in lines)
+    assert [line["contender"] for line in lines] == ["ours", "ours, exact", "ours, exact fwd", "torchscale"] * 3
+    assert all(line["milliseconds"] > 0 for line in (*lines[:9], lines[11]))
+    assert {line["skipped"] for line in lines[9:11]} == {"measured in an encoder"}
     write_page(results, tmp_path / "page.md")
     assert "gigapath" in (tmp_path / "page.md").read_text()
     assert main([*command, "--only", "ours", "torchscale"]) == 1
@@ -61,12 +63,21 @@ def test_the_gigapath_suite_measures_encoders_beside_torchscales(checkout, tmp_p
 
 
 def test_contenders_of_an_encoder_give_outputs_or_every_gradient(checkout) -> None:
-    for setup in choose_encoders(torchscale=checkout).values():
+    for name, setup in choose_encoders(torchscale=checkout).items():
         assert setup(Case(**SMALL)).call().shape == (1, 61, 32)
         x, *weights = setup(Case(**SMALL, backward=True)).call()
         assert x.shape == (1, 61, 32)
         assert all(weight.isfinite().all() for weight in weights)
+        assert name != "torchscale" or len(weights) == 2 * 12 + 2  # 10 per layer without what `subln` adds in FILES
     assert "give --torchscale PATH" in choose_encoders()["torchscale"](Case(**SMALL))
+
+
+def test_contenders_without_layers_are_the_attention_alone(checkout) -> None:
+    case = Case(**(SMALL | {"encoder_layers": 0, "head_layout": "blocked"}), backward=True)
+    contenders = choose_encoders(torchscale=checkout)
+    for name in ("ours", "torchscale"):
+        grads = contenders[name](case).call()
+        assert [x.numel() for x in grads] == [61 * 32] * 3
 
 
 def test_an_encoders_flops_are_those_of_its_attention_and_its_linear_layers() -> None:

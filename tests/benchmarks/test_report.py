@@ -111,6 +111,7 @@ def verdicts(results):
         "rate": "0.95 of dense", "reaching": "a longest segment", "torchscale": "torchscale", "dropout": "dropout",
         "short": "one dense call", "captured": "CUDA graphs", "memory": "peak memory", "linear": "time per token",
         "tiles": "all through the same", "flex": "FlexAttention", "plain": "that run on any", "cpu": "a CPU",
+        "gigapath": "10,000 tiles", "large slides": "45,000 and 200,000 tiles",
     }  # fmt: skip
     assert len(about) == len(found)
     verdicts = {name: next(found[text] for text in found if words in text) for name, words in about.items()}
