@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     evidence.add_argument("--out", type=Path, default=Path("runs/evidence"), help="folder of the results")
     evidence.add_argument("--only", nargs="+", metavar="RUN", help="runs to take, as --plan names them (default: all)")
     evidence.add_argument("--seeds", nargs="+", type=whole_number, metavar="N", help="seeds to take (default: 0 1)")
-    evidence.add_argument("--steps", type=whole_number, help="steps of each run (800; on a CPU 20)")
+    evidence.add_argument("--steps", type=whole_number, help="steps of each run (800; on a CPU 16)")
     evidence.add_argument("--minutes", type=float, help="save and stop after this time (default: no limit)")
     evidence.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     what = evidence.add_mutually_exclusive_group()

@@ -80,14 +80,14 @@ TINY = Scale(
     vocab_size=512,
     lengths=(64, 256, 1024, 4096),
     tokens_per_step=4096,
-    steps=20,
+    steps=16,
     warmup_steps=2,
     learning_rate=5e-3,
     seeds=(0, 1),
     scored=32,
     windows=4,
     validation_windows=2,
-    validate_every=5,
+    validate_every=4,
     window_tile=16,
 )
 
