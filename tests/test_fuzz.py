@@ -44,6 +44,7 @@ Case = tuple[Callable[..., Any], dict[str, Any]]
 PATTERN = {"segment_lengths": [4, 8], "dilation_rates": [1, 2]}
 SIZES = {"embed_dim": 16, "num_heads": 4, **PATTERN}
 SMALL = {"d_model": 16, "num_heads": 4, "num_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 16, **PATTERN}
+BAGS = {"input_dim": 16, "d_model": 16, "num_heads": 4, "num_layers": 1, "dim_feedforward": 16, **PATTERN}
 LAYER = {"d_model": 16, "nhead": 4, "dim_feedforward": 16, **PATTERN}
 SETTINGS = {"head_layout": "blocked", "backend": "auto", "use_pattern_cache": True, "softmax_scale": 0.5}
 FIELDS = {"vocab_size": 50, "positions": "rotary", "dropout": 0.1, "layer_norm_eps": 1e-5, "tie_weights": True}
@@ -332,6 +333,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "ModelConfig": lambda: (models.ModelConfig, dict(SMALL)),
     "LongNet": lambda: (models.LongNet, {**SMALL, **FIELDS}),
     "LongNet.forward": lambda: (models.LongNet(**SMALL), {"src": rows(), "tgt": rows()}),
+    "EncoderConfig": lambda: (models.EncoderConfig, dict(BAGS)),
+    "LongNetEncoder": lambda: (models.LongNetEncoder, {**BAGS, "positions": "rotary", "num_classes": 2}),
+    "LongNetEncoder.forward": lambda: (
+        models.LongNetEncoder(**BAGS, positions="coordinates", pooling="cls"),
+        {"x": rows(), "coordinates": torch.zeros(2, 10, 2)},
+    ),
     "LongNetLM": lambda: (models.LongNetLM, {**SMALL, **FIELDS}),
     "LongNetLM.forward": lambda: (language_model(), {"tokens": tokens()}),
     "LongNetLM.generate": lambda: (language_model().generate, {"tokens": tokens(), "max_new_tokens": 2}),

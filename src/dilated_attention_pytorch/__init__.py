@@ -28,7 +28,9 @@ from dilated_attention_pytorch.core import (
 )
 from dilated_attention_pytorch.functional import attention_rows, backends, warm_up
 from dilated_attention_pytorch.models import (
+    EncoderConfig,
     LongNet,
+    LongNetEncoder,
     LongNetLM,
     ModelConfig,
     cls_attention,
@@ -100,9 +102,11 @@ __all__ = [
     "DistributedImprovedDilatedAttention",
     "DistributedImprovedMultiheadDilatedAttention",
     "DynamicBatcher",
+    "EncoderConfig",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "LongNet",
+    "LongNetEncoder",
     "LongNetLM",
     "ModelConfig",
     "MultiheadDilatedAttention",

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention_pytorch import LongNet, LongNetLM, cls_attention, patch_gigapath
+from dilated_attention_pytorch import LongNet, LongNetEncoder, LongNetLM, cls_attention, patch_gigapath
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.plans import remember_of
 from dilated_attention_pytorch.core.reference import reference_forward
@@ -416,6 +416,25 @@ def test_an_encoders_weights_make_our_longnet_the_same_model() -> None:
     load_torchscale_weights(ours, slide_state, prefix="encoder.")
     x = torch.randn(1, 61, 32, dtype=torch.float64)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_slide_encoders_weights_make_our_encoder_the_same_model(pooling) -> None:
+    theirs = patch_gigapath(SlideEncoder().double())
+    sizes = {"input_dim": 12, "positions": "coordinates", "cls_rows": 1, "pooling": pooling, "grids": 20}
+    ours = LongNetEncoder(**(as_ours() | sizes), num_classes=2).double()
+    state = {name.replace("patch_embed.", "patch_embed.proj."): x for name, x in theirs.state_dict().items()}
+    head = ours.head.weight.clone()
+    load_torchscale_weights(ours, state | {"decoder.weight": torch.zeros(1)})
+    x, coords = slide()
+    embedding = ours.embed(x.double(), coords)
+    if pooling == "cls":
+        torch.testing.assert_close(embedding, theirs(x.double(), coords))
+    torch.testing.assert_close(ours(x.double(), coords), embedding @ head.T + ours.head.bias)
+    with pytest.raises(ValueError, match="build it with cls_rows=1"):
+        load_torchscale_weights(LongNetEncoder(**(as_ours() | sizes | {"cls_rows": 2})), state)
+    with pytest.raises(ValueError, match="missing cls_token"):
+        load_torchscale_weights(ours, {name: x for name, x in state.items() if name != "cls_token"})
 
 
 class Turn(nn.Module):

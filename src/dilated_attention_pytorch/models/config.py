@@ -16,6 +16,8 @@ from dilated_attention_pytorch.nn.multihead import Norm
 from dilated_attention_pytorch.nn.transformer import Activation
 
 Positions = Literal["rotary", "xpos", "none"]
+EncoderPositions = Literal["none", "rotary", "coordinates"]
+Pooling = Literal["mean", "attention", "cls"]
 
 _LENGTHS, _RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
 
@@ -44,6 +46,17 @@ class ModelFields(TypedDict, total=False):
     tie_weights: bool
     logit_soft_cap: float | None
     max_length: int | None
+
+
+class EncoderFields(ModelFields, total=False):
+    """The fields of `EncoderConfig`, as the keywords of a model."""
+
+    input_dim: int
+    num_classes: int
+    pooling: Pooling
+    cls_rows: int | None
+    tile_size: float
+    grids: int
 
 
 def feed_forward_width(d_model: int, activation: Activation) -> int:
@@ -148,3 +161,49 @@ class ModelConfig:
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"{source} is not a model config: {error}") from None
+
+
+_LONGEST = 262_144  # rows that an encoder connects if neither its length nor its branches are stated
+# Fields of `ModelConfig` that have no meaning in an encoder.
+_NOT_OF_ENCODERS = ("vocab_size", "num_decoder_layers", "scale_base", "tie_weights", "logit_soft_cap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(ModelConfig):
+    """Sizes of `LongNetEncoder`: the fields of `ModelConfig` that an encoder has, and its own.
+
+    `input_dim` is the size of the embeddings, and `num_classes` the number of outputs, 0 for none. Unless
+    `segment_lengths` and `dilation_rates` are stated, `branches_for` chooses branches that connect every two of
+    `max_length` rows, by default of 262,144.
+
+    `positions="coordinates"` adds sines and cosines of the two coordinates of each row, as Prov-GigaPath does:
+    coordinates are in pixels, `tile_size` pixels are one tile, and there are at most `grids` tiles along a side.
+
+    `cls_rows` is the number of learned rows before each sequence. By default there are none, and with `pooling="cls"`
+    one for each grid of the largest rate; see `LongNetEncoder`.
+
+    >>> config = EncoderConfig(input_dim=1536, d_model=192, num_heads=4, num_layers=2, max_length=50_000, pooling="cls")
+    >>> config.segment_lengths, config.dilation_rates, config.cls_rows
+    ((2048, 4096, 65536), (1, 2, 4), 4)
+    """
+
+    input_dim: int = setting(1536, "size of the embeddings", range=COUNT)
+    num_decoder_layers: int = 0
+    num_classes: int = setting(0, range=SIZE)
+    positions: EncoderPositions = setting("none", "positions: of rows, of coordinates, or none")  # type: ignore[assignment]
+    pooling: Pooling = setting("mean", "how rows become one embedding")
+    cls_rows: int | None = setting(None, range=SIZE)
+    tile_size: float = setting(256.0, range=POSITIVE)
+    grids: int = setting(1000, range=COUNT)
+
+    def __post_init__(self, max_length: int | None) -> None:
+        if max_length is None and self.segment_lengths is _LENGTHS and self.dilation_rates is _RATES:
+            max_length = _LONGEST
+        super().__post_init__(max_length)
+        defaults = {one.name: one.default for one in dataclasses.fields(self)}
+        if stated := [name for name in _NOT_OF_ENCODERS if getattr(self, name) != defaults[name]]:
+            raise ValueError(f"an encoder of embeddings has no {', '.join(stated)}: leave it out, or use LongNetLM")
+        if self.cls_rows is None:
+            object.__setattr__(self, "cls_rows", max(self.dilation_rates) if self.pooling == "cls" else 0)
+        if self.pooling == "cls" and not self.cls_rows:
+            raise ValueError("pooling='cls' takes its result from CLS rows, got cls_rows=0: leave cls_rows out")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from dilated_attention_pytorch.models.generation import StreamSettings
 
-Model = TypeVar("Model", bound="_Pretrained")
+Model = TypeVar("Model", bound="Pretrained")
 # Fields of the config that a layer takes under the same name.
 _OF_LAYERS = (
     "d_model", "num_kv_heads", "dim_feedforward", "dropout", "attention_dropout", "activation", "norm",
@@ -52,7 +52,7 @@ _OF_LAYERS = (
 _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
 
 
-class _Pretrained(SharesResources, nn.Module):
+class Pretrained(SharesResources, nn.Module):
     """What all models share: a config, layers that can be checkpointed, saving and loading.
 
     Pass a `ModelConfig` or its fields. The other keywords are no part of the config: `use_pattern_cache`,
@@ -60,6 +60,7 @@ class _Pretrained(SharesResources, nn.Module):
     `device` and `dtype` are those of the parameters.
     """
 
+    _config_class: type[ModelConfig] = ModelConfig
     positions: RotaryPositions | None
 
     @checked()
@@ -85,7 +86,12 @@ class _Pretrained(SharesResources, nn.Module):
         }
         if config is not None and fields:
             raise TypeError(f"pass a config or its fields, not both: got a config and {sorted(fields)}")
-        self.config = ModelConfig(**fields) if config is None else config  # type: ignore[arg-type]
+        self.config = self._config_class(**fields) if config is None else config  # type: ignore[arg-type]
+        if type(self.config) is not self._config_class:
+            raise TypeError(
+                f"{type(self).__name__} takes a config of type {self._config_class.__name__}, got "
+                f"{type(self.config).__name__}"
+            )
         self.gradient_checkpointing = False
         self.spans = DocumentSpans()
         self._run_checkpointed: Callable[..., Tensor] = _recompute_layer
@@ -121,7 +127,7 @@ class _Pretrained(SharesResources, nn.Module):
         """
         folder = Path(folder)
         check_files(folder, (CONFIG, WEIGHTS))
-        config = ModelConfig.from_json(folder / CONFIG)
+        config = cls._config_class.from_json(folder / CONFIG)
         layers = config.num_layers + (config.num_decoder_layers if issubclass(cls, LongNet) else 0)
         return load_model(lambda: cls(config, **shared), layers, folder, device)
 
@@ -151,6 +157,11 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
+def gain_alone(layers: int) -> float:
+    """MAGNETO's `gamma_init` of an encoder alone or a decoder alone."""
+    return math.sqrt(math.log(2 * layers)) if layers > 1 else 1.0
+
+
 def _positions(config: ModelConfig) -> RotaryPositions | None:
     if config.positions == "none":
         return None
@@ -159,7 +170,7 @@ def _positions(config: ModelConfig) -> RotaryPositions | None:
     return RotaryPositions(config.head_dim)
 
 
-class LongNetLM(_Pretrained):
+class LongNetLM(Pretrained):
     """A decoder-only language model with causal dilated attention: `(B, N)` tokens to `(B, N, vocab)` logits.
 
     >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 128), dilation_rates=(1, 4))
@@ -171,7 +182,7 @@ class LongNetLM(_Pretrained):
 
     def _build(self) -> None:
         c = self.config
-        settings = self._layer_settings(gamma=math.sqrt(math.log(2 * c.num_layers)) if c.num_layers > 1 else 1.0)
+        settings = self._layer_settings(gain_alone(c.num_layers))
         self.embedding = nn.Embedding(c.vocab_size, c.d_model, **self._factory)
         self.positions = _positions(c)
         self.dropout = nn.Dropout(c.dropout)
@@ -372,7 +383,7 @@ class LongNetLM(_Pretrained):
         return generated_tokens(self, steps, sampling, draw, max_new_tokens, eos)
 
 
-class LongNet(_Pretrained):
+class LongNet(Pretrained):
     """An encoder-decoder on embeddings, `(B, N, E)`, or with `num_decoder_layers=0` an encoder alone.
 
     The decoder's self-attention is causal and dilated; its cross-attention is dense.
@@ -392,7 +403,7 @@ class LongNet(_Pretrained):
             encoder_gamma = math.sqrt(math.log(3 * M) * math.log(2 * N) / 3)
             decoder_gamma = math.sqrt(math.log(3 * M))
         else:
-            encoder_gamma = decoder_gamma = math.sqrt(math.log(2 * N)) if N > 1 else 1.0
+            encoder_gamma = decoder_gamma = gain_alone(N)
         if c.logit_soft_cap is not None:
             raise ValueError(
                 f"logit_soft_cap={c.logit_soft_cap} caps logits, and a LongNet returns hidden states: leave it out, or "

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.models.weights import misfits
 from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.positions import SlidePositions
 from dilated_attention_pytorch.nn.replacement import replace_parts
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -207,18 +209,24 @@ _IN_A_LAYER = {
 
 @checked()
 def load_torchscale_weights(
-    model: LongNet | LongNetLM, state_dict: Mapping[str, Tensor], *, prefix: str = "", scaled_embedding: bool = False
+    model: LongNet | LongNetLM | LongNetEncoder,
+    state_dict: Mapping[str, Tensor],
+    *,
+    prefix: str = "",
+    scaled_embedding: bool = False,
 ) -> None:
     """Read weights of torchscale's `LongNetEncoder` into a `LongNet`, or of its `LongNetDecoder` into a `LongNetLM`.
 
-    They must be of torchscale's default architecture (`subln`). If anything is missing, left over or of another shape,
-    an error lists it and nothing is loaded.
+    Those of Prov-GigaPath's slide encoder go into a `LongNetEncoder`, whose head and attention pool stay as they are.
+    Weights must be of torchscale's default architecture (`subln`). If anything is missing, left over or of another
+    shape, an error lists it and nothing is loaded.
 
     Args:
-        model: a `LongNet` with `num_decoder_layers=0, positions="none"`, or a `LongNetLM` with `tie_weights=False`, and
-            `positions="xpos"` if torchscale's has `xpos_rel_pos`, else "none"; both with `head_layout="blocked"`.
+        model: a `LongNet` with `num_decoder_layers=0, positions="none"`; a `LongNetLM` with `tie_weights=False`, and
+            `positions="xpos"` if torchscale's has `xpos_rel_pos`, else "none"; or this package's `LongNetEncoder` with
+            `positions="coordinates", cls_rows=1`; all with `head_layout="blocked"`.
         state_dict: torchscale's.
-        prefix: that of the encoder's names, such as "encoder." in a checkpoint of Prov-GigaPath; other names are
+        prefix: that of the model's names: for a `LongNet`, "encoder." in a checkpoint of Prov-GigaPath. Other names are
             ignored.
         scaled_embedding: for a decoder with `no_scale_embedding=False`, which multiplies embeddings by the root of
             their size, as `LongNetLM` always does.
@@ -226,14 +234,19 @@ def load_torchscale_weights(
     config, is_decoder = model.config, isinstance(model, LongNetLM)
     found = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     xpos = any(name.endswith("self_attn.xpos.scale") for name in found)
+    is_slide = isinstance(model, LongNetEncoder)
+    if is_slide:
+        found = {name: x for name, x in found.items() if name.startswith(_OF_SLIDE_ENCODERS)}
     if config.head_layout != "blocked":
         raise ValueError(
             f"torchscale lays heads out in blocks, the model has head_layout={config.head_layout!r}: "
             'build it with head_layout="blocked"'
         )
-    wanted = "xpos" if xpos else "none"
+    wanted = "coordinates" if is_slide else "xpos" if xpos else "none"
     if config.positions != wanted:
         raise ValueError(f"these weights have positions={wanted!r}, the model has {config.positions!r}")
+    if isinstance(model, LongNetEncoder) and model.config.cls_rows != 1:
+        raise ValueError(f"a slide encoder has one CLS row, not {model.config.cls_rows}: build it with cls_rows=1")
     if not is_decoder and config.num_decoder_layers:
         raise ValueError("torchscale's LongNetEncoder is an encoder alone: build LongNet with num_decoder_layers=0")
     if is_decoder and config.tie_weights:
@@ -241,8 +254,10 @@ def load_torchscale_weights(
     later = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "logit_soft_cap": config.logit_soft_cap or 0.0}
     if stated := [f"{name}={value!r}" for name, value in later.items() if getattr(config, name) == value]:
         raise ValueError(f"torchscale's LongNet has no {', '.join(stated)}: build {type(model).__name__} without")
-    names = dict(_named(model, is_decoder))
+    names = dict(_named(model))
     found = {name: x for name, x in found.items() if not name.endswith(("self_attn.xpos.scale", "version"))}
+    if "cls_token" in names and "cls_token" in found:
+        found["cls_token"] = found["cls_token"].flatten(0, -2)  # (1, 1, E)
     own = model.state_dict()
     problems = misfits(
         {f"{prefix}{name}": tuple(x.shape) for name, x in found.items()},
@@ -258,91 +273,35 @@ def load_torchscale_weights(
         for name in loaded:
             if ".q_proj." in name or ".k_proj." in name:
                 loaded[name] = _pairs_apart(loaded[name], config.head_dim)
-    model.load_state_dict(loaded)
+    model.load_state_dict(own | loaded if is_slide else loaded)
 
 
-def _named(model: LongNet | LongNetLM, is_decoder: bool) -> Iterator[tuple[str, str]]:
+# How the names in a checkpoint of Prov-GigaPath's slide encoder begin that the model has.
+_OF_SLIDE_ENCODERS = ("cls_token", "patch_embed.proj.", "encoder.", "norm.")
+
+
+def _named(model: LongNet | LongNetLM | LongNetEncoder) -> Iterator[tuple[str, str]]:
     """Pairs of torchscale's name and our name of each weight."""
-    layers, norm = ("layers", "norm") if is_decoder else ("encoder", "encoder_norm")
-    if is_decoder:
+    layers, norm, within = ("encoder", "encoder_norm", "") if isinstance(model, LongNet) else ("layers", "norm", "")
+    if isinstance(model, LongNetLM):
         yield "embed_tokens.weight", "embedding.weight"
         yield "output_projection.weight", "head.weight"
+    if isinstance(model, LongNetEncoder):
+        within = "encoder."
+        yield "cls_token", "cls"
     for kind in ("weight", "bias"):
-        yield f"layer_norm.{kind}", f"{norm}.{kind}"
+        if isinstance(model, LongNetEncoder):
+            yield f"patch_embed.proj.{kind}", f"input.{kind}"
+            yield f"norm.{kind}", f"pooled_norm.{kind}"
+        yield f"{within}layer_norm.{kind}", f"{norm}.{kind}"
         for i in range(model.config.num_layers):
             for theirs, ours in _IN_A_LAYER.items():
-                yield f"layers.{i}.{theirs}.{kind}", f"{layers}.{i}.{ours}.{kind}"
+                yield f"{within}layers.{i}.{theirs}.{kind}", f"{layers}.{i}.{ours}.{kind}"
 
 
 def _pairs_apart(x: Tensor, head_dim: int) -> Tensor:
     """Reorder a projection for our rotation: torchscale turns neighbouring dimensions, we turn the halves of a head."""
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-
-
-class SlidePositions(nn.Module):
-    """Replaces the buffer `pos_embed` of Prov-GigaPath's slide encoder, `(1, 1 + grids ** 2, E)`; indexed like it.
-
-    Row 0, of the CLS token, is zero; row `1 + x * grids + y` joins the sines and cosines of `y` and of `x`. Only those
-    of a single axis, `(grids, E / 2)`, are stored.
-
-    >>> table = SlidePositions(embed_dim=8, grids=1000)
-    >>> table.shape, table[:, torch.tensor([[0, 1, 1001]]), :].shape
-    (torch.Size([1, 1000001, 8]), torch.Size([1, 1, 3, 8]))
-    """
-
-    axis: Tensor
-
-    def __init__(self, embed_dim: int, grids: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        if embed_dim % 4:
-            raise ValueError(
-                f"a sine and a cosine of two axes take a multiple of 4 dimensions, got embed_dim={embed_dim}"
-            )
-        self.embed_dim, self.grids = embed_dim, grids
-        frequencies = 10_000.0 ** (-torch.arange(embed_dim // 4, dtype=torch.float64) / (embed_dim // 4))
-        angles = torch.arange(grids, dtype=torch.float64)[:, None] * frequencies
-        axis = torch.cat((angles.sin(), angles.cos()), dim=1).float()
-        self.register_buffer("axis", axis.to(device=device, dtype=dtype), persistent=False)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((1, 1 + self.grids**2, self.embed_dim))
-
-    def rows(self, positions: Tensor) -> Tensor:
-        """`(..., E)` of positions `(...)`."""
-        tile = (positions - 1).clamp_min(0)
-        found = torch.cat((self.axis[tile % self.grids], self.axis[tile // self.grids]), dim=-1)
-        return found.masked_fill((positions == 0).unsqueeze(-1), 0.0)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        whole = slice(None)
-        if not (isinstance(index, tuple) and len(index) == 3 and index[0] == whole and index[2] == whole):
-            raise IndexError("the position table is computed by rows: index it as pos_embed[:, rows, :]")
-        rows = index[1]
-        if isinstance(rows, slice):
-            rows = torch.arange(self.shape[1], device=self.axis.device)[rows]
-        return self.rows(rows)[None]
-
-    def holds(self, table: Tensor) -> bool:
-        """Whether a stored table is this one, up to rounding."""
-        if table.shape != self.shape:
-            return False
-        if table.is_meta:
-            return True
-        tiles = table[0, 1:].unflatten(0, (self.grids, self.grids))
-        axis = self.axis.to(device=table.device, dtype=table.dtype)
-        # A strip at a time: all at once would take as much memory again.
-        strips = (strip.chunk(2, dim=1) for strip in tiles)
-        return not table[0, 0].any() and all(
-            _close(of_y, axis) and _close(of_x, axis[x].expand_as(of_x)) for x, (of_y, of_x) in enumerate(strips)
-        )
-
-    def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, grids={self.grids}"
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0.0, atol=4 * torch.finfo(a.dtype).eps)
 
 
 def compute_positions(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""Relative positions by rotation: rotary embeddings, and xPos, which also lets scores decay with distance."""
+"""Positions: by rotation (rotary, and xPos, which also lets scores decay with distance), and of tiles on a slide."""
 
 from __future__ import annotations
 
@@ -120,6 +120,76 @@ class XPosPositions(RotaryPositions):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, period={self.period}, scale_base={self.scale_base}"
+
+
+class SlidePositions(nn.Module):
+    """Replaces the buffer `pos_embed` of Prov-GigaPath's slide encoder, `(1, 1 + grids ** 2, E)`; indexed like it.
+
+    Row 0, of the CLS token, is zero; row `1 + x * grids + y` joins the sines and cosines of `y` and of `x`. Only those
+    of a single axis, `(grids, E / 2)`, are stored.
+
+    >>> table = SlidePositions(embed_dim=8, grids=1000)
+    >>> table.shape, table[:, torch.tensor([[0, 1, 1001]]), :].shape
+    (torch.Size([1, 1000001, 8]), torch.Size([1, 1, 3, 8]))
+    """
+
+    axis: Tensor
+
+    def __init__(self, embed_dim: int, grids: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if embed_dim % 4:
+            raise ValueError(
+                f"a sine and a cosine of two axes take a multiple of 4 dimensions, got embed_dim={embed_dim}"
+            )
+        self.embed_dim, self.grids = embed_dim, grids
+        frequencies = 10_000.0 ** (-torch.arange(embed_dim // 4, dtype=torch.float64) / (embed_dim // 4))
+        angles = torch.arange(grids, dtype=torch.float64)[:, None] * frequencies
+        axis = torch.cat((angles.sin(), angles.cos()), dim=1).float()
+        self.register_buffer("axis", axis.to(device=device, dtype=dtype), persistent=False)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((1, 1 + self.grids**2, self.embed_dim))
+
+    def rows(self, positions: Tensor) -> Tensor:
+        """`(..., E)` of positions `(...)`."""
+        tile = (positions - 1).clamp_min(0)
+        found = self.at(tile // self.grids, tile % self.grids)
+        return found.masked_fill((positions == 0).unsqueeze(-1), 0.0)
+
+    def at(self, x: Tensor, y: Tensor) -> Tensor:
+        """`(..., E)` of the tiles in columns `x` and rows `y`, `(...)`."""
+        return torch.cat((self.axis[y], self.axis[x]), dim=-1)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        whole = slice(None)
+        if not (isinstance(index, tuple) and len(index) == 3 and index[0] == whole and index[2] == whole):
+            raise IndexError("the position table is computed by rows: index it as pos_embed[:, rows, :]")
+        rows = index[1]
+        if isinstance(rows, slice):
+            rows = torch.arange(self.shape[1], device=self.axis.device)[rows]
+        return self.rows(rows)[None]
+
+    def holds(self, table: Tensor) -> bool:
+        """Whether a stored table is this one, up to rounding."""
+        if table.shape != self.shape:
+            return False
+        if table.is_meta:
+            return True
+        tiles = table[0, 1:].unflatten(0, (self.grids, self.grids))
+        axis = self.axis.to(device=table.device, dtype=table.dtype)
+        # A strip at a time: all at once would take as much memory again.
+        strips = (strip.chunk(2, dim=1) for strip in tiles)
+        return not table[0, 0].any() and all(
+            _close(of_y, axis) and _close(of_x, axis[x].expand_as(of_x)) for x, (of_y, of_x) in enumerate(strips)
+        )
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, grids={self.grids}"
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0.0, atol=4 * torch.finfo(a.dtype).eps)
 
 
 def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,8 @@ from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_fields, imp
 from dilated_attention_pytorch.core.pool import LEAST_THRESHOLD
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.functional import autocast_inputs
-from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
+from dilated_attention_pytorch.models.encoder import LongNetEncoder
+from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM, Pretrained
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.replacement import replace_parts
@@ -224,7 +225,7 @@ def uncompile(model: nn.Module) -> None:
 
 
 def _checkpoint_layers(model: Prepared, run: Recomputation) -> Prepared:
-    if isinstance(model, LongNetLM | LongNet):
+    if isinstance(model, Pretrained):
         model.gradient_checkpointing_enable(run=run)
         return model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
@@ -340,7 +341,7 @@ def make_scaler(options: MemoryOptions, device: torch.device | str) -> torch.amp
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    if isinstance(model, LongNetLM):
+    if isinstance(model, LongNetLM | LongNetEncoder):
         return list(model.layers)
     if isinstance(model, LongNet):
         return [*model.encoder, *model.decoder]

@@ -1,0 +1,251 @@
+"""`LongNetEncoder`: sequences of embeddings, such as the tiles of a slide, to one embedding or prediction each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.checks import check_tensor
+from dilated_attention_pytorch.core.modes import is_plain
+from dilated_attention_pytorch.core.spans import documents
+from dilated_attention_pytorch.core.spec import warn_once
+from dilated_attention_pytorch.models.config import EncoderConfig
+from dilated_attention_pytorch.models.longnet import Pretrained, gain_alone
+from dilated_attention_pytorch.nn.multihead import NORMS
+from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, SlidePositions
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer, check_features
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from dilated_attention_pytorch.models.config import EncoderFields
+
+
+class AttentionPool(nn.Module):
+    """A learned query per head that sees all rows: `(..., n, E)` to `(..., E)`; at first, the mean.
+
+    A query and a projection of keys together are one linear map from a row to one score per head. Each head weights
+    its own part of the features.
+
+    >>> AttentionPool(8, 2)(torch.randn(3, 5, 8)).shape
+    torch.Size([3, 8])
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, **factory: Any) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.score = nn.Linear(embed_dim, num_heads, **factory)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    def weights(self, rows: Tensor) -> Tensor:
+        """`(..., n, heads)`: the weight of each row, which add up to 1 over the rows."""
+        scores = self.score(rows)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        values = rows.unflatten(-1, (self.num_heads, -1))  # (..., n, H, D)
+        return torch.einsum("...nh,...nhd->...hd", self.weights(rows).to(values.dtype), values).flatten(-2)
+
+
+class LongNetEncoder(Pretrained):
+    """Sequences of embeddings, `(B, N, input_dim)`, to one prediction, `(B, num_classes)`, or embedding each.
+
+    It is for any bag of long embeddings: tiles of a slide, frames of a video, windows of a genome. Bidirectional layers
+    with dilated attention relate the rows, and `pooling` makes one embedding of them. Pass an `EncoderConfig` or its
+    fields; the other keywords are those of `LongNet`.
+
+    `pooling` is one of
+
+    - `mean` (default): the mean of all rows;
+    - `attention`: a weighted mean, whose weights a learned query per head computes over all rows (`AttentionPool`);
+    - `cls`: the mean of learned CLS rows that precede the sequence.
+
+    A single CLS row, as Prov-GigaPath has it, is half blind: it is position 0, which of a branch of rate r is on the
+    grid of one head in r only. In the other heads it sees, and is seen by, its nearest rows alone. So the CLS here is a
+    block of as many rows as the largest rate: each grid of each branch contains one of them, and the CLS as a whole
+    sees and is seen in every head of every branch whose segment reaches the beginning of the sequence. The attention
+    itself stays as it is. `cls_rows=1` gives Prov-GigaPath's single row, with a `ReachWarning`; with
+    `pooling="mean", cls_rows=1` the row is there but not pooled, as with GigaPath's `global_pool`.
+
+    >>> encoder = LongNetEncoder(
+    ...     input_dim=24, d_model=32, num_heads=4, num_layers=2, num_classes=3, max_length=10_000,
+    ...     positions="coordinates",
+    ... )
+    >>> tiles, coordinates = torch.randn(2, 100, 24), torch.randint(20_000, (2, 100, 2))
+    >>> encoder(tiles, coordinates, seqlens=torch.tensor([100, 60])).shape
+    torch.Size([2, 3])
+    >>> packed = encoder.embed(tiles[:1], coordinates[:1], cu_seqlens=torch.tensor([0, 30, 50, 100]))
+    >>> packed.shape
+    torch.Size([3, 32])
+    """
+
+    config: EncoderConfig
+    _config_class = EncoderConfig
+
+    if TYPE_CHECKING:  # what `Pretrained` does, with the fields of this config
+
+        def __init__(
+            self,
+            config: EncoderConfig | None = None,
+            *,
+            use_pattern_cache: bool = False,
+            enable_memory_pool: bool = False,
+            lightweight_pool: bool = False,
+            enable_profiling: bool = False,
+            device: torch.device | str | None = None,
+            dtype: torch.dtype | None = None,
+            **fields: Unpack[EncoderFields],
+        ) -> None: ...
+
+    def _build(self) -> None:
+        c = self.config
+        norm = NORMS[c.norm]
+        self.input = nn.Linear(c.input_dim, c.d_model, **self._factory)
+        self.positions = RotaryPositions(c.head_dim) if c.positions == "rotary" else None
+        self.table = SlidePositions(c.d_model, c.grids, **self._factory) if c.positions == "coordinates" else None
+        self.cls = nn.Parameter(torch.empty(c.cls_rows, c.d_model, **self._factory)) if c.cls_rows else None
+        self.dropout = nn.Dropout(c.dropout)
+        settings = self._layer_settings(gain_alone(c.num_layers))
+        self.layers = nn.ModuleList(DilatedTransformerEncoderLayer(**settings) for _ in range(c.num_layers))
+        self.norm = norm(c.d_model, eps=c.layer_norm_eps, **self._factory)
+        self.pool = AttentionPool(c.d_model, c.num_heads, **self._factory) if c.pooling == "attention" else None
+        self.pooled_norm = norm(c.d_model, eps=c.layer_norm_eps, **self._factory)
+        self.head = nn.Linear(c.d_model, c.num_classes, **self._factory) if c.num_classes else None
+        if self.cls is not None:
+            nn.init.normal_(self.cls, std=0.02)
+            if c.pooling == "cls":
+                self._warn_of_blindness(len(self.cls))
+
+    def _warn_of_blindness(self, rows: int) -> None:
+        """Warn if the CLS rows are not on every head's grid of the branch that reaches farthest."""
+        spec, heads = self.config.spec, self.config.num_kv_heads or self.config.num_heads
+        number = max(range(len(spec.branches)), key=lambda i: spec.branches[i].segment_length)
+        offsets, branch = spec.offsets(heads)[number], spec.branches[number]
+        seeing = sum(offset is not None and offset < rows for offset in offsets)
+        if seeing < heads:
+            warn_once(
+                spec,
+                f"{rows} CLS rows",
+                f"a CLS of {rows} row{'s' * (rows > 1)} is on the grid of {seeing} of {heads} heads of segments of "
+                f"{branch.segment_length:,} with rate {branch.dilation_rate}, and neither sees nor is seen that far in "
+                f"the others: leave cls_rows out, or use pooling='mean' or 'attention'",
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        coordinates: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The predictions of all sequences, `(sequences, num_classes)`; without classes their embeddings.
+
+        Args:
+            x: `(B, N, input_dim)`, or packed sequences, `(1, N, input_dim)`.
+            coordinates: with `positions="coordinates"`, `(B, N, 2)`: column and row of each tile, in pixels.
+            key_padding_mask, seqlens, cu_seqlens: padded or packed lengths, as in `dilated_attention`.
+        """
+        lengths = {"key_padding_mask": key_padding_mask, "seqlens": seqlens, "cu_seqlens": cu_seqlens}
+        embedding = self.embed(x, coordinates, **lengths)
+        return embedding if self.head is None else self.head(embedding)
+
+    def embed(self, x: Tensor, coordinates: Tensor | None = None, **lengths: Tensor | None) -> Tensor:
+        """The embeddings of all sequences, `(sequences, d_model)`; arguments are those of `forward`."""
+        rows, spans = self._encode(x, coordinates, lengths)
+        if spans is None:
+            pooled = self._pool(rows)  # (B, E)
+        else:
+            found = documents(spans, *rows.shape[:2])
+            pooled = torch.cat([self._pool(rows[b, start : start + count]) for b, start, count, _ in found])
+        return self.pooled_norm(pooled)
+
+    def hidden(self, x: Tensor, coordinates: Tensor | None = None, **lengths: Tensor | None) -> Tensor:
+        """The final state of every row, `(B, N, d_model)`, without CLS rows; arguments are those of `forward`."""
+        rows, spans = self._encode(x, coordinates, lengths)
+        return rows if self.cls is None else rows[~self._is_cls(rows, spans)].unflatten(0, x.shape[:2])
+
+    def _encode(
+        self, x: Tensor, coordinates: Tensor | None, lengths: dict[str, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The final state of every row, CLS rows included, and the spans of sequences among them."""
+        check_features("x", x, self.config.input_dim, dims=(3,))
+        if type(self.spans) is not DocumentSpans:
+            raise ValueError(
+                "a LongNetEncoder pools all rows of a sequence, and here ranks share them: use a mesh without the axis "
+                "'sequence'"
+            )
+        hidden = self.input(x)
+        if self.table is None:
+            if coordinates is not None:
+                raise ValueError(
+                    f"an encoder with positions={self.config.positions!r} takes no coordinates: leave them out, or "
+                    "build it with positions='coordinates'"
+                )
+        else:
+            hidden = hidden + self.table.at(*self._grid(x, coordinates)).to(hidden.dtype)
+        spans = self.spans(*x.shape[:2], **lengths, cache=self._pattern_cache if is_plain(x) else None)
+        if not x.shape[1] or (spans is not None and bool((spans[:, 0] == spans[:, 1]).any())):
+            raise ValueError("a sequence has at least one row, got one without any: leave it out of the batch")
+        if self.cls is not None:
+            hidden, spans = self._with_cls(hidden, spans)
+        hidden, placed = self.dropout(hidden), self._placed(hidden, spans=spans)
+        for layer in self.layers:
+            hidden = self._run(layer, hidden, **placed)
+        return self.norm(hidden), spans
+
+    def _grid(self, x: Tensor, coordinates: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Column and row of each tile, `(B, N)`, in tiles."""
+        if coordinates is None:
+            raise ValueError("an encoder with positions='coordinates' needs them: pass coordinates, (B, N, 2)")
+        if check_tensor("coordinates", coordinates).shape != (*x.shape[:2], 2) or coordinates.is_complex():
+            raise ValueError(
+                f"coordinates must be (batch, rows, 2) = {(*x.shape[:2], 2)}, got {coordinates.dtype} "
+                f"{tuple(coordinates.shape)}"
+            )
+        grid = torch.floor(coordinates.double() / self.config.tile_size)
+        # Reading the values would wait for a GPU, where PyTorch's own assertion reports them.
+        if is_plain(grid) and grid.device.type == "cpu" and grid.numel():
+            least, most = (float(bound) for bound in grid.aminmax())
+            if not (least >= 0 and most < self.config.grids):
+                raise ValueError(
+                    f"coordinates must lie within {self.config.grids} tiles of {self.config.tile_size:g} pixels, got "
+                    f"tiles from {least:g} to {most:g}: give pixels and the tile's size in the same pixels, or raise "
+                    "grids"
+                )
+        column, row = grid.long().unbind(-1)
+        return column, row
+
+    def _with_cls(self, x: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The rows with the CLS rows before each sequence, and the spans of sequences that include them."""
+        assert self.cls is not None
+        cls, (B, N, E) = self.cls.to(x.dtype), x.shape
+        count = len(cls)
+        if spans is None:
+            return torch.cat((cls.expand(B, -1, -1), x), dim=1), None
+        number = torch.zeros_like(spans[:, :1]) if B > 1 else torch.arange(len(spans), device=spans.device)[:, None]
+        spans = spans + count * torch.cat((number, number + 1), dim=1)
+        rows = x.new_empty(B, N + count * (len(spans) if B == 1 else 1), E)
+        is_cls = self._is_cls(rows, spans)
+        rows[is_cls] = cls.repeat(len(spans), 1)
+        rows[~is_cls] = x.flatten(0, 1)
+        return rows, spans
+
+    def _is_cls(self, rows: Tensor, spans: Tensor | None) -> Tensor:
+        """`(B, N)`: which of the rows are CLS rows."""
+        assert self.cls is not None
+        position = torch.arange(rows.shape[1], device=rows.device)
+        start = position.new_zeros(len(rows), 1) if spans is None else spans[:, :1]
+        found = (position >= start) & (position < start + len(self.cls))  # (sequences, N)
+        return found if len(rows) > 1 else found.any(0, keepdim=True)
+
+    def _pool(self, rows: Tensor) -> Tensor:
+        """One embedding, `(..., E)`, of each sequence, `(..., n, E)`, whose CLS rows come first."""
+        count = self.config.cls_rows or 0
+        if self.config.pooling == "cls":
+            return rows[..., :count, :].mean(-2)
+        return rows[..., count:, :].mean(-2) if self.pool is None else self.pool(rows[..., count:, :])
