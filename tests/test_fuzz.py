@@ -114,6 +114,15 @@ def slide() -> nn.Module:
 
 
 # Of every public callable: something to call, and arguments that are right.
+# Not `inputs`: a model answers wrong ones itself.
+def map_of_tokens(rows: Any, layers: Any = None) -> torch.Tensor:
+    return models.attention_map(language_model().eval(), tokens()[:1], rows=rows, layers=layers)
+
+
+def gradient_map_of_tokens(of: Callable[..., Any], layers: Any = None) -> torch.Tensor:
+    return models.gradient_map(language_model().eval(), tokens()[:1], of=of, layers=layers)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     # functional
     "dilated_attention": lambda: (functional.dilated_attention, {**qkv(), **PATTERN}),
@@ -347,6 +356,8 @@ CASES: dict[str, Callable[[], Case]] = {
         language_model().gradient_checkpointing_enable,
         {"enable": True},
     ),
+    "attention_map": lambda: (map_of_tokens, {"rows": [0, 3]}),
+    "gradient_map": lambda: (gradient_map_of_tokens, {"of": torch.sum}),
     "cls_attention": lambda: (models.cls_attention, {"model": slide()}),
     "on_slide": lambda: (
         models.on_slide,

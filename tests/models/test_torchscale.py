@@ -539,7 +539,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(ValueError, match="eval"):
         cls_attention(model, *slide())
     tiles, coords = slide()
-    with pytest.raises(ValueError, match="of one slide"):
+    with pytest.raises(ValueError, match="of one sequence"):
         cls_attention(model.eval(), tiles.expand(2, -1, -1), coords.expand(2, -1, -1))
 
 

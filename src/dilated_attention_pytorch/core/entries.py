@@ -98,7 +98,7 @@ def size_of(*values: Any) -> int:
         seen.add(id(value))
         total += sys.getsizeof(value)
         if isinstance(value, Tensor):
-            total += value.nbytes
+            total += value.nbytes if value.layout is torch.strided else value._nnz() * value.element_size()
         elif hasattr(value, "estimated_bytes"):
             total += value.estimated_bytes
         elif isinstance(value, dict):

@@ -1,5 +1,6 @@
 """LongNet models and their config; torchscale's models, such as Prov-GigaPath, on this library's attention."""
 
+from dilated_attention_pytorch.models.attention_map import attention_map, gradient_map
 from dilated_attention_pytorch.models.config import EncoderConfig, ModelConfig
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
@@ -12,7 +13,9 @@ __all__ = [
     "LongNetEncoder",
     "LongNetLM",
     "ModelConfig",
+    "attention_map",
     "cls_attention",
+    "gradient_map",
     "load_torchscale_weights",
     "on_slide",
     "patch_gigapath",

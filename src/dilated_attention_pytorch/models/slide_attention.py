@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import COUNT, checked
-from dilated_attention_pytorch.functional import attention_rows
+from dilated_attention_pytorch.models.attention_map import weights_of
 from dilated_attention_pytorch.models.torchscale import TorchscaleAttention
 
 
@@ -21,42 +21,12 @@ def cls_attention(model: nn.Module, *inputs: Any, **named: Any) -> Tensor:
 
     Runs `model(*inputs, **named)` on one slide; `patch_gigapath` must have patched the model. Token 0 is the CLS token
     and token `i + 1` is tile `i`. A token that row 0 does not see has weight 0, and the weights of a head add up to 1.
-    They are the same with and without `exact_torchscale`, as row 0 sees no padding.
+    They are the same with and without `exact_torchscale`, as row 0 sees no padding. `attention_map` is for other rows
+    and models.
     """
-    layers = [module for module in model.modules() if isinstance(module, TorchscaleAttention)]
-    if not layers:
+    if not any(isinstance(part, TorchscaleAttention) for part in model.modules()):
         raise ValueError(f"{type(model).__name__} has no attention of patch_gigapath: call patch_gigapath(model) first")
-    if model.training:
-        raise ValueError("dropout would make the weights those of one draw: call model.eval() first")
-    found: list[Tensor] = []
-
-    def record(layer: TorchscaleAttention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        query, key = (named[name] if name in named else inputs[i] for i, name in enumerate(("query", "key")))
-        if query.shape[0] != 1:
-            raise ValueError(f"a map is of one slide, got a batch of {query.shape[0]}: call it for each of them")
-        q, k, _ = layer.project(query, key, key)
-        rows = attention_rows(
-            q,
-            k,
-            [0],
-            **layer.attention.spec.keywords,
-            is_causal=bool(named.get("is_causal", False)),
-            scale=layer.attention.softmax_scale,
-            spans=layer.spans(named.get("key_padding_mask"), *query.shape[:2]),
-        )
-        weights = torch.zeros(layer.num_heads, query.shape[1])
-        for (_, _, head), seen in rows.items():
-            weights[head, seen.positions.cpu()] = seen.weights.float().cpu()
-        found.append(weights)
-
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
-    try:
-        with torch.no_grad():
-            model(*inputs, **named)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return torch.stack(found)
+    return weights_of(model, lambda: model(*inputs, **named), [0])[:, 0]
 
 
 @checked(tile_size=COUNT)

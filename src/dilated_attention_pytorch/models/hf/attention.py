@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ _CANNOT_HONOUR = {
     "head_mask": "heads are not masked: prune them instead",
     "cache": "a paged cache (continuous batching) is not supported: generate with a dynamic, static or bounded one",
 }
+
+
+# What `models.attention_map` sets while it runs a model: it sees the tensors of every call, and may replace them.
+observe: Callable[[Tensor, Tensor, Tensor, dict[str, Any]], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 def register() -> None:
@@ -114,6 +119,10 @@ def _whole(
     if documents is not None:
         spans = documents
         q, k, v = (x.reshape(1, B * N, *x.shape[2:]) for x in (q, k, v))
+    if observe is not None:
+        q, k, v = observe(
+            q, k, v, {name: settings[name] for name in settings if name != "dropout_p"} | {"spans": spans}
+        )
     out: Tensor = dilated_attention(q, k, v, **settings, spans=spans)
     return out.reshape(B, N, *out.shape[2:])
 
