@@ -346,8 +346,9 @@ def test_runs_that_could_not_be_carried_out_alike_are_told_apart() -> None:
 
 
 def test_every_memory_option_but_the_least_bytes_has_a_flag(started) -> None:
-    flags = "--checkpointing full --offload --mlp-tile 5 --loss-chunk 9 --optimizer adamw8bit-torchao --precision bf16 "
-    flags += "--parameters bf16 --float8 --compile --compile-mode max-autotune-no-cudagraphs --compile-backend eager"
+    flags = "--checkpointing full --checkpoint-every 2 --offload --mlp-tile 5 --loss-chunk 9 --precision bf16 "
+    flags += "--optimizer adamw8bit-torchao --parameters bf16 --float8 --compile "
+    flags += "--compile-mode max-autotune-no-cudagraphs --compile-backend eager"
     assert main(["train", "--out", "run", *flags.split()]) == 0
     assert main(["train", "--out", "run", "--structured-sparsity", "--precision", "bf16"]) == 0
     found = [started[0].memory, started[1].memory]

@@ -46,12 +46,16 @@ AUTOCAST, BFLOAT16 = {"precision": "bf16"}, {"precision": "bf16", "parameters": 
         (BFLOAT16, {"checkpointing": "selective"}),
         (BFLOAT16, FULL),
         (BFLOAT16, FULL | {"offload": True}),
+        (AUTOCAST, {"checkpointing": "full", "checkpoint_every": 2}),
+        (BFLOAT16, FULL | {"checkpoint_every": 4}),
+        (BFLOAT16, FULL | {"checkpoint_every": 2, "offload": True}),
     ],
     ids=str,
 )
 def test_the_ledger_counts_what_a_step_makes(regime, changes, monkeypatch) -> None:
     options = MemoryOptions(**regime, **changes)
-    check_ledger(replace(SMALL, num_layers=5) if options.offload else SMALL, options, monkeypatch)
+    layers = 9 if options.checkpoint_every > 1 else 5 if options.offload else 2
+    check_ledger(replace(SMALL, num_layers=layers), options, monkeypatch)
 
 
 @pytest.mark.parametrize("regime", [{}, AUTOCAST, BFLOAT16], ids=str)
@@ -158,7 +162,7 @@ def test_options_are_ordered_by_what_they_cost() -> None:
     config = text_model("350m")
     order = by_cost(config, 1 << 17, choices())
     assert order[0] == MemoryOptions(precision="bf16")
-    assert len(order) == len({*order}) == 3 * 5 * 4
+    assert len(order) == len({*order}) == 3 * (5 + 2 * 2) * 4
     exact = [one for one in order if one.optimizer == "adamw" and not one.offload]
     assert order[: len(exact)] == exact
     work = [step_flops(config, 1 << 17, one) for one in exact]

@@ -39,11 +39,12 @@ ALONE = {
     "full": {"checkpointing": "full"},
     "selective": {"checkpointing": "selective"},
     "offload": {"checkpointing": "full", **OFFLOAD},
+    "every": {"checkpointing": "full", "checkpoint_every": 3},
     "tiled": {"mlp_tile": 24},
     "chunked": {"loss_chunk": 32},
     "compiled": {"compile": True, "compile_backend": "aot_eager"},
 }
-PAIRS = [(a, b) for a, b in itertools.combinations(ALONE, 2) if not {a, b} <= {"full", "selective", "offload"}]
+PAIRS = [(a, b) for a, b in itertools.combinations(ALONE, 2) if not {a, b} <= {"full", "selective", "offload", "every"}]
 ALL = {**ALONE["selective"], **OFFLOAD, **ALONE["tiled"], **ALONE["chunked"]}
 
 
@@ -199,6 +200,11 @@ def test_only_full_checkpointing_computes_attention_again(technique, attention_c
     assert len(attention_calls) == (2 * LAYERS if technique == "full" else LAYERS)
 
 
+def test_layers_between_checkpoints_run_once_more_but_the_last_of_each_group(attention_calls) -> None:
+    train_once(MemoryOptions(**ALONE["every"]))  # groups of three layers and of one
+    assert len(attention_calls) == 2 * LAYERS + 2
+
+
 def test_attention_is_kept_under_a_dispatch_mode_and_in_a_compiled_layer(plain, attention_calls) -> None:
     with FlopCounterMode(display=False):
         assert_same(train_once(MemoryOptions(checkpointing="selective")), plain)
@@ -207,7 +213,7 @@ def test_attention_is_kept_under_a_dispatch_mode_and_in_a_compiled_layer(plain, 
     assert len(attention_calls) == 2 * LAYERS
 
 
-@pytest.mark.parametrize("technique", ["full", "selective", "offload", "chunked"])
+@pytest.mark.parametrize("technique", ["full", "selective", "offload", "every", "chunked"])
 def test_dropout_is_drawn_alike_when_a_layer_runs_again(technique) -> None:
     dropouts = {"dropout": 0.2, "attention_dropout": 0.1}
     expected = train_once(MemoryOptions(), small_model(**dropouts))
@@ -564,6 +570,7 @@ def test_structured_sparsity_prunes_two_of_four_weights_of_the_feed_forward_netw
         ({"optimizer": "sgd"}, "one of adamw, muon, adamw8bit-torchao"),
         ({"mlp_tile": -1}, "at least 0, got -1"),
         ({"offload_least_bytes": 0}, "at least 1, got 0"),
+        ({"checkpointing": "selective", "checkpoint_every": 2}, "choose checkpointing='full' with it, not 'selective'"),
         ({"offload": True}, "moves what checkpointing keeps"),
         ({"float8": True, "structured_sparsity": True, "precision": "bf16"}, "either float8 or 2:4 sparse"),
         ({"structured_sparsity": True}, "in 16 bits only"),

@@ -194,7 +194,7 @@ class LongNetEncoder(Pretrained):
         if self.cls is not None:
             hidden, spans = self._with_cls(hidden, spans)
         hidden, placed = self.dropout(hidden), self._placed(hidden, spans=spans)
-        for layer in self.layers:
+        for layer in self._groups(self.layers):
             hidden = self._run(layer, hidden, **placed)
         return self.norm(hidden), spans
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,6 +93,7 @@ class Pretrained(SharesResources, nn.Module):
                 f"{type(self.config).__name__}"
             )
         self.gradient_checkpointing = False
+        self._checkpoint_every = 1
         self.spans = DocumentSpans()
         self._run_checkpointed: Callable[..., Tensor] = _recompute_layer
         self._build()
@@ -102,11 +103,15 @@ class Pretrained(SharesResources, nn.Module):
         raise NotImplementedError
 
     @checked()
-    def gradient_checkpointing_enable(self, enable: bool = True, run: Callable[..., Tensor] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self, enable: bool = True, run: Callable[..., Tensor] | None = None, every: int = 1
+    ) -> None:
         """Keep only the layers' inputs while training, and recompute the rest in backward.
 
+        With `every=n`, keep only the input of every n-th layer; backward computes those between again, too.
         `run(layer, *args, **kwargs)` may keep other tensors, or keep them elsewhere; see `train.memory`.
         """
+        self._checkpoint_every = check_whole("every", every, least=1)
         self.gradient_checkpointing = enable
         self._run_checkpointed = _recompute_layer if run is None else run
 
@@ -150,6 +155,25 @@ class Pretrained(SharesResources, nn.Module):
         if self.gradient_checkpointing and self.training:
             return self._run_checkpointed(layer, *args, **kwargs)
         return layer(*args, **kwargs)
+
+    def _groups(self, layers: nn.ModuleList) -> Iterable[Any]:
+        """The layers, or while checkpoints are farther apart, chains of layers that keep one input."""
+        every = self._checkpoint_every if self.gradient_checkpointing and self.training else 1
+        if every == 1:
+            return layers
+        return [_Chain(list(layers)[first : first + every]) for first in range(0, len(layers), every)]
+
+
+class _Chain:
+    """Layers that run one after the other. Within a checkpoint that runs them again, each is a checkpoint too."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = layers
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for layer in self.layers:
+            x = _recompute_layer(layer, x, *args, **kwargs)
+        return x
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
@@ -251,7 +275,8 @@ class LongNetLM(Pretrained):
             placed = {"rotation": None if self.positions is None else self.positions.of(position.clamp_min(0))}
         embedded = tokens if is_embedded else self.embedding(tokens)
         x = self.dropout(embedded * self.config.d_model**0.5)  # (B, N, E)
-        for i, layer in enumerate(self.layers):
+        one_by_one = cache is not None or states is not None
+        for i, layer in enumerate(self.layers if one_by_one else self._groups(self.layers)):
             if states is not None:
                 states.append(x)
             held = {} if cache is None else {"cache": cache[i]}
@@ -452,7 +477,7 @@ class LongNet(Pretrained):
         memory = self.encode(src, src_key_padding_mask)
         placed = self._placed(tgt, key_padding_mask=tgt_key_padding_mask)
         placed |= {"memory_key_padding_mask": src_key_padding_mask, "tgt_is_causal": is_causal is not False}
-        for layer in self.decoder:
+        for layer in self._groups(self.decoder):
             tgt = self._run(layer, tgt, memory, **placed)
         return self.decoder_norm(tgt)
 
@@ -460,6 +485,6 @@ class LongNet(Pretrained):
         """The encoder's output, `(B, N, E)`."""
         self._check("src", src)
         placed = self._placed(src, key_padding_mask=key_padding_mask)
-        for layer in self.encoder:
+        for layer in self._groups(self.encoder):
             src = self._run(layer, src, **placed)
         return self.encoder_norm(src)

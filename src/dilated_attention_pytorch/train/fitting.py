@@ -23,6 +23,7 @@ LOSS_CHUNK = 2048
 _SURE = 0.95  # of the free memory: as exact as the memory model is
 _LEAST_ROWS = 16_384  # of a micro-batch, which keep a GPU busy
 _LARGE_TILE = 16_384  # rows that keep a GPU busy: for steps that need not be as long as possible
+_EVERY = (1, 2, 3)  # layers per checkpoint
 _GRAIN = 1024  # tokens: the resolution of the longest sequence
 _MOST_TOKENS = 1 << 34
 
@@ -45,15 +46,16 @@ def choices(*, offload: bool = True, eight_bit: OptimizerName = "adamw8bit-torch
     """Every combination of the techniques that the memory model knows, in bfloat16 products."""
     kept: Sequence[Checkpointing] = ("none", "selective", "full")
     found = []
-    for state, moved, checkpointing, tile, chunk in itertools.product(
-        range(3), (False, True) if offload else (False,), kept, (0, MLP_TILE), (0, LOSS_CHUNK)
+    for state, moved, checkpointing, every, tile, chunk in itertools.product(
+        range(3), (False, True) if offload else (False,), kept, _EVERY, (0, MLP_TILE), (0, LOSS_CHUNK)
     ):
-        if moved and checkpointing == "none":
+        if (moved and checkpointing == "none") or (every > 1 and checkpointing != "full"):
             continue
         found.append(
             MemoryOptions(
                 precision="bf16",
                 checkpointing=checkpointing,
+                checkpoint_every=every,
                 offload=moved,
                 mlp_tile=tile,
                 loss_chunk=chunk,
@@ -69,7 +71,9 @@ def by_cost(config: ModelConfig, tokens: int, options: Sequence[MemoryOptions]) 
 
     def cost(one: MemoryOptions) -> tuple[bool, int, int, int]:
         rounds = (one.optimizer != "adamw") + (one.parameters == "bf16")
-        techniques = (one.checkpointing != "none") + bool(one.mlp_tile) + bool(one.loss_chunk)
+        techniques = (
+            (one.checkpointing != "none") + (one.checkpoint_every > 1) + bool(one.mlp_tile) + bool(one.loss_chunk)
+        )
         return one.offload, rounds, step_flops(config, tokens, one), techniques
 
     return sorted(options, key=cost)
@@ -223,7 +227,9 @@ def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
         layer += projections + (layers - 1) * hidden + (attention if options.checkpointing == "full" else 0)
     if options.mlp_tile:
         layer += layers * hidden if options.checkpointing == "none" else hidden
-    return config.num_layers * layer + 3 * head
+    between = config.num_layers - -(-config.num_layers // options.checkpoint_every)  # layers that run once more
+    again = projections + layers * hidden + attention
+    return config.num_layers * layer + between * again + 3 * head
 
 
 def _fit(config: ModelConfig, tokens: int, options: MemoryOptions, found: Footprint) -> Fit:

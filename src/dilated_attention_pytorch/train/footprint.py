@@ -124,7 +124,7 @@ class _Step:
         self.tile = min(options.mlp_tile, rows)
         # Tiles cut a compiled layer, which then holds what an eager one does; other backends fuse nothing.
         self.compiled = options.compile and options.compile_backend == "inductor" and not self.tile
-        self.checkpointed = options.checkpointing != "none"
+        self.checkpointed, self.every = options.checkpointing != "none", options.checkpoint_every
         self.selective = options.checkpointing == "selective"
         self.entries: dict[tuple[int, str], int] = {}
         self.layer = -1  # the one at work; entries of others are kept
@@ -186,9 +186,13 @@ class _Step:
         self.hold("x", self.rows * E * self.stream, layer=0)
         self.drop("looked up")
         for self.layer in range(config.num_layers):
-            if self.options.offload and self.layer >= LAYERS_ON_DEVICE:
-                self.drop("x", "out", "lse", layer=self.layer - LAYERS_ON_DEVICE)
+            if self.options.offload and self.layer % self.every == 0:
+                self.drop("x", "out", "lse", layer=self.layer - LAYERS_ON_DEVICE * self.every)
             self._forward(saves=not self.checkpointed)
+            if self.layer % self.every:
+                self.drop("x")
+            elif self.options.offload:  # PyTorch pins host memory in powers of two
+                self.host += sum(1 << (int(size) - 1).bit_length() for size in self._kept().values())
         self.layer = config.num_layers
         self._loss()
         if self.checkpointed:
@@ -197,9 +201,7 @@ class _Step:
         for self.layer in reversed(range(config.num_layers)):
             self.make("dy", E, self.product * self.casts)
             if self.checkpointed:
-                if self.options.offload:
-                    self._fetch(self.layer)
-                    self._fetch(self.layer - 1)
+                self._make_input()
                 self._forward(saves=True, again=True)
             self._backward()
         self.layer = -1
@@ -218,11 +220,18 @@ class _Step:
             self.hold("update", max(config.vocab_size, self.hidden) * E * 2 * 4)
         return Footprint(self.parts, self.at, self.host)
 
-    def _fetch(self, layer: int) -> None:
-        """Bring back what a layer keeps from host memory."""
-        if layer >= 0 and (layer, "x") not in self.entries:
-            for name, size in self._kept().items():
-                self.hold(name, size, layer)
+    def _make_input(self) -> None:
+        """Make or fetch the input of the layer that runs again, and fetch what the checkpoint before it keeps."""
+        last, first = self.layer, self.layer // self.every * self.every
+        for layer in (first, first - self.every):
+            if layer >= 0 and (layer, "x") not in self.entries:  # in host memory
+                for name, size in self._kept().items():
+                    self.hold(name, size, layer)
+        for self.layer in range(first, last):
+            if (self.layer + 1, "x") not in self.entries:
+                self._forward(saves=False)
+                self.drop("weights, narrow")
+        self.layer = last
 
     def _kept(self) -> dict[str, float]:
         """What checkpointing keeps of a layer."""
@@ -259,7 +268,6 @@ class _Step:
         self.make("y", E, p)
         if not again:
             self.hold("x", self.rows * E * self.stream, layer=self.layer + 1)
-            self._count_offloaded()
         self.drop("y")
         if not saves:
             kept = ("out", "lse") if self.selective else ()
@@ -304,10 +312,6 @@ class _Step:
         if self.compiled:
             self.drop("q", "k")
         return gradients
-
-    def _count_offloaded(self) -> None:
-        if self.options.offload:  # PyTorch pins host memory in powers of two
-            self.host += sum(1 << (int(size) - 1).bit_length() for size in self._kept().values())
 
     # The forward pass of a layer, in the order of `DilatedTransformerEncoderLayer`. Without `saves` only Python's
     # references hold what it makes, and a layer that runs `again` hands nothing on.
@@ -381,7 +385,6 @@ class _Step:
             return
         self.hold("x", self.rows * E * self.stream, layer=self.layer + 1)
         self.drop("y", *unless_saved("x1", "norm2"))
-        self._count_offloaded()
 
     # The backward pass of a layer: what forward saved goes as its gradients come.
 

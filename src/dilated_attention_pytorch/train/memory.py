@@ -47,6 +47,7 @@ class MemoryFields(TypedDict, total=False):
     """The fields of `MemoryOptions`, as keywords of a function."""
 
     checkpointing: Checkpointing
+    checkpoint_every: int
     offload: bool
     offload_least_bytes: int
     mlp_tile: int
@@ -66,8 +67,9 @@ class MemoryOptions:
     """How a step saves memory. The defaults save nothing, and 0 rows mean all rows at the same time.
 
     `checkpointing="full"` keeps the input of a layer and computes the layer again in backward; `"selective"` also keeps
-    the results of its attention, so that attention runs once. Tensors below `offload_least_bytes` are not offloaded.
-    Products of float32 parameters run under autocast; `precision="fp16"` needs `make_scaler`.
+    the results of its attention, so that attention runs once. `checkpoint_every=n` keeps the input of every n-th layer
+    only; of each n layers, backward runs all but the last once more. Tensors below `offload_least_bytes` are not
+    offloaded. Products of float32 parameters run under autocast; `precision="fp16"` needs `make_scaler`.
 
     With `parameters="bf16"`, torchao's optimizer rounds updates stochastically, so that small ones count on average;
     the others round to nearest, and lose an update below 1/512 of a weight. `float8` without `compile` scales every
@@ -80,6 +82,9 @@ class MemoryOptions:
 
     checkpointing: Checkpointing = setting(
         "none", "compute layers again in backward: all of a layer, or all but its attention", may_change=True
+    )
+    checkpoint_every: int = setting(
+        1, "with full checkpointing: keep the input of every n-th layer only", range=COUNT, may_change=True
     )
     offload: bool = setting(False, "keep what checkpointing keeps in host memory", may_change=True)
     offload_least_bytes: int = setting(LEAST_THRESHOLD, range=COUNT, may_change=True)
@@ -112,6 +117,11 @@ class MemoryOptions:
         if self.offload and self.checkpointing == "none":
             raise ValueError(
                 "offload moves what checkpointing keeps: choose checkpointing='full' or 'selective' with it"
+            )
+        if self.checkpoint_every > 1 and self.checkpointing != "full":
+            raise ValueError(
+                f"checkpoint_every={self.checkpoint_every} keeps the inputs of fewer layers: choose "
+                f"checkpointing='full' with it, not {self.checkpointing!r}"
             )
         if self.parameters == "bf16" and self.precision != "bf16":
             raise ValueError(
@@ -190,7 +200,7 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
             for part in layer.modules():
                 if isinstance(part, TiledFeedForward):
                     part.compile_tiles(options.compile_backend, mode)
-    return model if (run := options.recomputation) is None else _checkpoint_layers(model, run)
+    return model if (run := options.recomputation) is None else _checkpoint_layers(model, run, options.checkpoint_every)
 
 
 def compile_now(model: LongNetLM, tokens: Tensor, options: MemoryOptions, **lengths: Any) -> str:
@@ -224,10 +234,14 @@ def uncompile(model: nn.Module) -> None:
             part.compiled_by = None
 
 
-def _checkpoint_layers(model: Prepared, run: Recomputation) -> Prepared:
+def _checkpoint_layers(model: Prepared, run: Recomputation, every: int) -> Prepared:
     if isinstance(model, Pretrained):
-        model.gradient_checkpointing_enable(run=run)
+        model.gradient_checkpointing_enable(run=run, every=every)
         return model
+    if every > 1:
+        raise ValueError(
+            f"checkpoint_every={every} needs a model of this library, got {type(model).__name__}: leave it out"
+        )
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
     if before := [part for part in model.modules() if isinstance(part, CheckpointWrapper)]:

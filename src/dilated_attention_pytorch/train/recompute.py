@@ -36,7 +36,7 @@ class Recomputation:
         self.keep_attention = keep_attention
         self.offload = offload
 
-    def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, layer: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         hooks: AbstractContextManager[Any] = nullcontext()
         replay = Replay()
         if self.offload is not None:
