@@ -1,4 +1,8 @@
-"""The suite `capacity`: training steps of each model size at the required length, and at the longest that fits."""
+"""The suite `capacity`: training steps of each model size at the required length, and at the longest that fits.
+
+The branches of every row connect all of its tokens. Rows are independent of each other: `--sizes` and `--cases` choose
+some, so that several runs can append to one file.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 from benchmarks.charts import bars as draw_bars
 from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
+from dilated_attention_pytorch.core.spec import branches_for
 from dilated_attention_pytorch.measuring import host_memory
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.fitting import Fit, cheapest_fit, choices, longest_fits, step_flops
@@ -18,18 +23,29 @@ from dilated_attention_pytorch.train.footprint import footprint
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, make_optimizer
 from dilated_attention_pytorch.train.presets import MODEL_SIZES, text_model
 
-REQUIRED = {"125m": 2_000_000, "350m": 500_000, "770m": 200_000, "1.3b": 400_000, "2.7b": 200_000, "6b": 100_000}
+# Tokens to reach in 80 GiB, and in the whole GPU with layers' inputs in host memory.
+REQUIRED = {
+    "125m": 2_000_000, "350m": 500_000, "760m": 200_000, "770m": 200_000, "1.3b": 400_000, "2.7b": 200_000,
+    "6b": 100_000,
+}  # fmt: skip
+OFFLOADED = {"6b": 800_000, "8b": 500_000}
 DENSE = ("125m", 131_072)  # the same model with dense attention, at a length that it bears
+SIZES = (*MODEL_SIZES, "8b")
+_LLAMA = ModelConfig(  # the shape of Llama 3 8B
+    vocab_size=128_256, d_model=4096, num_heads=32, num_kv_heads=8, num_layers=32, dim_feedforward=14_336,
+    activation="swiglu", norm="rms", tie_weights=False,
+)  # fmt: skip
 _TRIES = (1.0, 0.94, 0.88)  # of the longest that the memory model finds
-_TFLOPS = 350e12  # for the estimate of the suite's time alone
-_START = 15.0  # seconds of a process, its model and a short step
-WITHIN = 0.10  # of the measured peak, for the memory model
+_TFLOPS = 400e12  # for the estimate of a row's time alone
+_START = 20.0  # seconds of a process, its model and a short step
+_PIN = 2 << 30  # bytes of host memory that are pinned per second
+WITHIN = 0.05  # of the measured peak, for the memory model
 _SPARE = 2 << 30  # of a GPU without a cap: two contexts
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """One length of one model: the next fit is for when a step of the one before runs out of memory."""
+    """One row: a model and a length. The next fit is for when a step of the one before runs out of memory."""
 
     kind: str
     size: str
@@ -37,83 +53,114 @@ class Attempts:
     cap: int
     fits: list[Fit]
 
+    @property
+    def seconds(self) -> float:
+        """An estimate of how long the row takes on an H200."""
+        fit = self.fits[0]
+        flops = step_flops(self.config, fit.tokens, fit.options) * (3 if self.kind in _COMPARED else 1)
+        return _START + flops / _TFLOPS + fit.footprint.host / _PIN
+
+
+_COMPARED = ("dilated", "dense")
+
 
 def _setup(options: Options) -> list[Attempts]:
-    """All steps; with `uncapped`, only those at the longest sequence in all of the GPU."""
-    names = list(options.sizes or REQUIRED)
-    for name in names:
-        if name not in MODEL_SIZES:
-            raise ValueError(f"--sizes are of {', '.join(MODEL_SIZES)}, got {name!r}")
+    for name in options.sizes:
+        if name not in SIZES:
+            raise ValueError(f"--sizes are of {', '.join(SIZES)}, got {name!r}")
+    titles = [f"{size} {kind}" for kind, size in _rows() if not options.sizes or size in options.sizes]
+    chosen = [title.split() for title in titles if {*options.cases} <= {*title.split()}]
+    if not chosen:
+        raise ValueError(f"no case has all the words {list(options.cases)}: choose from {', '.join(titles)}")
+    eight_bit = working_eight_bit(options.device)
+    rows = [_row_to_measure(size, kind, eight_bit, options) for size, kind in chosen]
+    for row in rows:
+        print(f"{row.size} {row.kind}: {row.fits[0].tokens:,} tokens, about {row.seconds:.0f} s on an H200")
+    print(f"{len(rows)} rows, each in a process of its own: about {sum(row.seconds for row in rows):.0f} s")
+    return rows
+
+
+def _rows() -> Iterator[tuple[str, str]]:
+    """The kind and the size of every row."""
+    yield from (("required", size) for size in REQUIRED)
+    yield from ((kind, DENSE[0]) for kind in _COMPARED)
+    yield from (("longest", size) for size in REQUIRED)
+    yield from (("uncapped", size) for size in SIZES)
+    yield from (("offloaded", size) for size in OFFLOADED)
+
+
+def _row_to_measure(size: str, kind: str, eight_bit: OptimizerName, options: Options) -> Attempts:
     cap = int(options.cap * 2**30)
-    if options.uncapped and options.device == "cuda":
+    if kind in ("uncapped", "offloaded") and options.device == "cuda":
         cap = torch.cuda.mem_get_info()[0] - _SPARE
-    steps = list(_steps(names, cap, host_memory().available * 4 // 5, working_eight_bit(options.device), options))
-    seconds = sum(_seconds(step.config, step.fits[0]) for step in steps)
-    print(f"{len(steps)} steps, each in a process of its own: about {seconds:.0f} s on an H200")
-    return steps
-
-
-def _measure(step: Attempts, options: Options) -> Iterator[Record]:
-    for fit in step.fits:
-        case = StepCase(
-            config=step.config, tokens=fit.tokens, options=fit.options, device=options.device, cap_bytes=step.cap
+    room = int(min(options.host * 2**30, host_memory().available * 0.95))
+    every = choices(offload=kind == "offloaded", eight_bit=eight_bit)
+    if kind in ("longest", "uncapped"):
+        config, fit = longest_with_full_reach(size, cap, [one for one in every if one.mlp_tile and one.loss_chunk])
+        return Attempts(kind, size, config, cap, [_shorter(config, fit, share) for share in _TRIES])
+    lengths = {"required": REQUIRED, "offloaded": OFFLOADED}.get(kind, dict([DENSE]))
+    tokens = lengths[size]
+    if kind in _COMPARED:
+        every = [MemoryOptions(precision="bf16", loss_chunk=2048)]
+    elif kind == "offloaded":
+        every = [one for one in every if one.offload]
+    config = _model(size, tokens)
+    found = cheapest_fit(config, tokens, cap, host_bytes=room, options=every)
+    if found is None:
+        raise ValueError(
+            f"no options let {size} take {tokens:,} tokens in {cap / 2**30:.1f} GiB of the GPU and "
+            f"{room / 2**30:.1f} GiB of the host"
         )
-        if step.kind in ("dilated", "dense"):
-            case = replace(case, dense=step.kind == "dense", steps=2)
+    return Attempts(kind, size, config, cap, [found])
+
+
+def longest_with_full_reach(size: str, cap: int, options: Sequence[MemoryOptions]) -> tuple[ModelConfig, Fit]:
+    """The longest sequence that fits with branches over all of it."""
+    tokens = 1
+    while True:
+        config = _model(size, tokens)
+        found = list(longest_fits(config, cap, options=options))
+        if not found:
+            raise ValueError(f"no options let {size} take any sequence in {cap / 2**30:.1f} GiB: leave it out")
+        tokens = found[-1].tokens
+        if tokens <= max(config.segment_lengths):
+            return config, found[-1]
+
+
+def _model(size: str, tokens: int) -> ModelConfig:
+    """A model whose branches connect all of `tokens` tokens."""
+    if size != "8b":
+        return text_model(size, sequence_length=tokens)
+    lengths, rates = branches_for(tokens, _LLAMA.num_kv_heads)
+    return replace(_LLAMA, segment_lengths=lengths, dilation_rates=rates)
+
+
+def _measure(row: Attempts, options: Options) -> Iterator[Record]:
+    for fit in row.fits:
+        case = StepCase(
+            config=row.config, tokens=fit.tokens, options=fit.options, device=options.device, cap_bytes=row.cap
+        )
+        if row.kind in _COMPARED:
+            case = replace(case, dense=row.kind == "dense", steps=2)
         record = {
-            "kind": "uncapped" if options.uncapped else step.kind,
-            "size": step.size,
+            "kind": row.kind,
+            "size": row.size,
             "tokens": fit.tokens,
-            "cap_bytes": step.cap,
+            "cap_bytes": row.cap,
             "predicted_bytes": fit.footprint.peak,
             "options": asdict(fit.options),
-            **step_in_a_process(case),
+            **step_in_a_process(case, timeout=120 + 2 * row.seconds),
         }
-        if step.kind != "dense":
-            record["longest_segment"] = max(step.config.segment_lengths)
+        if row.kind != "dense":
+            record["longest_segment"] = max(row.config.segment_lengths)
         yield record
         if record.get("failed") != OUT_OF_MEMORY:
             return
 
 
-def _steps(names: Sequence[str], cap: int, room: int, eight_bit: OptimizerName, options: Options) -> Iterator[Attempts]:
-    """Each length with branches that connect all of it first, then with those of the presets' own length."""
-    required = not options.uncapped
-    for name in names if required else ():
-        for config in _patterns(name, REQUIRED[name]) if name in REQUIRED else ():
-            every = choices(eight_bit=eight_bit)
-            fit = cheapest_fit(config, REQUIRED[name], cap, host_bytes=room, options=every)
-            if fit is None:
-                raise ValueError(f"no options let {name} take {REQUIRED[name]:,} tokens in {cap / 2**30:.1f} GiB")
-            yield Attempts("required", name, config, cap, [fit])
-    name, tokens = DENSE
-    if required and name in names:
-        patterns = _patterns(name, tokens)
-        fit = cheapest_fit(patterns[0], tokens, cap, options=[MemoryOptions(precision="bf16", loss_chunk=2048)])
-        if fit is not None:
-            for config in patterns:
-                yield Attempts("dilated", name, config, cap, [fit])
-            yield Attempts("dense", name, patterns[0], cap, [fit])
-    for name in names:
-        every = choices(offload=options.offload, eight_bit=eight_bit)
-        found = list(longest_fits(text_model(name), cap, host_bytes=room, options=every))
-        if not found:
-            raise ValueError(f"no options let {name} take any sequence in {cap / 2**30:.1f} GiB: leave it out")
-        for config in _patterns(name, found[-1].tokens):
-            yield Attempts("longest", name, config, cap, [_shorter(config, found[-1], share) for share in _TRIES])
-
-
-def _patterns(name: str, tokens: int) -> list[ModelConfig]:
-    return list(dict.fromkeys([text_model(name, sequence_length=tokens), text_model(name)]))
-
-
 def _shorter(config: ModelConfig, fit: Fit, share: float) -> Fit:
     tokens = max(1, int(fit.tokens * share) // 1024 * 1024)
     return replace(fit, tokens=tokens, footprint=footprint(config, tokens, fit.options))
-
-
-def _seconds(config: ModelConfig, fit: Fit) -> float:
-    return _START + step_flops(config, fit.tokens, fit.options) / _TFLOPS
 
 
 def working_eight_bit(device: str) -> OptimizerName:
@@ -134,12 +181,10 @@ def working_eight_bit(device: str) -> OptimizerName:
 def _row(line: Record) -> list[str]:
     """One step; where it failed, the reason stands in place of its time."""
     what: str = {"dilated": "this attention", "dense": "dense attention"}.get(line["kind"]) or line["kind"]
-    if "longest_segment" in line and line["kind"] != "dense":
-        what += f", segments to {line['longest_segment']:,}"
     head = [line["size"], f"{what}, {line['cap_bytes'] / 2**30:.0f} GiB", f"{line['tokens']:,}"]
     predicted = "" if line["kind"] == "dense" else f"{line['predicted_bytes'] / 2**30:.1f}"
     if "failed" in line:
-        return [*head, "", line["failed"], "", predicted, "", MemoryOptions(**line["options"]).stated()]
+        return [*head, "", line["failed"], "", predicted, "", "", MemoryOptions(**line["options"]).stated()]
     peak = line["peak_bytes"]
     return [
         *head,
@@ -148,6 +193,7 @@ def _row(line: Record) -> list[str]:
         number(peak, 1, 1 << 30),
         predicted,
         "" if peak is None or not predicted else f"{line['predicted_bytes'] / peak:.3f}",
+        number(line.get("pinned_bytes"), 1, 1 << 30),
         MemoryOptions(**line["options"]).stated(),
     ]
 
@@ -173,11 +219,17 @@ def notes(lines: Sequence[Record]) -> list[str]:
 
 
 def _tables(records: Sequence[Record]) -> Iterator[Table]:
-    for machine, mine in by_machine(records):
+    # Rows of earlier releases, whose branches ended at 32,768 tokens, are left out.
+    whole = [line for line in records if line["kind"] == "dense" or line["longest_segment"] >= line["tokens"]]
+    for machine, mine in by_machine(whole):
         words = (
-            f"{machine}. One step each: forward, backward and update, on random tokens. `model` is the memory model."
+            f"{machine}. One step each: forward, backward and update, on random tokens. The branches of every row "
+            "connect all of its tokens. `model` is the memory model, `host GiB` what offloading pins."
         )
-        head = ["model", "what", "tokens", "tokens/s", "step, s", "peak GiB", "model, GiB", "model/peak", "options"]
+        head = [
+            "model", "what", "tokens", "tokens/s", "step, s", "peak GiB", "model, GiB", "model/peak", "host GiB",
+            "options",
+        ]  # fmt: skip
         table = Table("Training: capacity", [words], head, [_row(line) for line in mine], notes(mine))
         bars = [
             (f"{x['size']}, {x['tokens']:,} tokens", [x["peak_bytes"] / 2**30, x["predicted_bytes"] / 2**30])
@@ -193,7 +245,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
 SUITE = Suite(
     name="capacity",
     about="training steps of each model size at the length it must reach, and at the longest that fits",
-    flags=("device", "sizes", "cap", "uncapped", "offload"),
+    flags=("device", "sizes", "cases", "cap", "host"),
     setup=_setup,
     measure=_measure,
     tables=_tables,

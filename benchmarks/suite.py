@@ -33,8 +33,7 @@ class Options:
     head_dim: int | None = None
     sizes: Sequence[str] = ()
     cap: float = 80.0
-    uncapped: bool = False
-    offload: bool = False
+    host: float = 110.0
 
 
 @dataclass

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.pool import get_global_memory_pool
 from dilated_attention_pytorch.measuring import peak_resident
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNetLM
@@ -99,6 +100,7 @@ def measure_step(case: StepCase) -> dict[str, Any]:
     gc.collect()
     held = None
     if cuda:
+        _pin_host_memory(case)
         torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -116,8 +118,22 @@ def measure_step(case: StepCase) -> dict[str, Any]:
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "host_bytes": peak_resident(),
+        "pinned_bytes": torch.cuda.host_memory_stats().get("allocated_bytes.peak") if cuda else None,
         **traced,
     }
+
+
+def _pin_host_memory(case: StepCase) -> None:
+    """Give the pool the host memory that offloading takes, because pinning it takes long, and only once."""
+    if not case.options.offload:
+        return
+    pool = get_global_memory_pool()
+    pool.release_idle("cpu")
+    shape = (case.tokens, case.config.d_model)
+    dtype = torch.bfloat16 if case.options.parameters == "bf16" else torch.float32
+    count = -(-case.config.num_layers // case.options.checkpoint_every)
+    for buffer in [pool.checkout(shape, dtype, "cpu", pinned=True) for _ in range(count)]:
+        pool.give_back(buffer)
 
 
 def _longnet(case: StepCase) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import capacity, step, techniques, training_step
 from benchmarks.command import main
 from benchmarks.report import write_page
+from benchmarks.suite import Options
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, attempt_step, step_in_a_process
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions
 
 TINY = ModelConfig(
-    vocab_size=32, d_model=16, num_heads=2, num_layers=1, segment_lengths=(16, 32), dilation_rates=(1, 2)
+    vocab_size=32, d_model=16, num_heads=2, num_layers=1, segment_lengths=(16, 1 << 20), dilation_rates=(1, 8192)
 )
 PLAIN = MemoryOptions()
+TILED = MemoryOptions(checkpointing="full", mlp_tile=64, loss_chunk=64)
 
 
 @pytest.fixture
 def tiny(monkeypatch) -> None:
-    monkeypatch.setattr(capacity, "MODEL_SIZES", ("125m",))
+    monkeypatch.setattr(capacity, "SIZES", ("125m",))
     monkeypatch.setattr(capacity, "text_model", lambda size, **changes: TINY)
     monkeypatch.setattr(capacity, "REQUIRED", {"125m": 64})
+    monkeypatch.setattr(capacity, "OFFLOADED", {"125m": 128})
     monkeypatch.setattr(capacity, "DENSE", ("125m", 64))
     monkeypatch.setattr(capacity, "working_eight_bit", lambda device: "adamw8bit-torchao")
-    monkeypatch.setattr(capacity, "choices", lambda **_: [PLAIN, MemoryOptions(checkpointing="full")])
-    monkeypatch.setattr(capacity, "step_in_a_process", attempt_step)
+    monkeypatch.setattr(capacity, "choices", lambda **_: [PLAIN, TILED, replace(TILED, offload=True)])
+    monkeypatch.setattr(capacity, "step_in_a_process", lambda case, timeout: attempt_step(case))
 
 
 def test_a_step_in_a_process_of_its_own_is_measured() -> None:
@@ -55,31 +60,58 @@ def test_a_step_that_fails_says_why(monkeypatch) -> None:
     assert failed.startswith("FloatingPointError: the loss of 64 tokens is not finite")
 
 
-def test_capacity_measures_the_required_and_the_longest_length(tiny, tmp_path, capsys) -> None:
+def test_capacity_measures_every_kind_of_row(tiny, tmp_path, capsys) -> None:
     results = tmp_path / "results.jsonl"
-    flags = ["capacity", "--device", "cpu", "--sizes", "125m", "--out", str(results)]
-    assert main([*flags, "--cap", "0.6"]) == 0
+    flags = ["capacity", "--device", "cpu", "--out", str(results)]
+    assert main([*flags, "--sizes", "125m", "--cap", "0.6"]) == 0
     printed = capsys.readouterr().out
+    assert "125m required: 64 tokens, about 20 s on an H200" in printed
+    assert "6 rows, each in a process of its own" in printed
     assert "| model | what | tokens |" in printed
     assert "tokens/s of this attention over those of dense attention" in printed
     _, *lines = map(json.loads, results.read_text().splitlines())
-    assert [line["kind"] for line in lines] == ["required", "dilated", "dense", "longest"]
-    assert lines[0]["tokens"] == 64
-    assert lines[3]["tokens"] > 64
+    assert [line["kind"] for line in lines] == ["required", "dilated", "dense", "longest", "uncapped", "offloaded"]
+    assert [line["tokens"] for line in lines][:3] == [64] * 3
+    assert lines[3]["tokens"] == lines[4]["tokens"] > 128 == lines[5]["tokens"]
+    assert lines[5]["options"]["offload"]
     assert all(line["loss"] > 0 for line in lines)
+    assert main([*flags, "--cases", "125m", "required"]) == 0
+    assert [json.loads(line).get("kind") for line in results.read_text().splitlines()][7:] == [None, "required"]
 
 
 def test_a_longest_length_that_runs_out_of_memory_is_tried_shorter(tiny, tmp_path, monkeypatch) -> None:
     tried: list[int] = []
 
-    def fail_twice(case: StepCase) -> dict[str, object]:
+    def fail_twice(case: StepCase, timeout: float) -> dict[str, object]:
         tried.append(case.tokens)
         return {"failed": OUT_OF_MEMORY} if len(tried) < 3 else attempt_step(case)
 
     monkeypatch.setattr(capacity, "step_in_a_process", fail_twice)
-    assert main(["capacity", "--device", "cpu", "--sizes", "125m", "--uncapped", "--cap", "0.6"]) == 0
+    assert main(["capacity", "--device", "cpu", "--cases", "longest", "--cap", "0.6"]) == 0
     assert len(tried) == 3
     assert tried == sorted(tried, reverse=True)
+
+
+@pytest.mark.parametrize("size", ["125m", "8b"])
+def test_the_branches_of_the_longest_sequence_connect_all_of_it(size) -> None:
+    options = MemoryOptions(precision="bf16", parameters="bf16", checkpointing="full", mlp_tile=4096, loss_chunk=2048)
+    config, fit = capacity.longest_with_full_reach(size, 80 << 30, [replace(options, optimizer="adamw8bit-torchao")])
+    assert max(config.segment_lengths) >= fit.tokens > max(config.segment_lengths) // 2
+    assert fit.needed <= 80 << 30
+    assert config == capacity._model(size, fit.tokens)
+
+
+def test_every_required_length_fits_with_branches_over_all_of_it(monkeypatch) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(capacity.torch.cuda, "mem_get_info", lambda: (139 * gib, 139 * gib))
+    monkeypatch.setattr(capacity, "host_memory", lambda: SimpleNamespace(available=120 * gib))
+    for kind, lengths in (("required", capacity.REQUIRED), ("offloaded", capacity.OFFLOADED)):
+        for size, tokens in lengths.items():
+            row = capacity._row_to_measure(size, kind, "adamw8bit-torchao", Options(device="cuda"))
+            [fit] = row.fits
+            assert fit.tokens == tokens <= max(row.config.segment_lengths)
+            assert fit.needed <= (80 if kind == "required" else 137) * gib
+            assert fit.footprint.host <= (0 if kind == "required" else 110 * gib)
 
 
 def test_each_technique_stands_beside_what_it_is_held_against(tmp_path, capsys) -> None:
@@ -115,8 +147,8 @@ def test_the_page_has_both_tables(tmp_path) -> None:
     lines = [
         {"machine": {"gpu": "A GPU"}},
         attention,
-        step | sizes | {"kind": "required"},  # of an earlier release, which measured one pattern
-        step | sizes | {"kind": "required", "longest_segment": 64},
+        step | sizes | {"kind": "required", "tokens": 65_536},  # of an earlier release, without full reach
+        step | sizes | {"kind": "required", "longest_segment": 64, "pinned_bytes": 3 << 29},
         step | {"kind": "longest", "failed": OUT_OF_MEMORY, "predicted_bytes": 1 << 30},
         base | {"options": {}} | sizes | measured,
         base | {"options": {}} | sizes | measured | half,
@@ -125,10 +157,10 @@ def test_the_page_has_both_tables(tmp_path) -> None:
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_page(results, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert "| 125m | required, segments to 32,768, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 |" in page
-    assert "| 125m | required, segments to 64, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 |" in page
-    assert "| 125m | longest, segments to 32,768, 80 GiB | 64 |  | out of memory |" in page
-    assert "met: the memory model within 10% of the measured peak; farthest 1.000" in page
+    assert "| 125m | required, 80 GiB | 64 | 32 | 2.00 | 2.0 | 2.0 | 1.000 | 1.5 |" in page
+    assert "65,536" not in page
+    assert "| 125m | longest, 80 GiB | 64 |  | out of memory |" in page
+    assert "met: the memory model within 5% of the measured peak; farthest 1.000" in page
     assert "| bf16 autocast | float32 | 1.50 | x 0.75 | x 0.50 | x 1.00 | 1000.0 | x 0.50 | 1.333 | half |" in page
 
 
@@ -136,6 +168,7 @@ def test_the_page_has_both_tables(tmp_path) -> None:
     ("flags", "message"),
     [
         ("capacity --sizes 7b", "--sizes are of 125m"),
+        ("capacity --sizes 8b --cases longest", "choose from 8b uncapped, 8b offloaded"),
         ("techniques --only magic", "--only names techniques of float32"),
     ],
 )
