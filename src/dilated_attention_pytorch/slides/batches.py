@@ -1,0 +1,94 @@
+"""Sequences of many lengths as packed batches without padding, read by worker processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dilated_attention_pytorch.slides.features import read_bag
+from dilated_attention_pytorch.slides.table import Case
+from dilated_attention_pytorch.train.batching import DynamicBatcher
+
+
+class Batch(NamedTuple):
+    """Packed sequences."""
+
+    numbers: Tensor  # (sequences,), their places in the list of cases
+    features: Tensor  # (1, rows, dim)
+    coordinates: Tensor | None  # (1, rows, 2)
+    cu_seqlens: Tensor  # (sequences + 1,)
+    targets: Tensor  # (sequences, numbers per target)
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch._make(None if x is None else x.to(device, non_blocking=True) for x in self)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The keywords of `LongNetEncoder`."""
+        beside = {} if self.coordinates is None else {"coordinates": self.coordinates}
+        return {"x": self.features, "cu_seqlens": self.cu_seqlens, **beside}
+
+
+def make_batches(lengths: Sequence[int], max_rows: int, max_batch_size: int) -> list[list[int]]:
+    """The numbers of sequences that go together: of similar length, and at most `max_rows` rows in all.
+
+    A sequence that is longer than that is a batch of its own.
+
+    >>> make_batches([100, 900, 120, 90, 5000], max_rows=400, max_batch_size=8)
+    [[0, 2, 3], [1], [4]]
+    """
+    longest = max([max_rows, *lengths])
+    sizes = [1 << i for i in range(longest.bit_length() + 1)]
+    batcher = DynamicBatcher(max_tokens=max_rows, max_batch_size=max_batch_size, segment_lengths=sizes)
+    fitting: list[dict[str, Any]] = [{"input_ids": range(min(n, max_rows)), "number": i} for i, n in enumerate(lengths)]
+    return [[item["number"] for item in batch] for batch in batcher.create_batches(fitting)]
+
+
+def epoch_order(lengths: Sequence[int], max_rows: int, max_batch_size: int, seed: int) -> list[list[int]]:
+    """`make_batches` of the sequences in a random order, in a random order; as many batches for every seed."""
+    order = list(range(len(lengths)))
+    shuffle = random.Random(seed).shuffle
+    shuffle(order)
+    batches = make_batches([lengths[i] for i in order], max_rows, max_batch_size)
+    shuffle(batches)
+    return [[order[i] for i in batch] for batch in batches]
+
+
+class Bags(Dataset[Batch]):
+    """The sequences of some cases; an item is a list of their numbers, and becomes a `Batch`."""
+
+    def __init__(self, cases: Sequence[Case], *, coordinates: bool, tile_pixels: float | None = None) -> None:
+        self.cases, self._coordinates, self._tile_pixels = list(cases), coordinates, tile_pixels
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __getitem__(self, numbers: Sequence[int]) -> Batch:
+        bags = [read_bag(self.cases[i].path, self._tile_pixels) for i in numbers]
+        ends = torch.tensor([0, *(len(bag.features) for bag in bags)]).cumsum(0)
+        places = None
+        if self._coordinates:
+            places = torch.cat([_stated(bag.coordinates, self.cases[i]) for bag, i in zip(bags, numbers)])[None]
+        return Batch(
+            torch.tensor(list(numbers)),
+            torch.cat([bag.features for bag in bags])[None],
+            places,
+            ends,
+            torch.tensor([self.cases[i].target for i in numbers], dtype=torch.float32),
+        )
+
+
+def _stated(coordinates: Tensor | None, case: Case) -> Tensor:
+    if coordinates is None:
+        raise ValueError(f"{case.path} has no coords, which positions of coordinates need: use --positions none")
+    return coordinates
+
+
+def read_batches(bags: Bags, batches: Sequence[list[int]], *, workers: int = 0) -> Iterator[Batch]:
+    """The batches in order, read ahead by `workers` processes, or by this one as they are asked for."""
+    return iter(DataLoader(bags, batch_size=None, sampler=batches, num_workers=workers))

@@ -1,0 +1,159 @@
+"""Bags of embeddings in files: `.h5` as TRIDENT and CLAM write them, `.pt` and `.npy`.
+
+| file | holds |
+|---|---|
+| `ID.h5` | `features`, `(n, dim)` or `(1, n, dim)`, and perhaps `coords`, `(n, 2)` |
+| `ID.pt` | a tensor of features, or a dictionary with `features` and perhaps `coords`; read without unpickling |
+| `ID.npy` | features; coordinates are in `ID.coords.npy` if that is there |
+
+Coordinates are columns and rows in pixels of the slide's largest level. Prov-GigaPath divides them by 256 and rounds
+down to get the number of a tile. That holds only if a tile is 256 of these pixels wide: from a slide of twice the
+resolution, neighbouring tiles come 512 pixels apart, every other number is left out, and the positions are not those
+that the model was trained on. So coordinates are scaled here until a tile is 256 pixels wide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core.checks import import_optional
+
+SUFFIXES = (".h5", ".pt", ".npy")
+TILE = 256.0  # pixels of a tile in the coordinates of a `Bag`
+
+
+class BrokenFile(ValueError):
+    """A file whose features cannot be used; the message names it."""
+
+
+class Bag(NamedTuple):
+    """The rows of one sequence."""
+
+    features: Tensor  # (n, dim) float32
+    coordinates: Tensor | None  # (n, 2) float32, in pixels of which a tile has 256
+
+
+class Found(NamedTuple):
+    """What a file says it holds, before its rows are read."""
+
+    rows: int
+    dim: int
+    has_coordinates: bool
+
+
+def find_file(folder: Path, name: str) -> Path:
+    """The file of a bag; an error if there is none, or more than one."""
+    found = [path for suffix in SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
+    if len(found) > 1:
+        raise BrokenFile(f"{name} has several files, {' and '.join(map(str, found))}: leave one of them in the folder")
+    if not found:
+        raise BrokenFile(f"{name} has no file in {folder}: there is none of {', '.join(name + s for s in SUFFIXES)}")
+    return found[0]
+
+
+def look_at(path: Path) -> Found:
+    """Sizes of the bag in a file, without reading its rows."""
+    return _opened(path, lambda features, coords, _: _checked(path, features, coords))
+
+
+def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
+    """The rows of the bag in a file, checked.
+
+    `tile_pixels` is the width of a tile in the pixels of the file's coordinates. By default it is what TRIDENT or CLAM
+    wrote beside them (`patch_size_level0`; or `patch_size` and `downsample`), or else the smallest distance between two
+    columns or rows of tiles.
+    """
+
+    def read(features: Any, coords: Any, noted: dict[str, Any]) -> Bag:
+        _checked(path, features, coords)
+        rows = _tensor(features)
+        if not bool(rows.isfinite().all()):
+            count = int((~rows.isfinite()).any(1).sum())
+            raise BrokenFile(f"{path}: {count} of {len(rows)} rows have features that are NaN or infinite")
+        if coords is None:
+            return Bag(rows, None)
+        places = _tensor(coords).double()
+        if not bool(places.isfinite().all()) or bool((places < 0).any()):
+            raise BrokenFile(f"{path}: coordinates must be finite numbers of at least 0")
+        pixels = tile_pixels or _noted_tile(noted) or _smallest_step(places)
+        return Bag(rows, (places * (TILE / pixels)).float())
+
+    return _opened(path, read)
+
+
+def _checked(path: Path, features: Any, coords: Any) -> Found:
+    shape = tuple(features.shape[1:] if len(features.shape) == 3 and features.shape[0] == 1 else features.shape)
+    if len(shape) != 2:
+        raise BrokenFile(f"{path}: features must be (rows, dim), got {shape}")
+    if not shape[0]:
+        raise BrokenFile(f"{path} has no rows: there is no tile in it")
+    of_coords = () if coords is None else tuple(coords.shape[1:] if len(coords.shape) == 3 else coords.shape)
+    if coords is not None and of_coords != (shape[0], 2):
+        raise BrokenFile(f"{path}: coords must be ({shape[0]}, 2), one pair per row of features, got {of_coords}")
+    return Found(*shape, coords is not None)
+
+
+def _opened(path: Path, use: Callable[[Any, Any, dict[str, Any]], Any]) -> Any:
+    """`use(features, coords, attributes of coords)` of a file; everything that is wrong with it is a `BrokenFile`."""
+    try:
+        if path.suffix == ".h5":
+            h5py = import_optional("h5py", "slides", "reading .h5 files")
+            with h5py.File(path, "r") as file:
+                if "features" not in file:
+                    raise BrokenFile(f"{path} has no dataset 'features': it holds {', '.join(file) or 'nothing'}")
+                coords = file.get("coords")
+                return use(file["features"], coords, {} if coords is None else dict(coords.attrs))
+        if path.suffix == ".npy":
+            numpy = import_optional("numpy", "slides", "reading .npy files")
+            beside = path.with_suffix(".coords.npy")
+            features, coords = (
+                numpy.load(one, mmap_mode="r", allow_pickle=False) if one.is_file() else None for one in (path, beside)
+            )
+            return use(features, coords, {})
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if isinstance(held, Tensor):
+            return use(held, None, {})
+        if not isinstance(held, dict) or not isinstance(held.get("features"), Tensor):
+            raise BrokenFile(f"{path} holds neither a tensor nor a dictionary with features")
+        return use(held["features"], held.get("coords"), {})
+    except (BrokenFile, ModuleNotFoundError):
+        raise
+    except Exception as error:  # every library reports a broken file in its own way
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BrokenFile(f"{path} cannot be read: {why}") from error
+
+
+def _tensor(held: Any) -> Tensor:
+    """An array of a file as a tensor of its own, in float32."""
+    if isinstance(held, Tensor):
+        rows = held.to(torch.float32, copy=True)
+    else:
+        numpy = import_optional("numpy", "slides", "reading .h5 and .npy files")
+        rows = torch.from_numpy(numpy.array(held[()], dtype="float32"))
+    return rows[0] if rows.dim() == 3 else rows
+
+
+def _noted_tile(noted: dict[str, Any]) -> float:
+    """The width of a tile in pixels of the largest level, as noted beside coordinates; 0 if it is not."""
+
+    def number(name: str) -> float:
+        value = noted.get(name, 0.0)
+        try:
+            first = float(value if not hasattr(value, "__len__") or isinstance(value, str) else value[0])
+        except (TypeError, ValueError, IndexError):
+            return 0.0
+        return first if math.isfinite(first) else 0.0
+
+    return number("patch_size_level0") or number("patch_size") * number("downsample")
+
+
+def _smallest_step(places: Tensor) -> float:
+    """The smallest distance between two columns or rows of tiles; `TILE` if there is one of each."""
+    steps = [step for axis in places.unbind(1) for step in axis.unique().diff().tolist()]
+    return min(steps, default=TILE)

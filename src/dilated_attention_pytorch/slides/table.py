@@ -1,0 +1,235 @@
+"""The table of a study: which sequences there are, what is to be predicted of them, and who is in which split."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from dilated_attention_pytorch.core.checks import check_whole, checked
+from dilated_attention_pytorch.slides.features import BrokenFile, Found, find_file, look_at
+
+Task = Literal["classification", "regression", "survival"]
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+# Names of columns, the first of them ours.
+_COLUMNS = {
+    "slide": ("slide", "slide_id", "id"),
+    "patient": ("patient", "patient_id", "case_id"),
+    "label": ("label",),
+    "split": ("split",),
+    "time": ("time",),
+    "event": ("event",),
+}
+_NAMES = {"val": "validation", "valid": "validation", "training": "train", "testing": "test"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One sequence of a study. `target` is the number of the class, a number, or time and event."""
+
+    name: str
+    path: Path
+    patient: str
+    split: Split | None
+    label: str
+    target: tuple[float, ...]
+    found: Found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """The sequences of a table, in its order; `classes` are the labels of a classification, sorted."""
+
+    cases: tuple[Case, ...]
+    task: Task | None
+    classes: tuple[str, ...] = ()
+
+    @property
+    def dim(self) -> int:
+        return self.cases[0].found.dim
+
+    @property
+    def longest(self) -> int:
+        return max(case.found.rows for case in self.cases)
+
+    @property
+    def has_coordinates(self) -> bool:
+        return all(case.found.has_coordinates for case in self.cases)
+
+    def of(self, split: Split) -> list[Case]:
+        return [case for case in self.cases if case.split == split]
+
+
+@checked()
+def read_study(
+    table: Path,
+    folder: Path,
+    task: Task | None = None,
+    *,
+    skip_broken: bool = False,
+    say: Callable[[str], object] = print,
+) -> Study:
+    """The study of a CSV table whose first line names its columns, with one file of features per line in `folder`.
+
+    Columns: `slide` (or `slide_id`, `id`), the file's name without suffix; `patient` (or `patient_id`, `case_id`), the
+    slide itself by default; `split`, one of train, validation and test; `label` for classification and regression;
+    `time` and `event` (0 or 1) for survival. Without a `task` nothing is to be predicted. Other columns are ignored.
+
+    Everything that is wrong is one error that names the line or the file. With `skip_broken`, files that cannot be used
+    are left out, and `say` is told which.
+    """
+    rows = _read_rows(table)
+    _check_names(table, rows)
+    cases, dims = [], Counter[int]()
+    for line, row in rows:
+        target = _target(table, line, row, task)
+        try:
+            path = find_file(folder, row["slide"])
+            found = look_at(path)
+        except BrokenFile as broken:
+            if not skip_broken:
+                raise BrokenFile(f"{broken}; --skip-broken leaves such slides out") from broken
+            say(f"skipped  {broken}")
+            continue
+        dims[found.dim] += 1
+        split = row.get("split", "").lower()
+        split = _NAMES.get(split, split)
+        if split and split not in SPLITS:
+            raise ValueError(f"{table}, line {line}: split must be one of {', '.join(SPLITS)}, got {row['split']!r}")
+        cases.append(
+            Case(
+                name=row["slide"],
+                path=path,
+                patient=row.get("patient") or row["slide"],
+                split=split or None,
+                label=row.get("label", ""),
+                target=target,
+                found=found,
+            )
+        )
+    if not cases:
+        raise ValueError(f"{table} names no slide whose features can be read from {folder}")
+    if len(dims) > 1:
+        usual = dims.most_common(1)[0][0]
+        other = next(case for case in cases if case.found.dim != usual)
+        raise BrokenFile(f"{other.path} has features of size {other.found.dim}, the others of size {usual}")
+    if any(case.split for case in cases) and not all(case.split for case in cases):
+        without = next(case.name for case in cases if not case.split)
+        raise ValueError(f"{table}: {without!r} has no split, and others have one: fill the column, or leave it out")
+    _check_patients(table, cases)
+    if task != "classification":
+        return Study(cases=tuple(cases), task=task)
+    classes = tuple(sorted({case.label for case in cases}))
+    numbered = (replace(case, target=(float(classes.index(case.label)),)) for case in cases)
+    return Study(cases=tuple(numbered), task=task, classes=classes)
+
+
+def _read_rows(table: Path) -> list[tuple[int, dict[str, str]]]:
+    """The lines of the table, numbered as an editor does, with our names of its columns."""
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream)
+            lines = [(reader.line_num, row) for row in reader]
+            names = reader.fieldnames or []
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no table {table}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{table} is not a CSV table: {error}") from None
+    ours = {
+        name: ours for ours, theirs in _COLUMNS.items() for name in names if name and name.strip().lower() in theirs
+    }
+    if "slide" not in ours.values():
+        raise ValueError(f"{table} has no column 'slide': its columns are {', '.join(map(str, names)) or 'none'}")
+    return [(line, {ours[name]: (row[name] or "").strip() for name in ours}) for line, row in lines]
+
+
+def _check_names(table: Path, rows: Sequence[tuple[int, dict[str, str]]]) -> None:
+    seen: dict[str, int] = {}
+    for line, row in rows:
+        name = row["slide"]
+        if not name or Path(name).name != name:
+            raise ValueError(f"{table}, line {line}: slide must be a file's name without folder, got {name!r}")
+        if name in seen:
+            raise ValueError(f"{table}: slide {name!r} is on lines {seen[name]} and {line}: leave one of them")
+        seen[name] = line
+
+
+def _target(table: Path, line: int, row: dict[str, str], task: Task | None) -> tuple[float, ...]:
+    if task is None:
+        return ()
+    wanted = ("time", "event") if task == "survival" else ("label",)
+    for name in wanted:
+        if not row.get(name):
+            raise ValueError(f"{table}, line {line}: slide {row['slide']!r} has no {name}, which {task} needs")
+    if task == "classification":
+        return (0.0,)  # numbered when all classes are known
+    try:
+        numbers = tuple(float(row[name]) for name in wanted)
+    except ValueError:
+        numbers = (math.nan,)
+    if not all(map(math.isfinite, numbers)) or (task == "survival" and (numbers[0] < 0 or numbers[1] not in (0, 1))):
+        rule = "a time of at least 0, and 0 or 1 as event" if task == "survival" else "a number as label"
+        given = ", ".join(repr(row[name]) for name in wanted)
+        raise ValueError(f"{table}, line {line}: {task} needs {rule}, got {given}")
+    return numbers
+
+
+def _check_patients(table: Path, cases: Iterable[Case]) -> None:
+    """Refuse a patient in two splits: a model would be tested on somebody it has seen."""
+    splits: dict[str, Case] = {}
+    for case in cases:
+        first = splits.setdefault(case.patient, case)
+        if first.split != case.split:
+            raise ValueError(
+                f"{table}: patient {case.patient!r} is in the splits {first.split} ({first.name}) and {case.split} "
+                f"({case.name}): all slides of a patient belong into one"
+            )
+
+
+@checked(folds={"least": 3, "most": 1000})
+def split_by_patient(study: Study, *, folds: int, fold: int = 0, seed: int = 0) -> Study:
+    """The study with `folds` parts of its patients: part `fold` is the test split, the next one the validation split.
+
+    Each class, or in survival each kind of event, is dealt evenly to the parts. Every part is the test split of exactly
+    one fold, whatever was in the column `split`.
+    """
+    check_whole("fold", fold, least=0, most=folds - 1)
+    kinds: dict[str, list[str]] = {}
+    kind_of: dict[str, str] = {}
+    for case in study.cases:  # a patient counts as what its first slide is
+        own = {"classification": case.label, "survival": str(case.target[-1:])}.get(study.task or "", "")
+        if case.patient not in kind_of:
+            kind_of[case.patient] = own
+            kinds.setdefault(own, []).append(case.patient)
+    if len(kind_of) < folds:
+        raise ValueError(f"{folds} folds need as many patients, and the table has {len(kind_of)}")
+    part_of, dealt = {}, 0
+    for own in sorted(kinds):
+        patients = sorted(kinds[own])
+        random.Random(f"{seed} {own}").shuffle(patients)
+        for patient in patients:
+            part_of[patient] = dealt % folds
+            dealt += 1
+    splits: dict[int, Split] = {fold: "test", (fold + 1) % folds: "validation"}
+    cases = (replace(case, split=splits.get(part_of[case.patient], "train")) for case in study.cases)
+    return replace(study, cases=tuple(cases))
+
+
+def check_splits(study: Study, wanted: Sequence[Split] = SPLITS) -> None:
+    """Refuse a split that cannot be learned from or measured on."""
+    for split in wanted:
+        cases = study.of(split)
+        if not cases:
+            raise ValueError(f"the split {split!r} has no slides: name some in the column split, or use --folds")
+        if study.task == "classification" and len({case.label for case in cases}) < 2:
+            raise ValueError(
+                f"the split {split!r} has slides of one class only, {cases[0].label!r}: nothing can be told apart there"
+            )
+        if study.task == "survival" and not any(case.target[1] for case in cases):
+            raise ValueError(f"the split {split!r} has no event: nothing can be ranked there")
