@@ -34,6 +34,7 @@ class Options:
     sizes: Sequence[str] = ()
     cap: float = 80.0
     host: float = 110.0
+    data: Sequence[str] = ()
 
 
 @dataclass
@@ -46,9 +47,13 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     charts: list[tuple[str, Callable[[], Figure]]] = field(default_factory=list)
+    picture: str = ""
+    """The file of a picture beside the page, which `./run docs` draws."""
 
     def markdown(self) -> list[str]:
         lines = [markdown_row(self.head), markdown_row(["---"] * len(self.head)), *map(markdown_row, self.rows), ""]
+        if self.picture:
+            lines = [f"![{self.heading}]({self.picture})", "", *lines]
         return [*lines, *(f"- {note}" for note in self.notes), ""] if self.notes else lines
 
 

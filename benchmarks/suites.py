@@ -6,6 +6,7 @@ from benchmarks import (
     cache_and_pool,
     capacity,
     comparisons,
+    curves,
     decode,
     first,
     lengths,
@@ -31,5 +32,6 @@ SUITES = {
         capacity.SUITE,
         techniques.SUITE,
         step.SUITE,
+        curves.SUITE,
     )
 }

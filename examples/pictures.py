@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 _EMPTY, _BORDER = "#f1f3f5", "#495057"
 _BRANCHES = ("#1971c2", "#e8590c", "#2f9e44", "#9c36b5", "#c2255c")
+_RESULTS = Path(__file__).parents[1] / "docs" / "performance.jsonl"
 _COUNTS = (_EMPTY, "#a5d8ff", "#4dabf7", "#1971c2", "#0b3d6e")  # by the number of branches that show a key
 
 
-def draw_documentation(folder: Path) -> list[Path]:
-    """Write the pictures of `docs/` into `folder`."""
+def draw_documentation(folder: Path, results: Path = _RESULTS) -> list[Path]:
+    """Write the pictures of `docs/` into `folder`, and of `results` the loss curves if they have been measured."""
     small = DilatedSpec.of([4, 8, 16], [1, 2, 4])
     paper = DilatedSpec.of([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     pictures = {
@@ -35,9 +37,33 @@ def draw_documentation(folder: Path) -> list[Path]:
         "cost.svg": cost(paper),
         "reach.svg": reach([DilatedSpec.of([4, 8], [1, 2]), DilatedSpec.of([4, 8, 32], [1, 2, 4])], 32, 21, 4),
     }
+    if measured := read_losses(results):
+        pictures["losses.svg"] = losses(measured)
     for name, figure in pictures.items():
         save(folder / name, figure)
     return [folder / name for name in pictures]
+
+
+def read_losses(results: Path) -> dict[str, list[float]]:
+    """The losses of each variant of the 125m model that `bench curves` has measured, from its JSON lines."""
+    lines = (json.loads(line) for line in results.read_text().splitlines() if '"suite": "curves"' in line)
+    return {line["variant"]: line["losses"] for line in lines if line["size"] == "125m"}
+
+
+@styled
+def losses(measured: Mapping[str, Sequence[float]]) -> Figure:
+    """Loss curves over steps, and below the relative distance of each variant from the plain one."""
+    figure, (above, below) = new_figure(6.4, 4.8, rows=2)
+    for (name, values), colour in zip(measured.items(), _BRANCHES):
+        steps = range(1, len(values) + 1)
+        above.plot(steps, values, color=colour, linewidth=1, label=name)
+        if "plain" in measured and name != "plain":
+            apart = [100 * (value / plain - 1) for value, plain in zip(values, measured["plain"])]
+            below.plot(steps, apart, color=colour, linewidth=1)
+    above.set(ylabel="loss, nats per token")
+    below.set(xlabel="step", ylabel="% above plain")
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
 
 
 @styled

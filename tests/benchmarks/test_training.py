@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import capacity, step, techniques, training_step
+from benchmarks import capacity, curves, step, techniques, training_step
 from benchmarks.command import main
 from benchmarks.report import write_page
 from benchmarks.suite import Options
@@ -222,3 +222,26 @@ def test_steps_stand_beside_those_that_users_would_take_instead(monkeypatch, tmp
     assert "met: 125m, 256 tokens: 0.00 of the ceiling" in printed
     assert main(["step", "--device", "cpu", "--only", "GPT"]) == 1
     assert "--only names of ours, ours, plain, dense attention, Hugging Face Llama; got GPT" in capsys.readouterr().err
+
+
+def test_fused_and_plain_pieces_train_alike_on_real_text(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(curves, "STEPS", 25)
+    results = tmp_path / "results.jsonl"
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "poem.txt").write_text("the rain in spain stays mainly in the plain, \n" * 40)
+    flags = ["curves", "--device", "cpu", "--data", str(tmp_path / "text"), "--out", str(results)]
+    for variant in (curves.FUSED, curves.PLAIN, curves.EXACT):
+        assert main([*flags, "--only", variant]) == 0
+    records = [x for x in map(json.loads, results.read_text().splitlines()) if "suite" in x]
+    fused, plain, exact = (x["losses"] for x in records)
+    assert len(fused) == 25
+    assert plain[-1] < plain[0] - 1
+    assert plain[0] == pytest.approx(exact[0], rel=1e-3)
+    assert fused == pytest.approx(plain, rel=0.02)
+    capsys.readouterr()
+    write_page(results, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "met: fused and compiled: final loss within 0.5% of plain" in page
+    assert f"| plain | {records[1]['final_loss']:.4f} | +0.000% |" in page
+    assert main([*flags, "--only", "half"]) == 1
+    assert "--only names variants of fused and compiled, plain, float32; got half" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -7,7 +8,7 @@ from xml.etree import ElementTree
 
 from dilated_attention_pytorch.core import DilatedSpec, dense_mask
 from dilated_attention_pytorch.pages.plots import save
-from examples.pictures import draw_documentation, pattern
+from examples.pictures import draw_documentation, pattern, read_losses
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -37,3 +38,14 @@ def test_a_pattern_has_a_coloured_cell_for_every_visible_pair(tmp_path) -> None:
     shown = dense_mask(spec, spec.offsets(2), 6, is_causal=True)[:, 1].sum((1, 2)).tolist()
     assert colours["#e8590c"] == shown[1]
     assert {"w = 3, r = 1", "w = 6, r = 2", "merged"} <= set(words)
+
+
+def test_loss_curves_are_drawn_once_they_have_been_measured(tmp_path) -> None:
+    results = tmp_path / "results.jsonl"
+    measured = {"plain": [4.0, 3.0, 2.0], "fused and compiled": [4.0, 3.03, 2.0]}
+    lines = [{"suite": "curves", "variant": name, "size": "125m", "losses": x} for name, x in measured.items()]
+    lines.append({"suite": "curves", "variant": "plain", "size": "tiny", "losses": [9.0]})
+    results.write_text("".join(json.dumps(line) + "\n" for line in [{"machine": {}}, *lines]))
+    assert read_losses(results) == measured
+    [picture] = [path for path in draw_documentation(tmp_path / "pictures", results) if path.name == "losses.svg"]
+    assert {"plain", "fused and compiled", "step", "% above plain"} <= set(content(picture)[0])
