@@ -30,6 +30,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "sizes": {"nargs": "+", "metavar": "SIZE", "help": "model sizes: 125m, 350m, ..."},
     "cap": {"type": size_in_gib, "metavar": "GIB", "help": "memory of the GPU that may be used (80)"},
     "data": {"nargs": "+", "metavar": "PATH", "help": "text files and folders (default: Python's standard library)"},
+    "ranks": {"action": "store_true", "help": "check steps on two ranks against the same steps in one process"},
     "host": {"type": size_in_gib, "metavar": "GIB", "help": "memory of the host that may be used (110)"},
 }
 _PAGE = {"type": Path, "default": Path("docs/performance.md"), "metavar": "FILE", "help": "the Markdown page to write"}

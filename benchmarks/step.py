@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import step_ranks
 from benchmarks.harness import measure
 from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
@@ -38,14 +39,17 @@ class Trial:
     case: StepCase
 
 
-def _setup(options: Options) -> list[Trial]:
+def _setup(options: Options) -> list[Trial | None]:
+    """The steps to measure; None stands for those on ranks."""
+    if options.ranks:
+        return [None]
     names = list(options.sizes or SIZES)
     for name in names:
         if name not in SIZES:
             raise ValueError(f"--sizes are of {', '.join(SIZES)}, got {name!r}")
     cuda = options.device == "cuda"
     room = torch.cuda.mem_get_info()[0] if cuda else 1 << 40
-    trials = []
+    trials: list[Trial | None] = []
     for name in names if cuda else names[:1]:
         tokens = SIZES[name][0] if cuda else 256
         config = text_model(name, sequence_length=tokens) if cuda else _TINY
@@ -70,7 +74,10 @@ def _setup(options: Options) -> list[Trial]:
     return trials
 
 
-def _measure(trial: Trial, options: Options) -> Iterator[Record]:
+def _measure(trial: Trial | None, options: Options) -> Iterator[Record]:
+    if trial is None:
+        yield from step_ranks.measure(options.device)
+        return
     case = trial.case
     found = step_in_a_process(case, timeout=420.0)
     if case.llama and found.get("failed") == OUT_OF_MEMORY:
@@ -113,7 +120,9 @@ def _flops(case: StepCase, parameters: int) -> int:
 
 def _tables(records: Sequence[Record]) -> Iterator[Table]:
     head = ["model", "tokens", "tokens/s", "share of the ceiling", "idle", "peak GiB", "memory model, GiB", "options"]
-    for machine, mine in by_machine(records):
+    for machine, shared in by_machine([x for x in records if "ranks" in x]):
+        yield step_ranks.table(machine, shared)
+    for machine, mine in by_machine([x for x in records if "ranks" not in x]):
         ceiling = max(x["ceiling"] for x in mine) / 1e12
         words = f"{machine}. One sequence per step, forward, backward and update. Ceiling: {ceiling:.3g} TFLOP/s."
         table = Table("A training step", [words], head)
@@ -130,7 +139,8 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
 
 
 def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
-    found = {(x["size"], x["model"]): x for x in records if "failed" not in x}
+    yield from step_ranks.verdict([x for x in records if "ranks" in x])
+    found = {(x["size"], x["model"]): x for x in records if "failed" not in x and "ranks" not in x}
     for size, (tokens, target) in SIZES.items():
         ours, llama = found.get((size, OURS)), found.get((size, LLAMA))
         if ours is None or ours["tokens"] != tokens:
@@ -145,10 +155,10 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 SUITE = Suite(
     name="step",
     about="training steps beside the same model with dense attention and Hugging Face's Llama; targets are of a GPU",
-    flags=("device", "sizes", "only"),
+    flags=("device", "sizes", "only", "ranks"),
     setup=_setup,
     measure=_measure,
     tables=_tables,
     verdict=_verdict,
-    key=("size", "tokens", "model"),
+    key=("size", "tokens", "model", "ranks"),
 )

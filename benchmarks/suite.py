@@ -35,6 +35,7 @@ class Options:
     cap: float = 80.0
     host: float = 110.0
     data: Sequence[str] = ()
+    ranks: bool = False
 
 
 @dataclass

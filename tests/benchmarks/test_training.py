@@ -245,3 +245,17 @@ def test_fused_and_plain_pieces_train_alike_on_real_text(monkeypatch, tmp_path, 
     assert f"| plain | {records[1]['final_loss']:.4f} | +0.000% |" in page
     assert main([*flags, "--only", "half"]) == 1
     assert "--only names variants of fused and compiled, plain, float32; got half" in capsys.readouterr().err
+
+
+def test_two_ranks_have_the_losses_of_one_process(tmp_path, capsys) -> None:
+    results = tmp_path / "results.jsonl"
+    assert main(["step", "--ranks", "--device", "cpu", "--out", str(results)]) == 0
+    printed = capsys.readouterr().out
+    assert "NOT MET" not in printed
+    assert "| fsdp, muon | 256 | 5 |" in printed
+    records = [json.loads(line) for line in results.read_text().splitlines()][1:]
+    assert [x["model"] for x in records] == list(step.step_ranks.WAYS)
+    assert all(x["losses"][-1] < x["losses"][0] - 0.5 for x in records)
+    assert all(x["tokens_per_second"] is None for x in records)  # two ranks on one CPU say nothing about speed
+    off = {**records[0], "losses": [2 * loss for loss in records[0]["losses"]]}
+    assert [verdict.met for verdict in step.SUITE.verdict([records[0], off])] == [True, False]
