@@ -131,7 +131,7 @@ def _pin_host_memory(case: StepCase) -> None:
     pool.release_idle("cpu")
     shape = (case.tokens, case.config.d_model)
     dtype = torch.bfloat16 if case.options.parameters == "bf16" else torch.float32
-    count = -(-case.config.num_layers // case.options.checkpoint_every)
+    count = -(-case.config.num_layers // case.options.layers_per_checkpoint)
     for buffer in [pool.checkout(shape, dtype, "cpu", pinned=True) for _ in range(count)]:
         pool.give_back(buffer)
 

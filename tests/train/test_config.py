@@ -345,8 +345,14 @@ def test_runs_that_could_not_be_carried_out_alike_are_told_apart() -> None:
     assert not TrainConfig(memory=half).is_same_run(TrainConfig(engine="deepspeed"))
 
 
+def test_no_two_settings_of_a_run_share_a_flag() -> None:
+    config = TrainConfig()
+    every = [*vars(config), *vars(config.model), *vars(config.memory)]
+    assert len(every) == len({*every})
+
+
 def test_every_memory_option_but_the_least_bytes_has_a_flag(started) -> None:
-    flags = "--checkpointing full --checkpoint-every 2 --offload --mlp-tile 5 --loss-chunk 9 --precision bf16 "
+    flags = "--checkpointing full --layers-per-checkpoint 2 --offload --mlp-tile 5 --loss-chunk 9 --precision bf16 "
     flags += "--optimizer adamw8bit-torchao --parameters bf16 --float8 --compile "
     flags += "--compile-mode max-autotune-no-cudagraphs --compile-backend eager"
     assert main(["train", "--out", "run", *flags.split()]) == 0

@@ -46,15 +46,15 @@ AUTOCAST, BFLOAT16 = {"precision": "bf16"}, {"precision": "bf16", "parameters": 
         (BFLOAT16, {"checkpointing": "selective"}),
         (BFLOAT16, FULL),
         (BFLOAT16, FULL | {"offload": True}),
-        (AUTOCAST, {"checkpointing": "full", "checkpoint_every": 2}),
-        (BFLOAT16, FULL | {"checkpoint_every": 4}),
-        (BFLOAT16, FULL | {"checkpoint_every": 2, "offload": True}),
+        (AUTOCAST, {"checkpointing": "full", "layers_per_checkpoint": 2}),
+        (BFLOAT16, FULL | {"layers_per_checkpoint": 4}),
+        (BFLOAT16, FULL | {"layers_per_checkpoint": 2, "offload": True}),
     ],
     ids=str,
 )
 def test_the_ledger_counts_what_a_step_makes(regime, changes, monkeypatch) -> None:
     options = MemoryOptions(**regime, **changes)
-    layers = 9 if options.checkpoint_every > 1 else 5 if options.offload else 2
+    layers = 9 if options.layers_per_checkpoint > 1 else 5 if options.offload else 2
     check_ledger(replace(SMALL, num_layers=layers), options, monkeypatch)
 
 

@@ -93,7 +93,7 @@ class Pretrained(SharesResources, nn.Module):
                 f"{type(self.config).__name__}"
             )
         self.gradient_checkpointing = False
-        self._checkpoint_every = 1
+        self._layers_per_checkpoint = 1
         self.spans = DocumentSpans()
         self._run_checkpointed: Callable[..., Tensor] = _recompute_layer
         self._build()
@@ -111,7 +111,7 @@ class Pretrained(SharesResources, nn.Module):
         With `every=n`, keep only the input of every n-th layer; backward computes those between again, too.
         `run(layer, *args, **kwargs)` may keep other tensors, or keep them elsewhere; see `train.memory`.
         """
-        self._checkpoint_every = check_whole("every", every, least=1)
+        self._layers_per_checkpoint = check_whole("every", every, least=1)
         self.gradient_checkpointing = enable
         self._run_checkpointed = _recompute_layer if run is None else run
 
@@ -158,7 +158,7 @@ class Pretrained(SharesResources, nn.Module):
 
     def _groups(self, layers: nn.ModuleList) -> Iterable[Any]:
         """The layers, or while checkpoints are farther apart, chains of layers that keep one input."""
-        every = self._checkpoint_every if self.gradient_checkpointing and self.training else 1
+        every = self._layers_per_checkpoint if self.gradient_checkpointing and self.training else 1
         if every == 1:
             return layers
         return [_Chain(list(layers)[first : first + every]) for first in range(0, len(layers), every)]

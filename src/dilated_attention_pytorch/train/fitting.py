@@ -55,7 +55,7 @@ def choices(*, offload: bool = True, eight_bit: OptimizerName = "adamw8bit-torch
             MemoryOptions(
                 precision="bf16",
                 checkpointing=checkpointing,
-                checkpoint_every=every,
+                layers_per_checkpoint=every,
                 offload=moved,
                 mlp_tile=tile,
                 loss_chunk=chunk,
@@ -72,7 +72,7 @@ def by_cost(config: ModelConfig, tokens: int, options: Sequence[MemoryOptions]) 
     def cost(one: MemoryOptions) -> tuple[bool, int, int, int]:
         rounds = (one.optimizer != "adamw") + (one.parameters == "bf16")
         techniques = (
-            (one.checkpointing != "none") + (one.checkpoint_every > 1) + bool(one.mlp_tile) + bool(one.loss_chunk)
+            (one.checkpointing != "none") + (one.layers_per_checkpoint > 1) + bool(one.mlp_tile) + bool(one.loss_chunk)
         )
         return one.offload, rounds, step_flops(config, tokens, one), techniques
 
@@ -227,7 +227,7 @@ def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
         layer += projections + (layers - 1) * hidden + (attention if options.checkpointing == "full" else 0)
     if options.mlp_tile:
         layer += layers * hidden if options.checkpointing == "none" else hidden
-    between = config.num_layers - -(-config.num_layers // options.checkpoint_every)  # layers that run once more
+    between = config.num_layers - -(-config.num_layers // options.layers_per_checkpoint)  # layers that run once more
     again = projections + layers * hidden + attention
     return config.num_layers * layer + between * again + 3 * head
 

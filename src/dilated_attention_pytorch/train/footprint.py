@@ -124,7 +124,7 @@ class _Step:
         self.tile = min(options.mlp_tile, rows)
         # Tiles cut a compiled layer, which then holds what an eager one does; other backends fuse nothing.
         self.compiled = options.compile and options.compile_backend == "inductor" and not self.tile
-        self.checkpointed, self.every = options.checkpointing != "none", options.checkpoint_every
+        self.checkpointed, self.every = options.checkpointing != "none", options.layers_per_checkpoint
         self.selective = options.checkpointing == "selective"
         self.entries: dict[tuple[int, str], int] = {}
         self.layer = -1  # the one at work; entries of others are kept

@@ -47,7 +47,7 @@ class MemoryFields(TypedDict, total=False):
     """The fields of `MemoryOptions`, as keywords of a function."""
 
     checkpointing: Checkpointing
-    checkpoint_every: int
+    layers_per_checkpoint: int
     offload: bool
     offload_least_bytes: int
     mlp_tile: int
@@ -67,8 +67,8 @@ class MemoryOptions:
     """How a step saves memory. The defaults save nothing, and 0 rows mean all rows at the same time.
 
     `checkpointing="full"` keeps the input of a layer and computes the layer again in backward; `"selective"` also keeps
-    the results of its attention, so that attention runs once. `checkpoint_every=n` keeps the input of every n-th layer
-    only; of each n layers, backward runs all but the last once more. Tensors below `offload_least_bytes` are not
+    the results of its attention, so that attention runs once. `layers_per_checkpoint=n` keeps the input of every n-th
+    layer only; of each n layers, backward runs all but the last once more. Tensors below `offload_least_bytes` are not
     offloaded. Products of float32 parameters run under autocast; `precision="fp16"` needs `make_scaler`.
 
     With `parameters="bf16"`, torchao's optimizer rounds updates stochastically, so that small ones count on average;
@@ -83,7 +83,7 @@ class MemoryOptions:
     checkpointing: Checkpointing = setting(
         "none", "compute layers again in backward: all of a layer, or all but its attention", may_change=True
     )
-    checkpoint_every: int = setting(
+    layers_per_checkpoint: int = setting(
         1, "with full checkpointing: keep the input of every n-th layer only", range=COUNT, may_change=True
     )
     offload: bool = setting(False, "keep what checkpointing keeps in host memory", may_change=True)
@@ -118,9 +118,9 @@ class MemoryOptions:
             raise ValueError(
                 "offload moves what checkpointing keeps: choose checkpointing='full' or 'selective' with it"
             )
-        if self.checkpoint_every > 1 and self.checkpointing != "full":
+        if self.layers_per_checkpoint > 1 and self.checkpointing != "full":
             raise ValueError(
-                f"checkpoint_every={self.checkpoint_every} keeps the inputs of fewer layers: choose "
+                f"layers_per_checkpoint={self.layers_per_checkpoint} keeps the inputs of fewer layers: choose "
                 f"checkpointing='full' with it, not {self.checkpointing!r}"
             )
         if self.parameters == "bf16" and self.precision != "bf16":
@@ -200,7 +200,11 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
             for part in layer.modules():
                 if isinstance(part, TiledFeedForward):
                     part.compile_tiles(options.compile_backend, mode)
-    return model if (run := options.recomputation) is None else _checkpoint_layers(model, run, options.checkpoint_every)
+    return (
+        model
+        if (run := options.recomputation) is None
+        else _checkpoint_layers(model, run, options.layers_per_checkpoint)
+    )
 
 
 def compile_now(model: LongNetLM, tokens: Tensor, options: MemoryOptions, **lengths: Any) -> str:
@@ -240,7 +244,7 @@ def _checkpoint_layers(model: Prepared, run: Recomputation, every: int) -> Prepa
         return model
     if every > 1:
         raise ValueError(
-            f"checkpoint_every={every} needs a model of this library, got {type(model).__name__}: leave it out"
+            f"layers_per_checkpoint={every} needs a model of this library, got {type(model).__name__}: leave it out"
         )
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
