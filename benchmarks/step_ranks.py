@@ -45,17 +45,22 @@ def measure(device: str) -> Iterator[Record]:
     """One record per way: the losses of its steps, and of the same steps in one process."""
     if device == "cuda" and torch.cuda.device_count() < RANKS:
         raise ValueError(f"--ranks needs {RANKS} GPUs, and there are {torch.cuda.device_count()}: say --device cpu")
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "lines.jsonl"
-        program = torchrun_arguments(RANKS, 0, ["-m", "benchmarks.step_ranks", device, str(results)])
-        command = [sys.executable, "-m", "torch.distributed.run", *program]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise OSError(f"{RANKS} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        launch("benchmarks.step_ranks", device, str(results))
         for line in map(json.loads, results.read_text().splitlines()):
             alone = train(device, WAYS[line["model"]].get("optimizer", "adamw"))
             yield {**line, "alone": alone["losses"], "within": _WITHIN[device]}
+
+
+def launch(module: str, *arguments: str) -> None:
+    """Run a module on the ranks of a torchrun."""
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    program = torchrun_arguments(RANKS, 0, ["-m", module, *arguments])
+    command = [sys.executable, "-m", "torch.distributed.run", *program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{RANKS} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def train(device: str, optimizer: Any = "adamw", engine: Any = "fsdp", sequence: int = 1, tensor: int = 1) -> Record:

@@ -16,6 +16,8 @@ from benchmarks.training_step import OUT_OF_MEMORY, StepCase, attempt_step, step
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions
 
+from ..ranks import run_ranks
+
 TINY = ModelConfig(
     vocab_size=32, d_model=16, num_heads=2, num_layers=1, segment_lengths=(16, 1 << 20), dilation_rates=(1, 8192)
 )
@@ -247,7 +249,8 @@ def test_fused_and_plain_pieces_train_alike_on_real_text(monkeypatch, tmp_path, 
     assert "--only names variants of fused and compiled, plain, float32; got half" in capsys.readouterr().err
 
 
-def test_two_ranks_have_the_losses_of_one_process(tmp_path, capsys) -> None:
+def test_two_ranks_have_the_losses_of_one_process(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(step.step_ranks, "launch", lambda *program: run_ranks(2, *program))
     results = tmp_path / "results.jsonl"
     assert main(["step", "--ranks", "--device", "cpu", "--out", str(results)]) == 0
     printed = capsys.readouterr().out
