@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"engine": "ddp"},
     "sequence parallel": {"engine": "fsdp", "sequence": RANKS},
     "tensor parallel": {"engine": "fsdp", "tensor": RANKS},
+    "tensor parallel, muon": {"engine": "fsdp", "tensor": RANKS, "optimizer": "muon"},
 }
 _TINY = ModelConfig(d_model=32, num_heads=2, num_layers=2, segment_lengths=(64, 256), dilation_rates=(1, 2))
 _TOKENS = {"cuda": 32_768, "cpu": 256}

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dilated_attention_pytorch import LongNetLM, RingDilatedAttention
 from dilated_attention_pytorch.nn import DilatedTransformerEncoderLayer
 from dilated_attention_pytorch.parallel import attention as across
+from dilated_attention_pytorch.train import muon
 from dilated_attention_pytorch.train.memory import MemoryOptions, loss, make_optimizer, prepare
 from dilated_attention_pytorch.train.ranks import Ranks
 
@@ -20,9 +21,9 @@ OPTIONS = MemoryOptions(checkpointing="selective", offload=True, offload_least_b
 SHAPE = {"segment_lengths": (16, 64), "dilation_rates": (1, 4)}
 
 
-def small_model() -> LongNetLM:
+def small_model(**sizes: int) -> LongNetLM:
     torch.manual_seed(0)
-    return LongNetLM(d_model=32, num_heads=4, num_layers=2, vocab_size=50, **SHAPE).double()
+    return LongNetLM(d_model=32, num_heads=4, num_layers=2, vocab_size=50, **SHAPE, **sizes).double()
 
 
 def check_shared_model(engine: str) -> None:
@@ -51,6 +52,32 @@ def check_optimizer() -> None:
     shard = DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(ValueError, match="choose 'adamw8bit-torchao' for them"):
         make_optimizer([{"params": [torch.nn.Parameter(shard)]}], MemoryOptions(optimizer="adamw8bit-bitsandbytes"))
+
+
+def check_muon() -> None:
+    """Each matrix of layers is orthogonalised on one rank, and weights and momentum are those of one process."""
+    rank, options, rates = dist.get_rank(), MemoryOptions(optimizer="muon"), {"lr": 1e-2, "weight_decay": 0.1}
+    tokens = torch.randint(50, (2, 61), generator=torch.Generator().manual_seed(1))
+    alone, prepared = (small_model(dim_feedforward=33) for _ in range(2))  # shards of 17 and of 16 rows
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    model = Ranks(device=torch.device("cpu"), rank=rank, mesh=mesh).share(prepared, "fsdp")
+    expected, shared = make_optimizer(alone, options, **rates), make_optimizer(model, options, **rates)
+    calls, real = [], muon._update
+    muon._update = lambda *args: calls.append(1) or real(*args)
+    for _ in range(2):
+        for one, optimizer, drawn in ((alone, expected, tokens), (model, shared, tokens[rank : rank + 1])):
+            optimizer.zero_grad()
+            loss(one, drawn[:, :-1], drawn[:, 1:], options).backward()
+            optimizer.step()
+    muon._update = real
+    matrices = sum(p.dim() == 2 for layer in alone.layers for p in layer.parameters())
+    assert len(calls) == 2 * matrices // 2, f"{len(calls)} updates on rank {rank} of {matrices} matrices"
+    for (name, wanted), found in zip(alone.named_parameters(), prepared.parameters()):
+        pairs = [(found.full_tensor(), wanted)]
+        if "momentum_buffer" in (state := expected.state[wanted]):
+            pairs.append((shared.state[found]["momentum_buffer"].full_tensor(), state["momentum_buffer"]))
+        for one, other in pairs:  # the orthogonalisation rounds to bfloat16
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-4, msg=lambda text: f"muon {name}: {text}")  # noqa: B023
 
 
 def check_shared_sequence() -> None:
@@ -86,6 +113,7 @@ def main() -> None:
     check_shared_model("fsdp")
     check_shared_model("ddp")
     check_optimizer()
+    check_muon()
     if dist.get_rank() == 0:
         print("passed", flush=True)
     dist.destroy_process_group()
