@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.command import parser as bench_parser
 from dilated_attention_pytorch.cli import _parser
+from dilated_attention_pytorch.slides.command import parser as slides_parser
 from dilated_attention_pytorch.train import command as training
 from examples.evidence.__main__ import parser as evidence_parser
 from examples.recall import parser as recall_parser
@@ -44,13 +45,14 @@ def commands() -> dict[str, argparse.ArgumentParser]:
         "bench": bench_parser(),
         "recall": recall_parser(),
         "evidence": evidence_parser(),
+        "slides": slides_parser(),
     }
 
 
 def blocks(page: Path) -> str:
     """What stands in blocks of shell commands, or of no language."""
     fenced = re.findall(r"^```([a-z]*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    return "\n".join(text for language, text in fenced if language in ("", "bash"))
+    return "\n".join(text for language, text in fenced if language in ("", "bash")).replace("\\\n", "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

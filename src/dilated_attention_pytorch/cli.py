@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from dilated_attention_pytorch.train.command import run_command
 
             return run_command(given[1:])
+        if given[:1] == ["slides"]:
+            from dilated_attention_pytorch.slides.command import run_slides
+
+            return run_slides(given[1:])
         if given and given[0] in _IN_CHECKOUT and given[:2] != ["bench", "tune"]:
             return _run_from_checkout(*given)
         arguments = _parser().parse_args(given)
@@ -89,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--out", type=Path, default=Path("tiles.jsonl"), metavar="FILE", help="default: tiles.jsonl")
     _add_report(commands)
     commands.add_parser("recall", help="in a checkout: recall over long distances, LongNet beside a sliding window")
+    # Listed here; `slides.command` parses its flags.
+    commands.add_parser(
+        "slides", help="train an encoder on features of slides, and map what it looks at", add_help=False
+    )
     add_plan(commands)
     add_show(commands)
     add_doctor(commands)

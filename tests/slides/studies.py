@@ -34,11 +34,11 @@ def write_table(path: Path, lines: list[str]) -> Path:
     return path
 
 
-def small_study(folder: Path, slides: int = 12, suffix: str = ".npy") -> Path:
+def small_study(folder: Path, slides: int = 12, suffix: str = ".npy", growth: int = 7) -> Path:
     """A table beside a folder `features`; two slides per patient, classes in turn."""
     (folder / "features").mkdir(parents=True)
     lines = ["slide_id,patient,label,time,event"]
     for i in range(slides):
-        write_bag(folder / "features" / f"s{i}{suffix}", rows=10 + 7 * i, seed=i)
+        write_bag(folder / "features" / f"s{i}{suffix}", rows=10 + growth * i, seed=i)
         lines.append(f"s{i},p{i // 2},{'ab'[i // 2 % 2]},{i + 1},{i // 2 % 2}")
     return write_table(folder / "table.csv", lines)

@@ -37,6 +37,7 @@ class Bag(NamedTuple):
 
     features: Tensor  # (n, dim) float32
     coordinates: Tensor | None  # (n, 2) float32, in pixels of which a tile has 256
+    tile_pixels: float = TILE  # width of a tile in the pixels of the file's coordinates
 
 
 class Found(NamedTuple):
@@ -82,7 +83,7 @@ def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
         if not bool(places.isfinite().all()) or bool((places < 0).any()):
             raise BrokenFile(f"{path}: coordinates must be finite numbers of at least 0")
         pixels = tile_pixels or _noted_tile(noted) or _smallest_step(places)
-        return Bag(rows, (places * (TILE / pixels)).float())
+        return Bag(rows, (places * (TILE / pixels)).float(), pixels)
 
     return _opened(path, read)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from dilated_attention_pytorch.core.checks import check_whole, checked
-from dilated_attention_pytorch.slides.features import BrokenFile, Found, find_file, look_at
+from dilated_attention_pytorch.slides.features import SUFFIXES, BrokenFile, Found, find_file, look_at
 
 Task = Literal["classification", "regression", "survival"]
 Split = Literal["train", "validation", "test"]
@@ -68,7 +68,7 @@ class Study:
 
 @checked()
 def read_study(
-    table: Path,
+    table: Path | None,
     folder: Path,
     task: Task | None = None,
     *,
@@ -80,11 +80,13 @@ def read_study(
     Columns: `slide` (or `slide_id`, `id`), the file's name without suffix; `patient` (or `patient_id`, `case_id`), the
     slide itself by default; `split`, one of train, validation and test; `label` for classification and regression;
     `time` and `event` (0 or 1) for survival. Without a `task` nothing is to be predicted. Other columns are ignored.
+    Without a table, the study is every file in the folder.
 
     Everything that is wrong is one error that names the line or the file. With `skip_broken`, files that cannot be used
     are left out, and `say` is told which.
     """
-    rows = _read_rows(table)
+    rows = _list_files(folder) if table is None else _read_rows(table)
+    table = folder if table is None else table
     _check_names(table, rows)
     cases, dims = [], Counter[int]()
     for line, row in rows:
@@ -128,6 +130,12 @@ def read_study(
     classes = tuple(sorted({case.label for case in cases}))
     numbered = (replace(case, target=(float(classes.index(case.label)),)) for case in cases)
     return Study(cases=tuple(numbered), task=task, classes=classes)
+
+
+def _list_files(folder: Path) -> list[tuple[int, dict[str, str]]]:
+    paths = (path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
+    names = sorted({name.rpartition(".")[0] for name in paths if not name.endswith(".coords.npy")})
+    return [(number, {"slide": name}) for number, name in enumerate(names, 1)]
 
 
 def _read_rows(table: Path) -> list[tuple[int, dict[str, str]]]:

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_map_only
 
 from dilated_attention_pytorch import files
 from dilated_attention_pytorch.core.log import log
-from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.models.longnet import Pretrained
 from dilated_attention_pytorch.models.weights import save_tensors, untied_names
 from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.ranks import Ranks
@@ -66,7 +66,7 @@ class Checkpointer:
     def __init__(
         self,
         run: Path,
-        plain: LongNetLM,
+        plain: Pretrained,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,

@@ -237,7 +237,7 @@ class _Trainer:
         skipped = sum("skipped" in record for record in records)
         with (
             Monitors() as monitors,
-            _interrupts(patient=ranks.mesh is not None) as signals,
+            interrupts(patient=ranks.mesh is not None) as signals,
             self._bar(
                 total=config.steps, initial=start, unit="step", dynamic_ncols=True, disable=not ranks.first
             ) as bar,
@@ -413,7 +413,7 @@ def _shown(records: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 @contextmanager
-def _interrupts(*, patient: bool) -> Iterator[list[int]]:
+def interrupts(*, patient: bool) -> Iterator[list[int]]:
     """The signals that ask to stop after the current step: SIGTERM and Ctrl-C. A second Ctrl-C stops at once.
 
     A `patient` run takes any number: under torchrun both the terminal and the agent pass a Ctrl-C on.

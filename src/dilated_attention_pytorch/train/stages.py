@@ -25,6 +25,14 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.positions import XPosPositions
 
 
+def decayed_rate(peak: float, step: int, steps: int, warmup_steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth, which later steps keep; the first step is 1."""
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    done = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return peak * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, done))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """Part of a training run: `steps` steps of `batch_size` sequences under one pattern, and a peak learning rate.
@@ -49,11 +57,8 @@ class Stage:
         object.__setattr__(self, "dilation_rates", spec.dilation_rates)
 
     def learning_rate_at(self, step: int, warmup_steps: int = 0) -> float:
-        """Linear warm-up, then a cosine down to a tenth, which later steps keep; the first step is 1."""
-        if step <= warmup_steps:
-            return self.learning_rate * step / warmup_steps
-        done = (step - warmup_steps) / max(1, self.steps - warmup_steps)
-        return self.learning_rate * (0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, done))))
+        """The learning rate of a step; see `decayed_rate`."""
+        return decayed_rate(self.learning_rate, step, self.steps, warmup_steps)
 
     @classmethod
     def of(cls, stated: Stage | Mapping[str, Any], sequences: int | None = None) -> Stage:

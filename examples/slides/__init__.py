@@ -1,0 +1,1 @@
+"""Synthetic slides whose label no set of tiles tells, only where the tiles lie."""

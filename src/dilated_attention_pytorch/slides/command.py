@@ -1,0 +1,207 @@
+"""The command `slides`: its flags, and what they run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+
+from dilated_attention_pytorch.core.checks import import_optional
+from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.models.encoder import LongNetEncoder
+from dilated_attention_pytorch.slides.batches import Bags, make_batches, read_batches
+from dilated_attention_pytorch.slides.config import SlidesConfig
+from dilated_attention_pytorch.slides.features import find_file, read_bag
+from dilated_attention_pytorch.slides.loop import model_folder, run_study
+from dilated_attention_pytorch.slides.maps import Kind, tile_weights, write_map
+from dilated_attention_pytorch.slides.report import compared, write_report
+from dilated_attention_pytorch.slides.table import read_study
+from dilated_attention_pytorch.train import run_folder
+from dilated_attention_pytorch.train.ranks import find_device
+
+_ONLY_TRAIN = {"task", "class_weights", "folds", "pooling"}
+BASELINE = "without-attention"
+
+
+def run_slides(arguments: Sequence[str]) -> int:
+    parsed = parser().parse_args(arguments)
+    parsed.command(parsed)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dilated-attention slides",
+        description="From files of features to a trained encoder, embeddings, heat maps and a report.",
+    )
+    jobs = parser.add_subparsers(required=True, metavar="JOB")
+    train = jobs.add_parser("train", help="classification, regression or survival", argument_default=argparse.SUPPRESS)
+    pretrain = jobs.add_parser("pretrain", help="predict hidden tiles", argument_default=argparse.SUPPRESS)
+    for job in (train, pretrain):
+        _add_settings(job, leave_out=set() if job is train else _ONLY_TRAIN)
+        job.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: a new one below runs/)")
+        job.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in a folder")
+    train.add_argument(
+        "--baseline",
+        action="store_true",
+        help="also train without attention: each row sees itself alone, then mean pooling",
+    )
+    train.set_defaults(command=lambda arguments: _train("train", arguments))
+    pretrain.set_defaults(command=lambda arguments: _train("pretrain", arguments))
+
+    embed = jobs.add_parser("embed", help="write one embedding per slide")
+    embed.set_defaults(command=_embed)
+    _add_model(embed)
+    embed.add_argument("--table", type=Path, help="CSV table of slides (default: all files in the folder)")
+    embed.add_argument("--out", type=Path, required=True, metavar="FILE", help="an .npy or .h5 file to write")
+    embed.add_argument("--max-tiles", type=int, default=32_768, metavar="N", help="rows per batch (32768)")
+
+    maps = jobs.add_parser("map", help="draw what the model looks at, as PNG and GeoJSON")
+    maps.set_defaults(command=_map)
+    _add_model(maps)
+    maps.add_argument("--slide", nargs="+", required=True, metavar="ID", help="the slides' names")
+    maps.add_argument("--kind", choices=get_args(Kind), default="attention", help="default: attention")
+    maps.add_argument("--class-number", type=int, metavar="C", help="with --kind gradient: which output (the largest)")
+    maps.add_argument("--tile-pixels", type=float, metavar="N", help="width of a tile (default: as noted)")
+    maps.add_argument("--out", type=Path, default=Path("maps"), metavar="FOLDER", help="default: maps")
+
+    report = jobs.add_parser("report", help="a run as one HTML page")
+    report.set_defaults(command=_report)
+    report.add_argument("run", type=Path, metavar="RUN")
+    report.add_argument(
+        "--worst", type=int, default=4, metavar="N", help="slides with the worst predictions to map (4)"
+    )
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of save_pretrained")
+    parser.add_argument("--features", type=Path, required=True, metavar="FOLDER", help="one file per slide")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU if there is one)")
+
+
+def _add_settings(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
+    """A flag for each setting that has a help text."""
+    hints = get_type_hints(SlidesConfig)
+    for field in dataclasses.fields(SlidesConfig):
+        words = field.metadata.get("help")
+        if not words or field.name in leave_out:
+            continue
+        kind = hints[field.name]
+        kinds = [one for one in get_args(kind) if one is not type(None)] if type(None) in get_args(kind) else [kind]
+        kind = kinds[0]
+        default = "" if "(default" in words or field.default in ("", ()) else f" (default: {field.default})"
+        flag = "--" + (field.metadata["flag"] or field.name).replace("_", "-")
+        how: dict[str, Any] = {"dest": field.name, "help": (words + default).replace("%", "%%")}
+        if kind is bool:
+            how["action"] = argparse.BooleanOptionalAction
+            how["help"] = words
+        elif get_origin(kind) is tuple:
+            how |= {"type": int, "nargs": "+", "metavar": "N"}
+        elif get_origin(kind) is not None:  # a Literal
+            how["choices"] = get_args(kind)
+        else:
+            how |= {
+                "type": kind,
+                "metavar": {int: "N", float: "X"}.get(kind, "PATH" if field.name != "device" else "NAME"),
+            }
+        parser.add_argument(flag, **how)
+
+
+def _train(job: str, arguments: argparse.Namespace) -> None:
+    given = {name: value for name, value in vars(arguments).items() if name in SlidesConfig.__dataclass_fields__}
+    resume, baseline = getattr(arguments, "resume", None), getattr(arguments, "baseline", False)
+    if resume is None:
+        config = SlidesConfig(**{**given, "job": job})
+        run = getattr(arguments, "out", None) or Path("runs") / time.strftime("slides-%Y%m%d-%H%M%S")
+    else:
+        known = SlidesConfig.from_json(resume / run_folder.CONFIG)
+        config, run = dataclasses.replace(known, **given), resume
+        baseline = baseline or (resume / BASELINE).is_dir()
+    runs = {"encoder": run}
+    run_study(config, run, resume=resume is not None)
+    if baseline:
+        # With segments of one row a row sees itself alone; the rest of the model is the same.
+        alone: dict[str, Any] = {"segment_lengths": (1,), "dilation_rates": (1,), "pooling": "mean"}
+        runs["without attention"] = run / BASELINE
+        beside = dataclasses.replace(config, **alone, start=None)
+        run_study(beside, run / BASELINE, resume=(run / BASELINE / run_folder.CONFIG).exists())
+    if job == "train":
+        print(compared(runs))
+    print(f"next     dilated-attention slides {'report' if job == 'train' else 'train --from'} {run}")
+
+
+def _load(run: Path, device: str) -> LongNetEncoder:
+    from dilated_attention_pytorch.slides.pretraining import MaskedEncoder
+
+    folder = model_folder(run)
+    try:
+        model = LongNetEncoder.from_pretrained(folder)
+    except ValueError as error:
+        if "unexpected mask" not in str(error):
+            raise
+        model = MaskedEncoder.from_pretrained(folder)
+    return model.to(find_device(device)).eval()
+
+
+def _embed(arguments: argparse.Namespace) -> None:
+    if arguments.out.suffix not in (".npy", ".h5"):
+        raise ValueError(f"embeddings are written as .npy or .h5, got {str(arguments.out)!r}")
+    if arguments.out.exists():
+        raise FileExistsError(f"{arguments.out} exists: choose another --out")
+    model = _load(arguments.run, arguments.device)
+    device = model.input.weight.device
+    cases = read_study(arguments.table, arguments.features).cases
+    bags = Bags(cases, coordinates=model.config.positions == "coordinates")
+    batches = make_batches([case.found.rows for case in cases], arguments.max_tiles, 64)
+    rows = torch.empty(len(cases), model.config.d_model)
+    with torch.no_grad():
+        for batch in read_batches(bags, batches):
+            rows[batch.numbers] = model.embed(**batch.to(device).inputs).float().cpu()
+    names = [case.name for case in cases]
+    write_embeddings(arguments.out, names, rows)
+    print(f"{len(names)} embeddings of {rows.shape[1]} numbers are now in {arguments.out}")
+
+
+def write_embeddings(path: Path, names: list[str], rows: torch.Tensor) -> None:
+    """An `.h5` file with `features` and `slides`, or an `.npy` file beside a list of names, `PATH.txt`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".h5":
+        h5py = import_optional("h5py", "slides", "writing .h5 files")
+
+        def write(partial: Path) -> None:
+            with h5py.File(partial, "w") as file:
+                file["features"], file["slides"] = rows.numpy(), names
+
+        write_whole(path, write)
+        return
+    numpy = import_optional("numpy", "slides", "writing .npy files")
+
+    def save(partial: Path) -> None:
+        with partial.open("wb") as stream:
+            numpy.save(stream, rows.numpy())
+
+    write_whole(path, save)
+    write_whole(path.with_suffix(".txt"), lambda partial: partial.write_text("".join(f"{one}\n" for one in names)))
+
+
+def _map(arguments: argparse.Namespace) -> None:
+    model = _load(arguments.run, arguments.device)
+    for name in arguments.slide:
+        bag = read_bag(find_file(arguments.features, name), arguments.tile_pixels)
+        weights = tile_weights(model, bag, arguments.kind, arguments.class_number)
+        for path in write_map(arguments.out, name, weights, bag, f"{arguments.kind} on {name}"):
+            print(path)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.worst <= math.inf:
+        raise ValueError(f"--worst must be at least 0, got {arguments.worst}")
+    print(write_report(arguments.run, arguments.out, arguments.worst))

@@ -1,0 +1,115 @@
+"""A training run on a study as one frozen value, saved with the run; a setting with a help text is also a flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_fields
+from dilated_attention_pytorch.core.settings import setting
+from dilated_attention_pytorch.models.config import EncoderConfig, EncoderPositions, Pooling
+from dilated_attention_pytorch.slides.table import Study, Task
+from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, Precision
+from dilated_attention_pytorch.train.stages import decayed_rate
+
+Job = Literal["train", "pretrain"]
+_FROM_ZERO = {"least": 0, "most": 2**31}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidesConfig:
+    """Everything that decides a run of `slides train` or `slides pretrain`."""
+
+    table: str = setting("", "CSV table: slide, label (or time and event), split, patient")
+    features: str = setting("", "folder with one .h5, .pt or .npy file per slide")
+    job: Job = "train"
+    task: Task = setting("classification", "what is predicted")
+    d_model: int = setting(192, "width of the model", range=COUNT)
+    num_layers: int = setting(4, "layers", range=COUNT)
+    num_heads: int = setting(8, "attention heads", range=COUNT)
+    pooling: Pooling = setting("mean", "how rows become one embedding")
+    positions: EncoderPositions | None = setting(
+        None, "positions of rows: from coordinates, rotary by order, or none (default: coordinates if all files have)"
+    )
+    segment_lengths: tuple[int, ...] = setting((), "segment lengths, one per branch (default: for the longest slide)")
+    dilation_rates: tuple[int, ...] = setting((), "dilation rates, one per branch")
+    dropout: float = setting(0.1, "dropout of layers")
+    start: str | None = setting(
+        None, "weights to start from: a run, a folder of save_pretrained, or Prov-GigaPath's checkpoint", flag="from"
+    )
+    epochs: int = setting(20, "passes over the training split", range=COUNT)
+    learning_rate: float = setting(5e-4, "peak learning rate", range=POSITIVE)
+    warmup: float = setting(0.1, "share of the steps that warm up", range={"least": 0, "below": 1})
+    weight_decay: float = setting(0.05, "weight decay of matrices", range=NOT_NEGATIVE)
+    clip_norm: float = setting(1.0, "largest norm of the gradient", range=POSITIVE)
+    max_tiles: int = setting(32_768, "rows that are packed into one micro-batch", range=COUNT)
+    batch_size: int = setting(16, "most slides of a micro-batch", range=COUNT)
+    accumulate: int = setting(1, "micro-batches per step", range=COUNT)
+    class_weights: bool = setting(True, "weight classes so that all count alike")
+    patience: int = setting(0, "epochs without a better validation loss before it stops; 0: never", range=_FROM_ZERO)
+    mask_share: float = setting(0.3, "pretrain: share of the rows to predict", range={"above": 0, "below": 1})
+    folds: int = setting(0, "folds by patient; 0: the table's splits, or one fold of five", range=_FROM_ZERO)
+    tile_pixels: float | None = setting(None, "width of a tile in the coordinates' pixels (default: as noted)")
+    skip_broken: bool = setting(False, "leave slides out whose file cannot be used")
+    precision: Precision = setting("fp32", "precision of products")
+    checkpointing: Checkpointing = setting("none", "compute layers again in backward", may_change=True)
+    seed: int = setting(0, "seed of weights, batches and folds", range=_FROM_ZERO)
+    workers: int = setting(0, "processes that read files ahead", range=_FROM_ZERO, may_change=True)
+    device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", may_change=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("table", "features", "start"):  # absolute, so that the run can be resumed from anywhere
+            if value := getattr(self, name):
+                object.__setattr__(self, name, os.path.abspath(value))
+        if not self.table or not self.features:
+            raise ValueError("a study is a table and a folder of features: state --table and --features")
+        if bool(self.segment_lengths) != bool(self.dilation_rates):
+            raise ValueError("segment_lengths and dilation_rates go together: state both, or neither")
+        if self.folds in (1, 2):
+            raise ValueError(f"folds need a part each to train, to validate and to test: at least 3, got {self.folds}")
+        if self.tile_pixels is not None and not self.tile_pixels > 0:
+            raise ValueError(f"tile_pixels must be above 0, got {self.tile_pixels}")
+
+    @property
+    def memory(self) -> MemoryOptions:
+        return MemoryOptions(precision=self.precision, checkpointing=self.checkpointing)
+
+    def encoder(self, study: Study, outputs: int) -> EncoderConfig:
+        """The model for a study."""
+        pattern: dict[str, Any] = {"max_length": study.longest}
+        if self.segment_lengths:
+            pattern = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+        positions = self.positions or ("coordinates" if study.has_coordinates else "none")
+        names = ("d_model", "num_layers", "num_heads", "pooling", "dropout")
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return EncoderConfig(input_dim=study.dim, num_classes=outputs, positions=positions, **own, **pattern)
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        return decayed_rate(self.learning_rate, step, steps, math.ceil(self.warmup * steps))
+
+    def is_same_run(self, other: SlidesConfig) -> bool:
+        """Whether both describe one run, perhaps carried out in another way."""
+        return all(
+            getattr(self, one.name) == getattr(other, one.name)
+            for one in dataclasses.fields(self)
+            if not one.metadata.get("may_change")
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, path: Path) -> SlidesConfig:
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no run at {path.parent}: there is no {path.name}") from None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the config of a run of slides: {error}") from None

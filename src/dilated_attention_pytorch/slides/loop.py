@@ -1,0 +1,306 @@
+"""Training on a study: a run per fold, each resumable, with the optimizer, checkpoints and run folders of `train`.
+
+A run's folder holds what `train.run_folder` says, and
+
+study.json        the task, the classes, and which slide is in which split
+model/            the best model, as `LongNetEncoder.from_pretrained` takes it
+predictions.csv   what it predicts for the validation and test splits
+results.json      its figures, and those of the epochs
+fold-0/, ...      with folds: these files for each fold instead, and `results.json` of all
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.core import environment
+from dilated_attention_pytorch.core.checks import import_optional
+from dilated_attention_pytorch.files import check_files, write_whole
+from dilated_attention_pytorch.measuring import fastest_threads, keeping_threads, thread_rates
+from dilated_attention_pytorch.models.encoder import LongNetEncoder
+from dilated_attention_pytorch.models.torchscale import load_torchscale_weights
+from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
+from dilated_attention_pytorch.models.weights import WEIGHTS, misfits
+from dilated_attention_pytorch.slides.batches import Bags, Batch, epoch_order, make_batches, read_batches
+from dilated_attention_pytorch.slides.config import SlidesConfig
+from dilated_attention_pytorch.slides.objectives import Objective
+from dilated_attention_pytorch.slides.pretraining import OF_ONE_TASK, MaskedEncoder
+from dilated_attention_pytorch.slides.table import Case, Split, Study, check_splits, read_study, split_by_patient
+from dilated_attention_pytorch.train import run_folder
+from dilated_attention_pytorch.train.checkpoint import Checkpointer
+from dilated_attention_pytorch.train.loop import interrupts
+from dilated_attention_pytorch.train.memory import make_optimizer, make_scaler, prepare, set_learning_rate
+from dilated_attention_pytorch.train.ranks import Ranks, Stopped, find_device
+from dilated_attention_pytorch.train.step import Update, check_broken, record_of
+
+STUDY, MODEL, PREDICTIONS, RESULTS = "study.json", "model", "predictions.csv", "results.json"
+_SKIPPED = 5  # steps in a row that may be broken
+
+
+def run_study(config: SlidesConfig, run: Path, *, resume: bool = False) -> list[dict[str, Any]]:
+    """Train on all folds of a study, in the folder `run`; returns the results of each.
+
+    A new run needs a folder without one. With `resume` it continues, and folds that are finished are not repeated.
+    SIGTERM and Ctrl-C save, then raise `Stopped`.
+    """
+    task = config.task if config.job == "train" else None
+    study = read_study(Path(config.table), Path(config.features), task, skip_broken=config.skip_broken)
+    known = run / run_folder.CONFIG
+    if known.exists():
+        if not resume:
+            raise FileExistsError(f"{run} already holds a run: continue it with --resume, or choose another --out")
+        if not config.is_same_run(SlidesConfig.from_json(known)):
+            raise FileExistsError(f"{run} holds a run with other settings: choose another --out")
+    elif resume:
+        raise FileNotFoundError(f"nothing to resume in {run}: it has no {known.name}")
+    splits = [split_by_patient(study, folds=config.folds, fold=i, seed=config.seed) for i in range(config.folds)]
+    if not splits:
+        has_splits = study.cases[0].split is not None
+        splits = [study if has_splits else split_by_patient(study, folds=5, seed=config.seed)]
+    wanted: tuple[Split, ...] = ("train", "validation", "test") if task else ("train", "validation")
+    for one in splits:
+        check_splits(one, wanted)
+    run.mkdir(parents=True, exist_ok=True)
+    write_whole(known, lambda path: path.write_text(config.to_json()))
+    with keeping_threads():
+        if find_device(config.device).type == "cpu" and not environment.value("OMP_NUM_THREADS"):
+            torch.set_num_threads(fastest_threads(thread_rates()))
+        return _run_folds(config, splits, run)
+
+
+def _run_folds(config: SlidesConfig, splits: Sequence[Study], run: Path) -> list[dict[str, Any]]:
+    results = []
+    for i, one in enumerate(splits):
+        folder = run / f"fold-{i}" if config.folds else run
+        with run_folder.claim(folder):
+            if not (folder / RESULTS).is_file():
+                if config.folds:
+                    print(f"fold     {i + 1} of {config.folds}", flush=True)
+                _Fold(config, one, folder).train()
+            results.append(json.loads((folder / RESULTS).read_text()))
+    if config.folds:
+        _write_json(run / RESULTS, {"folds": results})
+    return results
+
+
+class _Fold:
+    """One training run; `records` has one entry per step."""
+
+    def __init__(self, config: SlidesConfig, study: Study, run: Path) -> None:
+        self.config, self.study, self.run = config, study, run
+        self.device = find_device(config.device)
+        self.objective = Objective.of(study, class_weights=config.class_weights) if study.task else None
+        torch.manual_seed(config.seed)
+        kind = LongNetEncoder if self.objective else MaskedEncoder
+        self.model = kind(config.encoder(study, self.objective.outputs if self.objective else 0))
+        if config.start:
+            load_start(self.model, Path(config.start))
+        prepare(self.model.to(self.device), config.memory)
+        optimizer = make_optimizer(self.model, config.memory, lr=config.learning_rate, weight_decay=config.weight_decay)
+        self.optimizer, ranks = optimizer, Ranks(device=self.device)
+        scaler = make_scaler(config.memory, self.device)
+        self.update = Update(self.model, optimizer, ranks, config.clip_norm, scaler)
+        self.checkpointer = Checkpointer(run, self.model, self.model, optimizer, scaler, ranks, keep=1)
+        coordinates = self.model.config.positions == "coordinates"
+        self.bags = {
+            split: Bags(study.of(split), coordinates=coordinates, tile_pixels=config.tile_pixels)
+            for split in ("train", "validation", "test")
+        }
+        self.lengths = [case.found.rows for case in self.bags["train"].cases]
+        batches = len(make_batches(self.lengths, config.max_tiles, config.batch_size))
+        self.steps_per_epoch = math.ceil(batches / config.accumulate)
+        self.steps = config.epochs * self.steps_per_epoch
+        self.start = self.checkpointer.restore() if run_folder.list_checkpoints(run) else 0
+        self.records = [one for one in run_folder.read_metrics(run) if one["step"] <= self.start] if self.start else []
+        splits = {case.name: case.split for case in study.cases}
+        known = {"objective": None if self.objective is None else dataclasses.asdict(self.objective), "splits": splits}
+        _write_json(run / STUDY, known)
+        parameters = sum(x.numel() for x in self.model.parameters())
+        counts = ", ".join(f"{len(bags)} {split}" for split, bags in self.bags.items())
+        pattern = f"{self.model.config.segment_lengths} / {self.model.config.dilation_rates}"
+        run_folder.record_start(run, self.start, self.device.type, parameters=parameters, slides=counts)
+        print(f"study    {counts}; {study.longest:,} rows at most, {study.dim} features")
+        print(f"model    {parameters / 1e6:.2f}M parameters, {pattern}, pooling {self.model.config.pooling}")
+        print(f"run      {run}{f', from step {self.start}' if self.start else ''} on {self.device}", flush=True)
+
+    def train(self) -> None:
+        """Take the steps that are left, then write the best model, its predictions and its figures."""
+        config, step = self.config, self.start
+        self.model.train()
+        with interrupts(patient=False) as signals:
+            for micro_batches in self._batches(self.start):
+                if self._is_exhausted():
+                    break
+                step += 1
+                began = time.perf_counter()
+                torch.manual_seed(config.seed * 1_000_003 + step)  # so that a resumed run equals one that never stopped
+                rate = config.learning_rate_at(step, self.steps)
+                set_learning_rate(self.optimizer, rate)
+                outcome = self.update(self._losses(micro_batches, step))
+                record = record_of(step, outcome, self.records) | {"learning_rate": rate}
+                record |= {"rows_per_second": sum(b.features.shape[1] for b in micro_batches) / _since(began)}
+                self.records.append(record)
+                if outcome.is_broken:
+                    print(check_broken(outcome, self.records, _SKIPPED, 0), flush=True)
+                at_end = step % self.steps_per_epoch == 0
+                if at_end:
+                    self._validate(record)
+                if at_end or signals:
+                    run_folder.write_metrics(self.run, self.records)
+                    self.checkpointer.save(step, self._validated())
+                if signals:
+                    self.checkpointer.close()
+                    print(f"stopped after step {step}; continue with --resume", flush=True)
+                    raise Stopped(signals[-1])
+        self.checkpointer.close()
+        self._finish()
+
+    def _batches(self, done: int) -> Iterator[list[Batch]]:
+        """The micro-batches of each step that is left; they depend on seed and step alone."""
+        config = self.config
+        for epoch in range(done // self.steps_per_epoch, config.epochs):
+            seed = config.seed * 1_000_003 + epoch
+            order = epoch_order(self.lengths, config.max_tiles, config.batch_size, seed)
+            first = max(0, done - epoch * self.steps_per_epoch) * config.accumulate
+            reader = read_batches(self.bags["train"], order[first:], workers=config.workers)
+            for _ in range(first, len(order), config.accumulate):
+                yield [batch for _, batch in zip(range(config.accumulate), reader)]
+
+    def _losses(self, batches: Sequence[Batch], step: int) -> Iterator[Tensor]:
+        count = sum(len(batch.numbers) for batch in batches)
+        draw = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        for batch in batches:
+            yield self._loss(batch.to(self.device), draw)[0] / count
+
+    def _loss(self, batch: Batch, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        """The summed loss of a batch, and the model's outputs."""
+        with self.config.memory.autocast(self.device):
+            if self.objective is None:
+                assert isinstance(self.model, MaskedEncoder)
+                return self.model.loss(batch, self.config.mask_share, draw), batch.targets
+            outputs = self.model(**batch.inputs)
+            return self.objective.loss(outputs, batch.targets), outputs
+
+    def _evaluate(self, split: Split) -> tuple[float, Tensor]:
+        """The mean loss of a split, and the predictions for its cases in their order."""
+        config, bags = self.config, self.bags[split]
+        batches = make_batches([case.found.rows for case in bags.cases], config.max_tiles, config.batch_size)
+        total, found = 0.0, dict[int, Tensor]()
+        draw = torch.Generator().manual_seed(config.seed)  # the same hidden rows every time
+        self.model.eval()
+        with torch.no_grad():
+            for batch in read_batches(bags, batches, workers=config.workers):
+                loss, outputs = self._loss(batch.to(self.device), draw)
+                total += float(loss)
+                found |= dict(zip(batch.numbers.tolist(), outputs.double().cpu()))
+        self.model.train()
+        outputs = torch.stack([found[i] for i in range(len(bags))])
+        return total / len(bags), outputs if self.objective is None else self.objective.predictions(outputs)
+
+    def _validate(self, record: dict[str, Any]) -> None:
+        loss, predictions = self._evaluate("validation")
+        record["validation_loss"] = loss
+        shown = ""
+        if self.objective is not None:
+            figures = self.objective.figures(predictions, self.bags["validation"].cases)
+            record |= {f"validation_{name}": value for name, value in figures.items()}
+            shown = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+        epoch = record["step"] // self.steps_per_epoch
+        trained = self.records[-self.steps_per_epoch :]
+        mean = sum(one.get("loss", math.nan) for one in trained) / len(trained)
+        print(f"epoch    {epoch}: loss {mean:.4f}, validation {loss:.4f}{shown}", flush=True)
+
+    def _validated(self) -> dict[int, float]:
+        return {one["step"]: one["validation_loss"] for one in self.records if "validation_loss" in one}
+
+    def _is_exhausted(self) -> bool:
+        """Whether the validation loss has not fallen for `patience` epochs."""
+        losses = list(self._validated().values())
+        if not self.config.patience or not losses or not self.records or "validation_loss" not in self.records[-1]:
+            return False
+        return len(losses) - 1 - losses.index(min(losses)) >= self.config.patience
+
+    def _finish(self) -> None:
+        best = run_folder.best_checkpoint(self.run, self._validated())
+        folder = best or run_folder.list_checkpoints(self.run)[-1]
+        self.model.load_state_dict(type(self.model).from_pretrained(folder).state_dict())
+        self.model.save_pretrained(self.run / MODEL)
+        if self.config.checkpointing != "none":
+            self.model.gradient_checkpointing_enable(False)
+        results: dict[str, Any] = {"best_step": int(folder.name.removeprefix("step-"))}
+        results["validation"] = {"loss": min(self._validated().values())}
+        if self.objective is not None:
+            predicted: dict[Split, Tensor] = {}
+            for split in ("validation", "test"):
+                loss, predicted[split] = self._evaluate(split)
+                results[split] = {"loss": loss, **self.objective.figures(predicted[split], self.bags[split].cases)}
+            text = predictions_csv(self.objective, {s: (self.bags[s].cases, predicted[s]) for s in predicted})
+            write_whole(self.run / PREDICTIONS, lambda path: path.write_text(text))
+            shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in results["test"].items())
+            print(f"test     {shown}", flush=True)
+        _write_json(self.run / RESULTS, results)
+
+
+def predictions_csv(objective: Objective, found: dict[Split, tuple[list[Case], Tensor]]) -> str:
+    """One line per slide: its split and truth, then its probabilities, its predicted label or its risk."""
+    stream = io.StringIO()
+    names = [f"p_{one}" for one in objective.classes] or [{"survival": "risk"}.get(objective.task, "predicted")]
+    truth = ["time", "event"] if objective.task == "survival" else ["label"]
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["slide", "patient", "split", *truth, *names])
+    for split, (cases, predictions) in found.items():
+        for case, row in zip(cases, predictions.tolist()):
+            known = [case.label] if objective.task == "classification" else [f"{x:.10g}" for x in case.target]
+            writer.writerow([case.name, case.patient, split, *known, *(f"{x:.6g}" for x in row)])
+    return stream.getvalue()
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of weights that a run, its fold or a folder of weights has."""
+    for folder in (path / MODEL, path):
+        if (folder / WEIGHTS).is_file():
+            return folder
+    folds = sorted(path.glob(f"fold-*/{MODEL}"))
+    hint = f"name one of its folds, such as {folds[0].parent}" if folds else "it is no finished run"
+    raise FileNotFoundError(f"no model in {path}: {hint}")
+
+
+def load_start(model: LongNetEncoder, path: Path) -> None:
+    """Give a model the weights of another run, or of a checkpoint of Prov-GigaPath's slide encoder.
+
+    Weights of a single task, such as the head, stay as they are, and so does an attention pool that the other lacks.
+    """
+    if path.is_file():
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        load_torchscale_weights(model, held.get("model", held))
+        return
+    folder = model_folder(path)
+    check_files(folder, (MODEL_CONFIG, WEIGHTS))
+    tensors: dict[str, Tensor] = import_optional("safetensors.torch", "train", "loading weights").load_file(
+        folder / WEIGHTS
+    )
+    taken = {name: x for name, x in tensors.items() if not name.startswith(OF_ONE_TASK)}
+    own = {name: x for name, x in model.state_dict().items() if not name.startswith(OF_ONE_TASK)}
+    wanted = {name: tuple(x.shape) for name, x in own.items() if name in taken or not name.startswith("pool.")}
+    if problems := misfits({name: tuple(x.shape) for name, x in taken.items()}, wanted):
+        raise ValueError(f"the weights in {folder} do not fit the model: {'; '.join(sorted(problems)[:6])}")
+    model.load_state_dict(model.state_dict() | taken)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    write_whole(path, lambda partial: partial.write_text(json.dumps(values, indent=2) + "\n"))
+
+
+def _since(began: float) -> float:
+    return max(time.perf_counter() - began, 1e-9)

@@ -1,0 +1,190 @@
+"""A run on a study as one HTML page: figures per fold, curves, errors, and maps of the slides it gets most wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilated_attention_pytorch.models.encoder import LongNetEncoder
+from dilated_attention_pytorch.models.slide_attention import on_slide
+from dilated_attention_pytorch.pages import plots
+from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
+from dilated_attention_pytorch.slides.config import SlidesConfig
+from dilated_attention_pytorch.slides.features import TILE, find_file, read_bag
+from dilated_attention_pytorch.slides.loop import MODEL, PREDICTIONS, RESULTS, STUDY
+from dilated_attention_pytorch.slides.maps import tile_weights
+from dilated_attention_pytorch.slides.objectives import Objective, curve_of_thresholds
+from dilated_attention_pytorch.train import run_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_BINS = 10  # of a calibration
+
+
+class Prediction(NamedTuple):
+    """What a fold predicted for one slide of its test split."""
+
+    slide: str
+    label: str
+    predicted: list[float]
+    run: Path
+
+
+def fold_folders(run: Path) -> list[Path]:
+    """The folders of the folds of a run that have results, or the run itself."""
+    found = [folder for folder in [run, *sorted(run.glob("fold-*"))] if (folder / PREDICTIONS).is_file()]
+    if not found:
+        raise FileNotFoundError(f"{run} has no {PREDICTIONS}: it is no finished run of `slides train`")
+    return found
+
+
+def compared(runs: Mapping[str, Path]) -> str:
+    """The test figures of runs as lines of text, one run per line; of folds, the mean."""
+    lines, names = [], list[str]()
+    for name, run in runs.items():
+        found = [json.loads((folder / RESULTS).read_text())["test"] for folder in fold_folders(run)]
+        names = names or list(found[0])
+        means = [statistics.mean(one[figure] for one in found) for figure in names]
+        lines.append(f"{name:<20}" + "".join(f"{value:>20.3f}" for value in means))
+    return "\n".join([f"{'test split':<20}" + "".join(f"{name.replace('_', ' '):>20}" for name in names), *lines])
+
+
+def write_report(run: Path, out: Path | None = None, worst: int = 4) -> Path:
+    """Write the page of a run to `out`, by default `report.html` in its folder; returns the path."""
+    folders = fold_folders(run)
+    config = SlidesConfig.from_json(run / run_folder.CONFIG)
+    objective = Objective.from_dict(json.loads((folders[0] / STUDY).read_text())["objective"])
+    found = [one for folder in folders for one in _read_predictions(folder, objective)]
+    beside = {path.parent.name.replace("-", " "): path.parent for path in run.glob(f"*/{run_folder.CONFIG}")}
+    body = ["<h2>Figures of the test split</h2>", _fold_table(folders, beside)]
+    if objective.task == "classification":
+        body += _classification(objective, found)
+    elif objective.task == "regression":
+        points = [(float(one.label), one.predicted[0]) for one in found]
+        drawn = plots.curves({"predicted": points}, "label", "predicted", dots=["predicted"])
+        body += ["<h2>Predicted and true</h2>", figures([("Predictions over labels", drawn)])]
+    body += _training(folders)
+    if worst and objective.task != "survival":
+        body += _worst(config, objective, found, worst)
+    settings = [[f"`{name}`", str(value)] for name, value in json.loads(config.to_json()).items()]
+    body += ["<h2>Settings</h2>", table(["setting", "value"], settings)]
+    path = run / "report.html" if out is None else out
+    write_html(path, f"Study {run.resolve().name}", f"Study {run.resolve().name}", body)
+    return path
+
+
+def _read_predictions(folder: Path, objective: Objective) -> list[Prediction]:
+    with (folder / PREDICTIONS).open(newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["split"] == "test"]
+    names = [f"p_{one}" for one in objective.classes] or (["risk"] if objective.task == "survival" else ["predicted"])
+    return [
+        Prediction(row["slide"], row.get("label", ""), [float(row[name]) for name in names], folder) for row in rows
+    ]
+
+
+def _fold_table(folders: Sequence[Path], beside: Mapping[str, Path]) -> str:
+    """One line per fold, then mean and standard deviation; then the other runs in the folder, such as a baseline."""
+    read = [json.loads((folder / RESULTS).read_text()) for folder in folders]
+    names = list(read[0]["test"])
+    head = ["", *(name.replace("_", " ") for name in names), "best step"]
+    rows = [
+        [folder.name, *(f"{one['test'][name]:.3f}" for name in names), f"{one['best_step']:,}"]
+        for folder, one in zip(folders, read)
+    ]
+    if len(read) > 1:
+        values = [[one["test"][name] for one in read] for name in names]
+        rows.append(["**mean**", *(f"**{statistics.mean(one):.3f}**" for one in values), ""])
+        rows.append(["standard deviation", *(f"{statistics.stdev(one):.3f}" for one in values), ""])
+    for name, run in beside.items():
+        others = [json.loads((folder / RESULTS).read_text())["test"] for folder in fold_folders(run)]
+        rows.append([name, *(f"{statistics.mean(one[figure] for one in others):.3f}" for figure in names), ""])
+    return table(head, rows)
+
+
+def _classification(objective: Objective, found: Sequence[Prediction]) -> list[str]:
+    classes = objective.classes
+    truth = torch.tensor([classes.index(one.label) for one in found])
+    scores = torch.tensor([one.predicted for one in found], dtype=torch.float64)
+    shown = [1] if len(classes) == 2 else list(range(len(classes)))
+    roc, precision, calibration = {}, {}, {}
+    for c in shown:
+        points = curve_of_thresholds(scores[:, c], truth == c)
+        roc[classes[c]] = [(x, y) for x, y, _ in points]
+        precision[classes[c]] = [(y, p) for _, y, p in points]
+        calibration[classes[c]] = _calibration(scores[:, c], truth == c)
+    diagonal = [(0.0, 0.0), (1.0, 1.0)]
+    charts = [
+        ("ROC", plots.curves(roc | {"chance": diagonal}, "false positive rate", "true positive rate", width=4.2)),
+        ("Precision and recall", plots.curves(precision, "recall", "precision", width=4.2)),
+        (
+            "Calibration",
+            plots.curves(
+                calibration | {"exact": diagonal}, "predicted probability", "share that is true",
+                dots=list(calibration), width=4.2,
+            ),
+        ),
+    ]  # fmt: skip
+    counts = torch.zeros(len(classes), len(classes), dtype=torch.int64)
+    counts.index_put_((truth, scores.argmax(1)), torch.tensor(1), accumulate=True)
+    rows = [[f"true {one}", *map(str, row)] for one, row in zip(classes, counts.tolist())]
+    confusion = table(["", *(f"predicted {one}" for one in classes)], rows)
+    return ["<h2>Curves of the test split</h2>", figures(charts), "<h2>Confusion</h2>", confusion]
+
+
+def _calibration(scores: Tensor, positive: Tensor) -> list[tuple[float, float]]:
+    """The mean score and the share of positives of slides in bins of equal width, where there are any."""
+    numbers = (scores * _BINS).long().clamp_max(_BINS - 1)
+    bins = [numbers == i for i in range(_BINS) if bool((numbers == i).any())]
+    return [(float(scores[one].mean()), float(positive[one].double().mean())) for one in bins]
+
+
+def _training(folders: Sequence[Path]) -> list[str]:
+    losses: dict[str, list[tuple[float, float]]] = {}
+    for folder in folders:
+        records = run_folder.read_metrics(folder)
+        before = f"{folder.name}, " if len(folders) > 1 else ""
+        smooth = [(one["step"], one["loss_ema"]) for one in records if "loss_ema" in one]
+        losses[f"{before}training"] = plots.thinned(smooth)
+        losses[f"{before}validation"] = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    drawn = plots.curves({name: points for name, points in losses.items() if points}, "step", "loss", width=9)
+    return ["<h2>Training</h2>", figures([("Loss over steps", drawn)])]
+
+
+def _worst(config: SlidesConfig, objective: Objective, found: Sequence[Prediction], count: int) -> list[str]:
+    """The slides whose predictions are farthest from the truth, with the attention of their fold's model."""
+
+    def error(one: Prediction) -> float:
+        if objective.task == "classification":
+            return 1.0 - one.predicted[objective.classes.index(one.label)]
+        return abs(one.predicted[0] - float(one.label))
+
+    maps: list[tuple[str, Figure]] = []
+    rows = []
+    for one in sorted(found, key=error, reverse=True)[:count]:
+        said = " / ".join(f"{value:.3f}" for value in one.predicted)
+        rows.append([one.slide, one.label, said, f"{error(one):.3f}"])
+        bag = read_bag(find_file(Path(config.features), one.slide), config.tile_pixels)
+        if bag.coordinates is not None:
+            weights = tile_weights(LongNetEncoder.from_pretrained(one.run / MODEL).eval(), bag)
+            maps.append((f"{one.slide}: {one.label}, predicted {said}", _map_figure(weights, bag.coordinates)))
+    predicted = " / ".join(objective.classes) or "predicted"
+    words = "The weight of a tile is the attention that it gets, over all layers and heads."
+    body = ["<h2>Worst slides</h2>", table(["slide", "truth", predicted, "error"], rows)]
+    return [*body, f"<p>{marked(words)}</p>", figures(maps)] if maps else body
+
+
+@plots.styled
+def _map_figure(weights: Tensor, coordinates: Tensor) -> Figure:
+    grid = on_slide(weights.float(), coordinates, int(TILE))
+    figure, axes = plots.new_figure(4.2, min(6.0, 0.6 + 3.8 * grid.shape[0] / grid.shape[1]))
+    axes.imshow(plots.slide_shares(grid), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+    return figure

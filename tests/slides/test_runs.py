@@ -1,0 +1,172 @@
+"""`slides`: runs that train, resume and stop early; what they leave; embeddings, maps and the page."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+
+import numpy
+import pytest
+import torch
+
+from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.models.encoder import LongNetEncoder
+from dilated_attention_pytorch.slides import loop
+from dilated_attention_pytorch.slides.config import SlidesConfig
+from dilated_attention_pytorch.slides.features import read_bag
+from dilated_attention_pytorch.slides.maps import tile_weights
+from dilated_attention_pytorch.train.ranks import Stopped
+
+from .studies import small_study
+
+SMALL = {"d_model": 16, "num_layers": 1, "num_heads": 2, "max_tiles": 400, "batch_size": 6, "device": "cpu"}
+
+
+def config(folder, **changes) -> SlidesConfig:
+    return SlidesConfig(
+        **{"table": str(folder / "table.csv"), "features": str(folder / "features"), "epochs": 2, **SMALL, **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    small_study(folder, slides=20, growth=2)
+    return folder
+
+
+@pytest.mark.parametrize("task", ["classification", "survival", "regression"])
+def test_every_task_leaves_a_model_predictions_and_figures(study, tmp_path, task) -> None:
+    table = study / "table.csv"
+    if task == "regression":
+        table = tmp_path / "table.csv"
+        table.write_text((study / "table.csv").read_text().replace(",a,", ",1.5,").replace(",b,", ",2.5,"))
+    (results,) = loop.run_study(config(study, task=task, table=str(table), accumulate=2), tmp_path / "run")
+    first = {"classification": "auc", "survival": "c_index", "regression": "r2"}[task]
+    assert list(results["test"])[:2] == ["loss", first]
+    model = LongNetEncoder.from_pretrained(tmp_path / "run/model")
+    assert model.config.positions == "coordinates"
+    with (tmp_path / "run/predictions.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["split"] for row in rows} == {"validation", "test"}
+    case = next(row for row in rows if row["split"] == "test")
+    bag = read_bag(study / "features" / f"{case['slide']}.npy")
+    out = model.eval()(bag.features[None], bag.coordinates[None])[0].detach().double()
+    if task == "classification":
+        assert float(case["p_b"]) == pytest.approx(float(out.softmax(0)[1]), rel=1e-4)
+    elif task == "survival":
+        assert float(case["risk"]) == pytest.approx(float(out[0]), rel=1e-4, abs=1e-5)
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(study, tmp_path, monkeypatch) -> None:
+    settings = config(study, epochs=2, dropout=0.2)
+    loop.run_study(settings, tmp_path / "whole")
+    steps, real = [], loop._Fold._losses
+
+    def stop_in_the_middle_of_an_epoch(fold, batches, step):
+        steps.append(fold.steps_per_epoch)
+        if step == fold.steps_per_epoch + 1:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(fold, batches, step)
+
+    monkeypatch.setattr(loop._Fold, "_losses", stop_in_the_middle_of_an_epoch)
+    with pytest.raises(Stopped):
+        loop.run_study(settings, tmp_path / "stopped")
+    monkeypatch.undo()
+    assert len(steps) == steps[0] + 1
+    with pytest.raises(FileExistsError, match="already holds a run: continue it with --resume"):
+        loop.run_study(settings, tmp_path / "stopped")
+    with pytest.raises(FileExistsError, match="other settings"):
+        loop.run_study(config(study, epochs=3), tmp_path / "stopped", resume=True)
+    loop.run_study(settings, tmp_path / "stopped", resume=True)
+    for name in (loop.PREDICTIONS, loop.RESULTS):
+        assert (tmp_path / "whole" / name).read_text() == (tmp_path / "stopped" / name).read_text()
+
+
+def test_folds_test_every_slide_once_and_training_stops_early(study, tmp_path) -> None:
+    # A rate at which nothing is learned: the validation loss hardly falls.
+    settings = config(study, folds=3, epochs=9, patience=1, learning_rate=0.3, clip_norm=100.0)
+    results = loop.run_study(settings, tmp_path / "run")
+    assert len(results) == 3
+    tested = []
+    for i in range(3):
+        with (tmp_path / f"run/fold-{i}/predictions.csv").open() as stream:
+            tested += [row["slide"] for row in csv.DictReader(stream) if row["split"] == "test"]
+        records = [json.loads(line) for line in (tmp_path / f"run/fold-{i}/metrics.jsonl").read_text().splitlines()]
+        assert sum("validation_loss" in one for one in records) < 9
+    assert sorted(tested) == sorted(f"s{i}" for i in range(20))
+    before = (tmp_path / "run/results.json").read_text()
+    loop.run_study(settings, tmp_path / "run", resume=True)  # nothing is left to do
+    assert (tmp_path / "run/results.json").read_text() == before
+
+
+def test_pretraining_predicts_hidden_rows_better_than_at_first_and_gives_its_weights_on(study, tmp_path) -> None:
+    (results,) = loop.run_study(
+        config(study, job="pretrain", epochs=3, learning_rate=1e-2, positions="none"), tmp_path / "before"
+    )
+    losses = [json.loads(line) for line in (tmp_path / "before/metrics.jsonl").read_text().splitlines()]
+    assert results["validation"]["loss"] < losses[0]["loss"]
+    settings = config(study, start=str(tmp_path / "before"), epochs=1, learning_rate=1e-9, positions="none")
+    loop.run_study(settings, tmp_path / "after")
+    before, after = (
+        loop.MaskedEncoder.from_pretrained(tmp_path / "before/model").state_dict(),
+        LongNetEncoder.from_pretrained(tmp_path / "after/model").state_dict(),
+    )
+    shared = [name for name in after if not name.startswith("head.")]
+    assert {"input.weight", "pooled_norm.bias"} <= {*shared} <= before.keys()
+    for name in shared:
+        torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
+    with pytest.raises(ValueError, match="do not fit the model"):
+        loop.run_study(config(study, start=str(tmp_path / "before"), d_model=8), tmp_path / "other")
+
+
+def test_nothing_is_written_for_a_study_that_is_wrong(study, tmp_path) -> None:
+    table = tmp_path / "table.csv"
+    lines = ["slide,label,split", "s0,a,train", "s1,b,train", "s2,a,validation", "s3,b,validation", "s4,a,test"]
+    table.write_text("\n".join(lines))
+    flags = ["--table", str(table), "--features", str(study / "features"), "--out", str(tmp_path / "run")]
+    assert main(["slides", "train", *flags]) == 1
+    assert not (tmp_path / "run").exists()
+    assert main(["slides", "train", "--table", "gone.csv", "--features", ".", "--out", str(tmp_path / "run")]) == 1
+
+
+def test_the_command_trains_embeds_maps_and_reports(study, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--table", str(study / "table.csv"), "--features", str(study / "features"), "--epochs", "1"]
+    small = ["--d-model", "16", "--num-layers", "1", "--num-heads", "2", "--pooling", "attention", "--device", "cpu"]
+    assert main(["slides", "train", *flags, *small, "--out", "run", "--baseline", "--folds", "3"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"test split +loss +auc.*\nencoder +\d.*\nwithout attention +\d", said)
+    alone = LongNetEncoder.from_pretrained("run/without-attention/fold-0/model")
+    assert alone.config.segment_lengths == (1,)
+
+    features = ["--features", str(study / "features"), "--device", "cpu"]
+    assert main(["slides", "embed", "run", *features, "--out", "all.npy"]) == 1  # which of the folds?
+    assert "name one of its folds" in capsys.readouterr().err
+    assert main(["slides", "embed", "run/fold-1", *features, "--out", "all.npy"]) == 0
+    assert main(["slides", "embed", "run/fold-1", *features, "--out", "all.npy"]) == 1  # never written over
+    assert main(["slides", "embed", "run/fold-1", *features, "--out", "all.h5"]) == 0
+    names, rows = (tmp_path / "all.txt").read_text().split(), numpy.load("all.npy")
+    model = LongNetEncoder.from_pretrained("run/fold-1/model").eval()
+    bag = read_bag(study / "features" / f"{names[3]}.npy")
+    expected = model.embed(bag.features[None], bag.coordinates[None])[0].detach().numpy()
+    numpy.testing.assert_allclose(rows[3], expected, atol=1e-5)
+
+    for kind in ("attention", "gradient", "pooling"):
+        assert main(["slides", "map", "run/fold-1", *features, "--slide", "s7", "--kind", kind, "--out", kind]) == 0
+        weights = tile_weights(model, read_bag(study / "features/s7.npy"), kind)
+        drawn = json.loads((tmp_path / kind / "s7.geojson").read_text())["features"]
+        found = [one["properties"]["measurements"]["attention"] for one in drawn]
+        torch.testing.assert_close(torch.tensor(found), weights, rtol=1e-5, atol=1e-7)
+        assert sum(found) == pytest.approx(1.0, abs=1e-5)
+        assert (tmp_path / kind / "s7.png").stat().st_size > 0
+
+    assert main(["slides", "report", "run", "--worst", "2"]) == 0
+    page = (tmp_path / "run/report.html").read_text()
+    for words in ("ROC", "Calibration", "true a", "fold-2", "standard deviation", "without attention", "Worst slides"):
+        assert words in page
+    assert page.count("<svg") == 3 + 1 + 2
