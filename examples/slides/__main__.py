@@ -22,6 +22,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.checks import import_optional
 
 COLUMNS = 16
+REGION = 6  # tiles
 TILE_PIXELS = 512  # as at 40x: twice the 256 pixels that Prov-GigaPath's positions mean
 # Flags of `slides train` with which two CPU cores learn these slides in two minutes.
 SETTINGS = (
@@ -41,22 +42,22 @@ class Slide:
     regions: tuple[tuple[int, int], tuple[int, int]]
 
 
-def make_slide(seed: int, *, dim: int = 16, shortest: int = 150, longest: int = 300, region: int = 12) -> Slide:
-    """A slide of `shortest` to `longest` tiles, in rows of `COLUMNS`; the regions are `region` tiles each."""
+def make_slide(seed: int, *, dim: int = 16, shortest: int = 150, longest: int = 300) -> Slide:
+    """A slide of `shortest` to `longest` tiles, in rows of `COLUMNS`; the regions are `REGION` tiles each."""
     chooser, draw = random.Random(seed), torch.Generator().manual_seed(seed)
     n, is_above = chooser.randint(shortest, longest), chooser.random() < 0.5
-    features = torch.randn(n, dim, generator=draw) * 0.5
-    upper = chooser.randint(n // 12, n // 3 - region)
-    lower = chooser.randint(2 * n // 3, n - n // 12 - region)
+    features = torch.randn(n, dim, generator=draw) * 0.3
+    upper = chooser.randint(n // 12, n // 3 - REGION)
+    lower = chooser.randint(2 * n // 3, n - n // 12 - REGION)
     for first, kind in ((upper, is_above), (lower, not is_above)):
-        features[first : first + region, int(kind)] += 2.0
+        features[first : first + REGION, int(kind)] += 6.0
     place = torch.arange(n)
     coordinates = torch.stack((place % COLUMNS, place // COLUMNS), dim=-1) * TILE_PIXELS
-    regions = ((upper, upper + region - 1), (lower, lower + region - 1))
+    regions = ((upper, upper + REGION - 1), (lower, lower + REGION - 1))
     return Slide(features, coordinates, LABELS[is_above], regions)
 
 
-def write_slides(folder: Path, slides: int, seed: int = 0) -> Path:
+def write_slides(folder: Path, slides: int, seed: int = 0, *, shortest: int = 150, longest: int = 300) -> Path:
     """Write a study of `slides` slides, two per patient, with 70 % to train on; returns the table's path."""
     h5py = import_optional("h5py", "slides", "the synthetic slides")
     if (folder / "table.csv").exists():
@@ -64,7 +65,7 @@ def write_slides(folder: Path, slides: int, seed: int = 0) -> Path:
     (folder / "features").mkdir(parents=True, exist_ok=True)
     regions, rows = {}, []
     for i in range(slides):
-        name, slide = f"slide-{i:04d}", make_slide(seed * 1_000_003 + i)
+        name, slide = f"slide-{i:04d}", make_slide(seed * 1_000_003 + i, shortest=shortest, longest=longest)
         with h5py.File(folder / "features" / f"{name}.h5", "w") as file:
             file["features"], file["coords"] = slide.features.numpy(), slide.coordinates.numpy()
             file["coords"].attrs["patch_size_level0"] = TILE_PIXELS

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from dilated_attention_pytorch.core.checks import import_optional
+from dilated_attention_pytorch.core.spec import ReachWarning
 from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.slides.batches import Bags, make_batches, read_batches
@@ -132,7 +134,9 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
         alone: dict[str, Any] = {"segment_lengths": (1,), "dilation_rates": (1,), "pooling": "mean"}
         runs["without attention"] = run / BASELINE
         beside = dataclasses.replace(config, **alone, start=None)
-        run_study(beside, run / BASELINE, resume=(run / BASELINE / run_folder.CONFIG).exists())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ReachWarning)
+            run_study(beside, run / BASELINE, resume=(run / BASELINE / run_folder.CONFIG).exists())
     if job == "train":
         print(compared(runs))
     print(f"next     dilated-attention slides {'report' if job == 'train' else 'train --from'} {run}")

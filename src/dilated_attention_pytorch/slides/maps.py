@@ -50,12 +50,20 @@ def tile_weights(model: LongNetEncoder, bag: Bag, kind: Kind = "attention", outp
     return weights / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
+def above_average(weights: Tensor) -> Tensor:
+    """The part of each weight that exceeds their mean: in a long sequence, most of the attention is spread evenly."""
+    return (weights - weights.mean()).clamp_min(0.0)
+
+
 def write_map(folder: Path, name: str, weights: Tensor, bag: Bag, title: str) -> list[Path]:
-    """Write `NAME.png` and `NAME.geojson` into a folder; returns their paths."""
+    """Write `NAME.png` and `NAME.geojson` into a folder; returns their paths.
+
+    The picture shows the weight that a tile has above an average one.
+    """
     if bag.coordinates is None:
         raise ValueError(f"{name} has no coords: a map needs the place of each tile")
     picture, places = folder / f"{name}.png", folder / f"{name}.geojson"
-    write_slide(picture, weights, bag.coordinates, int(TILE), title)
+    write_slide(picture, above_average(weights), bag.coordinates, int(TILE), title)
     write_whole(places, lambda path: path.write_text(json.dumps(geojson(weights, bag))))
     return [picture, places]
 

@@ -19,7 +19,7 @@ from dilated_attention_pytorch.pages.page import figures, marked, table, write_h
 from dilated_attention_pytorch.slides.config import SlidesConfig
 from dilated_attention_pytorch.slides.features import TILE, find_file, read_bag
 from dilated_attention_pytorch.slides.loop import MODEL, PREDICTIONS, RESULTS, STUDY
-from dilated_attention_pytorch.slides.maps import tile_weights
+from dilated_attention_pytorch.slides.maps import above_average, tile_weights
 from dilated_attention_pytorch.slides.objectives import Objective, curve_of_thresholds
 from dilated_attention_pytorch.train import run_folder
 
@@ -63,7 +63,8 @@ def write_report(run: Path, out: Path | None = None, worst: int = 4) -> Path:
     config = SlidesConfig.from_json(run / run_folder.CONFIG)
     objective = Objective.from_dict(json.loads((folders[0] / STUDY).read_text())["objective"])
     found = [one for folder in folders for one in _read_predictions(folder, objective)]
-    beside = {path.parent.name.replace("-", " "): path.parent for path in run.glob(f"*/{run_folder.CONFIG}")}
+    others = [path.parent for path in run.glob(f"*/{run_folder.CONFIG}") if (path.parent / RESULTS).is_file()]
+    beside = {one.name.replace("-", " "): one for one in others}
     body = ["<h2>Figures of the test split</h2>", _fold_table(folders, beside)]
     if objective.task == "classification":
         body += _classification(objective, found)
@@ -176,14 +177,14 @@ def _worst(config: SlidesConfig, objective: Objective, found: Sequence[Predictio
             weights = tile_weights(LongNetEncoder.from_pretrained(one.run / MODEL).eval(), bag)
             maps.append((f"{one.slide}: {one.label}, predicted {said}", _map_figure(weights, bag.coordinates)))
     predicted = " / ".join(objective.classes) or "predicted"
-    words = "The weight of a tile is the attention that it gets, over all layers and heads."
+    words = "A tile is darker the more attention it gets above an average tile, over all layers and heads."
     body = ["<h2>Worst slides</h2>", table(["slide", "truth", predicted, "error"], rows)]
     return [*body, f"<p>{marked(words)}</p>", figures(maps)] if maps else body
 
 
 @plots.styled
 def _map_figure(weights: Tensor, coordinates: Tensor) -> Figure:
-    grid = on_slide(weights.float(), coordinates, int(TILE))
+    grid = on_slide(above_average(weights.float()), coordinates, int(TILE))
     figure, axes = plots.new_figure(4.2, min(6.0, 0.6 + 3.8 * grid.shape[0] / grid.shape[1]))
     axes.imshow(plots.slide_shares(grid), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     axes.set(xticks=[], yticks=[])
