@@ -12,13 +12,14 @@ import torch
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
+from dilated_attention_pytorch.models.torchscale import _named
 from dilated_attention_pytorch.slides import loop
 from dilated_attention_pytorch.slides.config import SlidesConfig
 from dilated_attention_pytorch.slides.features import read_bag
 from dilated_attention_pytorch.slides.maps import tile_weights
 from dilated_attention_pytorch.train.ranks import Stopped
 
-from .studies import small_study
+from .studies import DIM, small_study
 
 SMALL = {"d_model": 16, "num_layers": 1, "num_heads": 2, "max_tiles": 400, "batch_size": 6, "device": "cpu"}
 
@@ -122,6 +123,25 @@ def test_pretraining_predicts_hidden_rows_better_than_at_first_and_gives_its_wei
         torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="do not fit the model"):
         loop.run_study(config(study, start=str(tmp_path / "before"), d_model=8), tmp_path / "other")
+
+
+def test_a_run_starts_from_a_slide_encoder_of_prov_gigapath(study, tmp_path) -> None:
+    sizes = {"input_dim": DIM, "d_model": 32, "num_layers": 2, "num_heads": 16, "dim_feedforward": 48, "cls_rows": 1}
+    layout = {"positions": "coordinates", "head_layout": "blocked", "segment_lengths": (8,), "dilation_rates": (1,)}
+    theirs = LongNetEncoder(**sizes, **layout)
+    tensors = {name: theirs.state_dict()[ours].clone() for name, ours in _named(theirs)}
+    tensors["cls_token"] = tensors["cls_token"][None]
+    torch.save({"model": tensors}, tmp_path / "slide_encoder.pth")
+    settings = config(study, start=str(tmp_path / "slide_encoder.pth"), epochs=1, learning_rate=1e-9)
+    loop.run_study(settings, tmp_path / "run")
+    model = LongNetEncoder.from_pretrained(tmp_path / "run/model")
+    assert (model.config.num_layers, model.config.dim_feedforward, model.config.cls_rows) == (2, 48, 1)
+    assert model.config.segment_lengths[-1] == 1_048_576
+    torch.testing.assert_close(model.input.weight, theirs.input.weight, atol=1e-6, rtol=0)
+    torch.save(torch.zeros(3), tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="is no checkpoint of Prov-GigaPath's slide encoder"):
+        loop.run_study(config(study, start=str(tmp_path / "other.pth")), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_nothing_is_written_for_a_study_that_is_wrong(study, tmp_path) -> None:

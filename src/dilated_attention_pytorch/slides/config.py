@@ -6,9 +6,13 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
+
+from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_fields
 from dilated_attention_pytorch.core.settings import setting
@@ -80,15 +84,18 @@ class SlidesConfig:
     def memory(self) -> MemoryOptions:
         return MemoryOptions(precision=self.precision, checkpointing=self.checkpointing)
 
-    def encoder(self, study: Study, outputs: int) -> EncoderConfig:
-        """The model for a study."""
-        pattern: dict[str, Any] = {"max_length": study.longest}
-        if self.segment_lengths:
-            pattern = {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+    def encoder(self, study: Study, outputs: int, start: Mapping[str, Tensor] = MappingProxyType({})) -> EncoderConfig:
+        """The model for a study; with the tensors of a slide encoder of Prov-GigaPath, the model that they fit."""
         positions = self.positions or ("coordinates" if study.has_coordinates else "none")
         names = ("d_model", "num_layers", "num_heads", "pooling", "dropout")
-        own: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return EncoderConfig(input_dim=study.dim, num_classes=outputs, positions=positions, **own, **pattern)
+        own: dict[str, Any] = {name: getattr(self, name) for name in names} | {"positions": positions}
+        if start:
+            own |= _of_gigapath(start)
+        elif self.segment_lengths:
+            own |= {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+        else:
+            own["max_length"] = study.longest
+        return EncoderConfig(input_dim=study.dim, num_classes=outputs, **own)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Linear warm-up, then a cosine down to a tenth."""
@@ -113,3 +120,19 @@ class SlidesConfig:
             raise FileNotFoundError(f"no run at {path.parent}: there is no {path.name}") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not the config of a run of slides: {error}") from None
+
+
+def _of_gigapath(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The fields of the encoder that these weights fit; heads and branches are those of all published ones."""
+    layers = {name.split(".")[2] for name in tensors if name.startswith("encoder.layers.")}
+    return {
+        "d_model": tensors["patch_embed.proj.weight"].shape[0],
+        "num_layers": len(layers),
+        "num_heads": 16,
+        "dim_feedforward": tensors["encoder.layers.0.ffn.fc1.weight"].shape[0],
+        "segment_lengths": (1024, 5792, 32768, 185363, 1048576),
+        "dilation_rates": (1, 2, 4, 8, 16),
+        "head_layout": "blocked",
+        "positions": "coordinates",
+        "cls_rows": 1,
+    }

@@ -45,6 +45,7 @@ from dilated_attention_pytorch.train.ranks import Ranks, Stopped, find_device
 from dilated_attention_pytorch.train.step import Update, check_broken, record_of
 
 STUDY, MODEL, PREDICTIONS, RESULTS = "study.json", "model", "predictions.csv", "results.json"
+Start = Path | dict[str, Tensor]  # weights to start from: a folder, or the tensors of a checkpoint of Prov-GigaPath
 _SKIPPED = 5  # steps in a row that may be broken
 
 
@@ -71,15 +72,16 @@ def run_study(config: SlidesConfig, run: Path, *, resume: bool = False) -> list[
     wanted: tuple[Split, ...] = ("train", "validation", "test") if task else ("train", "validation")
     for one in splits:
         check_splits(one, wanted)
+    start = None if config.start is None else read_start(Path(config.start))
     run.mkdir(parents=True, exist_ok=True)
     write_whole(known, lambda path: path.write_text(config.to_json()))
     with keeping_threads():
         if find_device(config.device).type == "cpu" and not environment.value("OMP_NUM_THREADS"):
             torch.set_num_threads(fastest_threads(thread_rates()))
-        return _run_folds(config, splits, run)
+        return _run_folds(config, splits, run, start)
 
 
-def _run_folds(config: SlidesConfig, splits: Sequence[Study], run: Path) -> list[dict[str, Any]]:
+def _run_folds(config: SlidesConfig, splits: Sequence[Study], run: Path, start: Start | None) -> list[dict[str, Any]]:
     results = []
     for i, one in enumerate(splits):
         folder = run / f"fold-{i}" if config.folds else run
@@ -87,7 +89,7 @@ def _run_folds(config: SlidesConfig, splits: Sequence[Study], run: Path) -> list
             if not (folder / RESULTS).is_file():
                 if config.folds:
                     print(f"fold     {i + 1} of {config.folds}", flush=True)
-                _Fold(config, one, folder).train()
+                _Fold(config, one, folder, start).train()
             results.append(json.loads((folder / RESULTS).read_text()))
     if config.folds:
         _write_json(run / RESULTS, {"folds": results})
@@ -97,15 +99,16 @@ def _run_folds(config: SlidesConfig, splits: Sequence[Study], run: Path) -> list
 class _Fold:
     """One training run; `records` has one entry per step."""
 
-    def __init__(self, config: SlidesConfig, study: Study, run: Path) -> None:
+    def __init__(self, config: SlidesConfig, study: Study, run: Path, start: Start | None) -> None:
         self.config, self.study, self.run = config, study, run
         self.device = find_device(config.device)
         self.objective = Objective.of(study, class_weights=config.class_weights) if study.task else None
         torch.manual_seed(config.seed)
         kind = LongNetEncoder if self.objective else MaskedEncoder
-        self.model = kind(config.encoder(study, self.objective.outputs if self.objective else 0))
-        if config.start:
-            load_start(self.model, Path(config.start))
+        sizes = start if isinstance(start, dict) else {}
+        self.model = kind(config.encoder(study, self.objective.outputs if self.objective else 0, sizes))
+        if start is not None:
+            load_start(self.model, start)
         prepare(self.model.to(self.device), config.memory)
         optimizer = make_optimizer(self.model, config.memory, lr=config.learning_rate, weight_decay=config.weight_decay)
         self.optimizer, ranks = optimizer, Ranks(device=self.device)
@@ -276,25 +279,32 @@ def model_folder(path: Path) -> Path:
     raise FileNotFoundError(f"no model in {path}: {hint}")
 
 
-def load_start(model: LongNetEncoder, path: Path) -> None:
-    """Give a model the weights of another run, or of a checkpoint of Prov-GigaPath's slide encoder.
+def read_start(path: Path) -> Start:
+    """The folder of another run's weights, or the tensors of a checkpoint of Prov-GigaPath's slide encoder."""
+    if not path.is_file():
+        return model_folder(path)
+    held = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = held.get("model", held) if isinstance(held, dict) else held
+    if not isinstance(tensors, dict) or "patch_embed.proj.weight" not in tensors:
+        raise ValueError(f"{path} is no checkpoint of Prov-GigaPath's slide encoder: it has no patch_embed.proj.weight")
+    return tensors
+
+
+def load_start(model: LongNetEncoder, start: Start) -> None:
+    """Give a model the weights that `read_start` found.
 
     Weights of a single task, such as the head, stay as they are, and so does an attention pool that the other lacks.
     """
-    if path.is_file():
-        held = torch.load(path, map_location="cpu", weights_only=True)
-        load_torchscale_weights(model, held.get("model", held))
+    if isinstance(start, dict):
+        load_torchscale_weights(model, start)
         return
-    folder = model_folder(path)
-    check_files(folder, (MODEL_CONFIG, WEIGHTS))
-    tensors: dict[str, Tensor] = import_optional("safetensors.torch", "train", "loading weights").load_file(
-        folder / WEIGHTS
-    )
-    taken = {name: x for name, x in tensors.items() if not name.startswith(OF_ONE_TASK)}
+    check_files(start, (MODEL_CONFIG, WEIGHTS))
+    read = import_optional("safetensors.torch", "train", "loading weights").load_file
+    taken = {name: x for name, x in read(start / WEIGHTS).items() if not name.startswith(OF_ONE_TASK)}
     own = {name: x for name, x in model.state_dict().items() if not name.startswith(OF_ONE_TASK)}
     wanted = {name: tuple(x.shape) for name, x in own.items() if name in taken or not name.startswith("pool.")}
     if problems := misfits({name: tuple(x.shape) for name, x in taken.items()}, wanted):
-        raise ValueError(f"the weights in {folder} do not fit the model: {'; '.join(sorted(problems)[:6])}")
+        raise ValueError(f"the weights in {start} do not fit the model: {'; '.join(sorted(problems)[:6])}")
     model.load_state_dict(model.state_dict() | taken)
 
 
