@@ -442,7 +442,9 @@ if find_spec("transformers"):
 # Public callables that no case calls, and why.
 EXCEPTIONS = {
     "hf.LongNetConfig": "transformers makes it, from a file too",
+    "hf.LongNetEncoderConfig": "transformers makes it, from a file too",
     "hf.LongNetForCausalLM": "transformers makes it from a config",
+    "hf.LongNetForSequenceClassification": "transformers makes it from a config",
     "hf.LongNetModel": "transformers makes it from a config",
     "hf.fine_tune_at_growing_lengths": "runs transformers' trainer",
     "hf.register": "takes no argument",

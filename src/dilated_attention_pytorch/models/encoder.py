@@ -84,6 +84,7 @@ class LongNetEncoder(Pretrained):
 
     config: EncoderConfig
     _config_class = EncoderConfig
+    _layer_class = DilatedTransformerEncoderLayer
 
     if TYPE_CHECKING:  # what `Pretrained` does, with the fields of this config
 
@@ -109,7 +110,7 @@ class LongNetEncoder(Pretrained):
         self.cls = nn.Parameter(torch.empty(c.cls_rows, c.d_model, **self._factory)) if c.cls_rows else None
         self.dropout = nn.Dropout(c.dropout)
         settings = self._layer_settings(gain_alone(c.num_layers))
-        self.layers = nn.ModuleList(DilatedTransformerEncoderLayer(**settings) for _ in range(c.num_layers))
+        self.layers = nn.ModuleList(self._layer_class(**settings) for _ in range(c.num_layers))
         self.norm = norm(c.d_model, eps=c.layer_norm_eps, **self._factory)
         self.pool = AttentionPool(c.d_model, c.num_heads, **self._factory) if c.pooling == "attention" else None
         self.pooled_norm = norm(c.d_model, eps=c.layer_norm_eps, **self._factory)

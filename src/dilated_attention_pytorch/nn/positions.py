@@ -142,10 +142,17 @@ class SlidePositions(nn.Module):
                 f"a sine and a cosine of two axes take a multiple of 4 dimensions, got embed_dim={embed_dim}"
             )
         self.embed_dim, self.grids = embed_dim, grids
-        frequencies = 10_000.0 ** (-torch.arange(embed_dim // 4, dtype=torch.float64) / (embed_dim // 4))
-        angles = torch.arange(grids, dtype=torch.float64)[:, None] * frequencies
-        axis = torch.cat((angles.sin(), angles.cos()), dim=1).float()
-        self.register_buffer("axis", axis.to(device=device, dtype=dtype), persistent=False)
+        self.register_buffer("axis", torch.empty(grids, embed_dim // 2, device=device, dtype=dtype), persistent=False)
+        self.compute()
+
+    def compute(self) -> None:
+        """Fill the table, also after its memory was allocated anew."""
+        pairs, like = (
+            self.embed_dim // 4,
+            dict[str, Any](dtype=torch.float64, device="cpu"),
+        )  # not every GPU has float64
+        angles = torch.arange(self.grids, **like)[:, None] * 10_000.0 ** (-torch.arange(pairs, **like) / pairs)
+        self.axis.copy_(torch.cat((angles.sin(), angles.cos()), dim=1).float())
 
     @property
     def shape(self) -> torch.Size:

@@ -20,6 +20,11 @@ from dilated_attention_pytorch.models.hf.convert import (  # noqa: E402
     growing_lengths,
     use_dilated_attention,
 )
+from dilated_attention_pytorch.models.hf.encoder import (  # noqa: E402
+    LongNetEncoderConfig,
+    LongNetForSequenceClassification,
+    register_encoder_classes,
+)
 from dilated_attention_pytorch.models.hf.longnet import (  # noqa: E402
     LongNetConfig,
     LongNetForCausalLM,
@@ -28,11 +33,14 @@ from dilated_attention_pytorch.models.hf.longnet import (  # noqa: E402
 )
 
 register_auto_classes()
+register_encoder_classes()
 
 __all__ = [
     "DilatedCache",
     "LongNetConfig",
+    "LongNetEncoderConfig",
     "LongNetForCausalLM",
+    "LongNetForSequenceClassification",
     "LongNetModel",
     "Stage",
     "dilated_cache",
