@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from dilated_attention_pytorch import EncoderConfig, LongNet, LongNetEncoder, ModelConfig, ReachWarning
+from dilated_attention_pytorch import EncoderConfig, LongNet, LongNetEncoder, ModelConfig, ReachWarning, attention_map
 from dilated_attention_pytorch.core import spec as specs
 from dilated_attention_pytorch.core.reach import reach_shares
 from dilated_attention_pytorch.models.config import EncoderFields
@@ -164,3 +164,19 @@ def test_wrong_calls_are_refused() -> None:
     }.items():
         with pytest.raises((TypeError, ValueError), match=message):
             call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_packed_sequences_and_maps_on_a_gpu_are_those_of_a_cpu(kind) -> None:
+    model = encoder(**kind).float()
+    packed = [torch.cat(x)[None] for x in zip(*bags(model))]
+    packed[0] = packed[0].float()
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    expected, rows = model(*packed, cu_seqlens=ends), attention_map(model, packed[:2], rows="all")
+    model, packed = model.cuda(), [x.cuda() for x in packed]
+    found = model(*packed, cu_seqlens=ends.cuda())
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attention_map(model, packed[:2], rows="all"), rows, rtol=1e-4, atol=1e-6)
+    found.square().sum().backward()
+    assert all(x.grad.isfinite().all() for x in model.parameters())

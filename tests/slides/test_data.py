@@ -108,13 +108,16 @@ def test_a_table_that_is_wrong_is_one_error(tmp_path, lines, message) -> None:
 def test_broken_files_are_skipped_only_if_asked(tmp_path) -> None:
     table = small_study(tmp_path, slides=6)
     (tmp_path / "features/s2.npy").write_bytes(b"no array")
+    numpy.save(tmp_path / "features/s4.npy", numpy.full((3, DIM), numpy.nan))
+    (tmp_path / "features/s4.coords.npy").unlink()
     with pytest.raises(BrokenFile, match=r"s2.npy cannot be read.*--skip-broken"):
         read_study(table, tmp_path / "features")
     said: list[str] = []
     study = read_study(table, tmp_path / "features", skip_broken=True, say=said.append)
-    assert [case.name for case in study.cases] == ["s0", "s1", "s3", "s4", "s5"]
-    assert len(said) == 1
-    assert "s2.npy" in said[0]
+    assert [case.name for case in study.cases] == ["s0", "s1", "s3", "s5"]
+    assert len(said) == 2
+    assert "s2.npy cannot be read" in said[0]
+    assert "s4.npy: 3 of 3 rows have features that are NaN" in said[1]
 
 
 def test_folds_keep_patients_whole_and_classes_even(tmp_path) -> None:
@@ -166,3 +169,6 @@ def test_a_batch_is_its_sequences_one_after_another(tmp_path, workers) -> None:
     assert first.numbers.tolist() == [2, 0]
     torch.testing.assert_close(first.features[0, 24:], read_bag(study.cases[0].path).features)
     torch.testing.assert_close(second.coordinates[0], read_bag(study.cases[3].path).coordinates)
+    study.cases[1].path.write_bytes(b"damaged after the table was read")
+    with pytest.raises(BrokenFile, match=r"^\S*s1.h5 cannot be read"):
+        [*read_batches(bags, [[0], [1]], workers=workers)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dilated_attention_pytorch.slides.features import read_bag
+from dilated_attention_pytorch.slides.features import BrokenFile, read_bag
 from dilated_attention_pytorch.slides.table import Case
 from dilated_attention_pytorch.train.batching import DynamicBatcher
 
@@ -85,10 +85,26 @@ class Bags(Dataset[Batch]):
 
 def _stated(coordinates: Tensor | None, case: Case) -> Tensor:
     if coordinates is None:
-        raise ValueError(f"{case.path} has no coords, which positions of coordinates need: use --positions none")
+        raise BrokenFile(f"{case.path} has no coords, which positions of coordinates need: use --positions none")
     return coordinates
 
 
 def read_batches(bags: Bags, batches: Sequence[list[int]], *, workers: int = 0) -> Iterator[Batch]:
     """The batches in order, read ahead by `workers` processes, or by this one as they are asked for."""
-    return iter(DataLoader(bags, batch_size=None, sampler=batches, num_workers=workers))
+    for found in DataLoader(_Told(bags), batch_size=None, sampler=batches, num_workers=workers):
+        if isinstance(found, BrokenFile):
+            raise found
+        yield found
+
+
+class _Told(Dataset[Any]):
+    """`Bags` that return the error about a broken file: raised in a worker, it would come inside a traceback."""
+
+    def __init__(self, bags: Bags) -> None:
+        self._bags = bags
+
+    def __getitem__(self, numbers: Sequence[int]) -> Batch | BrokenFile:
+        try:
+            return self._bags[numbers]
+        except BrokenFile as error:
+            return error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from dilated_attention_pytorch.core.checks import check_whole, checked
-from dilated_attention_pytorch.slides.features import SUFFIXES, BrokenFile, Found, find_file, look_at
+from dilated_attention_pytorch.slides.features import SUFFIXES, BrokenFile, Found, find_file, look_at, read_bag
 
 Task = Literal["classification", "regression", "survival"]
 Split = Literal["train", "validation", "test"]
@@ -83,7 +83,7 @@ def read_study(
     Without a table, the study is every file in the folder.
 
     Everything that is wrong is one error that names the line or the file. With `skip_broken`, files that cannot be used
-    are left out, and `say` is told which.
+    are left out, and `say` is told which; for that, each file is read once.
     """
     rows = _list_files(folder) if table is None else _read_rows(table)
     table = folder if table is None else table
@@ -94,6 +94,8 @@ def read_study(
         try:
             path = find_file(folder, row["slide"])
             found = look_at(path)
+            if skip_broken:
+                read_bag(path)  # which also finds NaN
         except BrokenFile as broken:
             if not skip_broken:
                 raise BrokenFile(f"{broken}; --skip-broken leaves such slides out") from broken
