@@ -114,8 +114,7 @@ def test_pretraining_predicts_hidden_rows_better_than_at_first_and_gives_its_wei
     settings = config(study, start=str(tmp_path / "before"), epochs=1, learning_rate=1e-9, positions="none")
     loop.run_study(settings, tmp_path / "after")
     before, after = (
-        loop.MaskedEncoder.from_pretrained(tmp_path / "before/model").state_dict(),
-        LongNetEncoder.from_pretrained(tmp_path / "after/model").state_dict(),
+        LongNetEncoder.from_pretrained(tmp_path / run / "model").state_dict() for run in ("before", "after")
     )
     shared = [name for name in after if not name.startswith("head.")]
     assert {"input.weight", "pooled_norm.bias"} <= {*shared} <= before.keys()

@@ -143,16 +143,7 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
 
 
 def _load(run: Path, device: str) -> LongNetEncoder:
-    from dilated_attention_pytorch.slides.pretraining import MaskedEncoder
-
-    folder = model_folder(run)
-    try:
-        model = LongNetEncoder.from_pretrained(folder)
-    except ValueError as error:
-        if "unexpected mask" not in str(error):
-            raise
-        model = MaskedEncoder.from_pretrained(folder)
-    return model.to(find_device(device)).eval()
+    return LongNetEncoder.from_pretrained(model_folder(run)).to(find_device(device)).eval()
 
 
 def _embed(arguments: argparse.Namespace) -> None:

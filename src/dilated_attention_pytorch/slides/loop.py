@@ -238,7 +238,7 @@ class _Fold:
         best = run_folder.best_checkpoint(self.run, self._validated())
         folder = best or run_folder.list_checkpoints(self.run)[-1]
         self.model.load_state_dict(type(self.model).from_pretrained(folder).state_dict())
-        self.model.save_pretrained(self.run / MODEL)
+        self._encoder().save_pretrained(self.run / MODEL)
         if self.config.checkpointing != "none":
             self.model.gradient_checkpointing_enable(False)
         results: dict[str, Any] = {"best_step": int(folder.name.removeprefix("step-"))}
@@ -253,6 +253,14 @@ class _Fold:
             shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in results["test"].items())
             print(f"test     {shown}", flush=True)
         _write_json(self.run / RESULTS, results)
+
+    def _encoder(self) -> LongNetEncoder:
+        """The model, without what only pretraining needs."""
+        if self.objective is not None:
+            return self.model
+        plain, state = LongNetEncoder(self.model.config), self.model.state_dict()
+        plain.load_state_dict({name: state[name] for name in plain.state_dict()})
+        return plain
 
 
 def predictions_csv(objective: Objective, found: dict[Split, tuple[list[Case], Tensor]]) -> str:
@@ -293,7 +301,7 @@ def read_start(path: Path) -> Start:
 def load_start(model: LongNetEncoder, start: Start) -> None:
     """Give a model the weights that `read_start` found.
 
-    Weights of a single task, such as the head, stay as they are, and so does an attention pool that the other lacks.
+    The head stays as it is, and so does what only pretraining has, and an attention pool that the other model lacks.
     """
     if isinstance(start, dict):
         load_torchscale_weights(model, start)
