@@ -351,7 +351,7 @@ def test_a_gpu_is_not_waited_for(pattern) -> None:
         attend()
         spans = spans.clone()
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")  # a wait raises an error
     try:
         attend()
     finally:
