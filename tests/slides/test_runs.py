@@ -37,6 +37,12 @@ def study(tmp_path_factory):
     return folder
 
 
+def test_survival_needs_batches_of_several_slides(study, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"--max-tiles 8 and --batch-size .* every slide is alone"):
+        loop.run_study(config(study, task="survival", max_tiles=8), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("task", ["classification", "survival", "regression"])
 def test_every_task_leaves_a_model_predictions_and_figures(study, tmp_path, task) -> None:
     table = study / "table.csv"

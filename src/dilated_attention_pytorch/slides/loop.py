@@ -72,6 +72,8 @@ def run_study(config: SlidesConfig, run: Path, *, resume: bool = False) -> list[
     wanted: tuple[Split, ...] = ("train", "validation", "test") if task else ("train", "validation")
     for one in splits:
         check_splits(one, wanted)
+        if task == "survival":
+            _check_company(config, [case.found.rows for case in one.of("train")])
     start = None if config.start is None else read_start(Path(config.start))
     run.mkdir(parents=True, exist_ok=True)
     write_whole(known, lambda path: path.write_text(config.to_json()))
@@ -79,6 +81,16 @@ def run_study(config: SlidesConfig, run: Path, *, resume: bool = False) -> list[
         if find_device(config.device).type == "cpu" and not environment.value("OMP_NUM_THREADS"):
             torch.set_num_threads(fastest_threads(thread_rates()))
         return _run_folds(config, splits, run, start)
+
+
+def _check_company(config: SlidesConfig, lengths: Sequence[int]) -> None:
+    """Refuse batches of one slide each: Cox's loss compares an event with the others of its batch."""
+    if max(map(len, make_batches(lengths, config.max_tiles, config.batch_size))) < 2:
+        raise ValueError(
+            f"survival compares the slides of a batch, and with --max-tiles {config.max_tiles:,} and --batch-size "
+            f"{config.batch_size} every slide is alone, so nothing would be learned: raise them (the two shortest "
+            f"slides have {sum(sorted(lengths)[:2]):,} tiles)"
+        )
 
 
 def _run_folds(config: SlidesConfig, splits: Sequence[Study], run: Path, start: Start | None) -> list[dict[str, Any]]:
@@ -121,8 +133,8 @@ class _Fold:
             for split in ("train", "validation", "test")
         }
         self.lengths = [case.found.rows for case in self.bags["train"].cases]
-        batches = len(make_batches(self.lengths, config.max_tiles, config.batch_size))
-        self.steps_per_epoch = math.ceil(batches / config.accumulate)
+        batches = make_batches(self.lengths, config.max_tiles, config.batch_size)
+        self.steps_per_epoch = math.ceil(len(batches) / config.accumulate)
         self.steps = config.epochs * self.steps_per_epoch
         self.start = self.checkpointer.restore() if run_folder.list_checkpoints(run) else 0
         self.records = [one for one in run_folder.read_metrics(run) if one["step"] <= self.start] if self.start else []
