@@ -134,7 +134,7 @@ def _measured() -> dict[Kind, Tiles | HopperTiles]:
     }
     hopper = {
         (64, False): HopperTiles(3, 2, 160, ordered=True),
-        (64, True): HopperTiles(2, 3, 240, ordered=True),
+        (64, True): HopperTiles(2, 3, 232, ordered=True),
         (128, False): HopperTiles(2, 2, 240, ordered=True),
         (128, True): HopperTiles(2, 2, 240, ordered=True),
     }

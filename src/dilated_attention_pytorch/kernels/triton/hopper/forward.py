@@ -3,7 +3,8 @@
 The mathematics is that of `triton.forward`. Key tiles are walked from the last, the only one that needs a mask, to the
 first. A consumer issues the product `q k^T` of the next tile before `p v` of this one, so that its softmax runs while
 the tensor cores work; the consumers wait for each other only through the tiles that they share.
-The grid is persistent: `works` shares out the tiles of query rows. The copies of a program's next tile, and its first
+The grid is persistent: `works` shares out the tiles of query rows. Only the producer knows about that: with the rows of
+a tile it hands the consumers an order, which says where the tile is. The copies of a program's next tile, and its first
 product, do not wait until the last one is stored.
 
 With a block layout, whose tiles are as large as those here, a query tile's list of key tiles is walked in their place:
@@ -40,9 +41,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
 )
 from dilated_attention_pytorch.kernels.triton.hopper.works import (
     Lists,
-    Place,
     Sizes,
-    ends_of,
     exists,
     line_of,
     listed,
@@ -59,7 +58,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.works import (
 class _Signals(NamedTuple):
     """Barriers between the producer and the consumers, for every stage; and the consumers' turns."""
 
-    q_full: Any
+    q_full: Any  # and the order
     q_empty: Any
     k_full: Any
     k_empty: Any
@@ -77,6 +76,42 @@ def _key_tiles(end, count, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     return (last + BLOCK_N - 1) // BLOCK_N
 
 
+class _Order(NamedTuple):
+    """What a consumer must know of a tile of query rows: a `Place`, the tile in it, and its list of key tiles."""
+
+    b: Any
+    head: Any
+    token: Any
+    count: Any  # 0: there are no more tiles
+    tile: Any
+    steps: Any  # how many key tiles a block layout keeps, and the last of them
+    last: Any
+
+
+@gluon.jit
+def _give_order(orders, signal, order):
+    lane = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    words = gl.where(lane == 0, order.b, gl.where(lane == 1, order.head, order.token))
+    words = gl.where(lane == 3, order.count, gl.where(lane == 4, order.tile, words))
+    words = gl.where(lane == 5, order.steps, gl.where(lane == 6, order.last, words))
+    orders.store(words)
+    synchronize_threads()
+    mbarrier.arrive(signal, count=1)
+
+
+@gluon.jit
+def _word(words, i: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, 8, layout=words.type.layout) == i, words, 0), 0)
+
+
+@gluon.jit
+def _await_order(orders, signals, done):
+    mbarrier.wait(signals.q_full.index(done & 1), done >> 1 & 1)
+    words = orders.index(done & 1).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    place = _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3)
+    return _Order(*place, _word(words, 4), _word(words, 5), _word(words, 6))
+
+
 @gluon.jit
 def _produce(
     sources, staged, signals, offsets, lines, lists, sizes, dropout,
@@ -84,7 +119,7 @@ def _produce(
     SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     q_rows, k_rows, v_rows = sources
-    q_smem, k_smem, v_smem, word_smem = staged
+    q_smem, k_smem, v_smem, word_smem, orders = staged
     N, rate = sizes.N, sizes.rate
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     done = 0
@@ -115,12 +150,15 @@ def _produce(
                 row = tile * BLOCK_M + i * 64
                 q = q_smem.index((done & 1) * CONSUMERS + i)
                 copy_rows(q_rows, b, token, row, head, N, rate, signal, q, 64)
-            done += 1
             if SPARSE:
                 start, steps = listed(lists, work, tile, place, sizes, BLOCK_M)
                 following = gl.load(lists.keys + start + steps - 1)
+                order = _Order(b, head, token, count, tile, steps, following)
             else:
                 steps = _key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N)
+                order = _Order(b, head, token, count, tile, steps, steps)
+            _give_order(orders.index(done & 1), signal, order)
+            done += 1
             for step in range(steps):
                 if SPARSE:  # read a step early
                     row = following * BLOCK_N
@@ -143,6 +181,12 @@ def _produce(
             work, second = later, later_second
         else:
             work, second = next_work(work, second, step_work, sizes, CAUSAL)
+    mbarrier.wait(signals.q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
+    none = gl.to_tensor(0)
+    mbarrier.arrive(signals.q_full.index(done & 1), count=1)  # no rows come with this one
+    _give_order(
+        orders.index(done & 1), signals.q_full.index(done & 1), _Order(none, none, none, none, none, none, none)
+    )
 
 
 @gluon.jit
@@ -161,30 +205,12 @@ def _pass_turn(turns, issued, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, ORDE
 
 
 @gluon.jit
-def _with_rows(
-    work, second, tile, place, ends, step_work, rows, offsets, lines, lists, sizes, BLOCK_M: gl.constexpr,
-    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
-):  # fmt: skip
-    """The first of a program's tiles, from this one on, that has rows, and where that is; no rows after all."""
-    b, head, token, count = place
-    steps, last = ends
-    while exists(work, sizes, CAUSAL, DOCUMENTS) & (tile * BLOCK_M >= count):
-        work, second = next_work(work, second, step_work, sizes, CAUSAL)
-        line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
-        tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
-        b, head, token, count = place_of(work, line, rows, sizes, DOCUMENTS)
-        if SPARSE:
-            steps, last = ends_of(lists, work, tile, Place(b, head, token, count), sizes, BLOCK_M)
-    return work, second, tile, Place(b, head, token, count), (steps, last)
-
-
-@gluon.jit
-def _await_tiles(
-    tile, count, done, issued, stage, phase, signals,
+def _await_keys(
+    tile, count, issued, stage, phase, signals,
     WHICH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ORDERED: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Wait for a query tile and its last key tile; key tiles that only later rows of it see are let go unread.
+    """Wait for the last key tile of a query tile; key tiles that only later rows of it see are let go unread.
 
     Letting go takes turns like any step, so that the turn must be waited for again.
     """
@@ -201,7 +227,6 @@ def _await_tiles(
             stage, phase = advance(stage, phase, STAGES)
         _await_turn(signals.turns, issued, WHICH, ORDERED)
     if count > 0:
-        mbarrier.wait(signals.q_full.index(done & 1), done >> 1 & 1)
         mbarrier.wait(signals.k_full.index(stage), phase)
     return issued, stage, phase
 
@@ -234,8 +259,8 @@ def _consume(
     CONSUMERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
     DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    Out, Lse, staged, signals, offsets, lines, lists, sizes, dropout, qk_scale = given
-    q_smem, k_smem, v_smem, word_smem = staged
+    Out, Lse, staged, signals, sizes, dropout, qk_scale = given
+    q_smem, k_smem, v_smem, word_smem, orders = staged
     N, H, rate = sizes.N, sizes.H, sizes.rate
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     dtype: gl.constexpr = q_smem.dtype
@@ -248,36 +273,9 @@ def _consume(
     issued = 0
     stage = 0
     phase = 0
-    rows = segment_rows(sizes)
-    step_work = work_at(sizes.programs, sizes, CAUSAL)
-    work = work_at(gl.program_id(0), sizes, CAUSAL)
-    second = gl.to_tensor(0)
-    line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
-    tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
-    place = place_of(work, line, rows, sizes, DOCUMENTS)
-    ends = second, second
-    if SPARSE:
-        ends = ends_of(lists, work, tile, place, sizes, BLOCK_M)
-    work, second, tile, place, ends = _with_rows(
-        work,
-        second,
-        tile,
-        place,
-        ends,
-        step_work,
-        rows,
-        offsets,
-        lines,
-        lists,
-        sizes,
-        BLOCK_M,
-        CAUSAL,
-        DOCUMENTS,
-        SPARSE,
-    )
-    b, head, token, count = place
-    issued, stage, phase = _await_tiles(
-        tile, count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
+    b, head, token, count, tile, mine, last = _await_order(orders, signals, done)
+    issued, stage, phase = _await_keys(
+        tile, count, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
     )
     first_q = q_smem.index(WHICH).reshape([64, BLOCK_D])
     first_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
@@ -295,15 +293,7 @@ def _consume(
             factors = dropout_factors(row_words)
         else:
             mbarrier.arrive(signals.k_empty.index(stage), count=1)
-        # Where the next tile is: asked for early, because the answer takes long.
-        work, second = next_work(work, second, step_work, sizes, CAUSAL)
-        line = line_of(work, offsets, lines, sizes, CAUSAL, DOCUMENTS)
-        mine, last = ends
-        if not DOCUMENTS:
-            tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
-        if SPARSE:
-            ends = ends_of(lists, work, tile, place_of(work, line, rows, sizes, DOCUMENTS), sizes, BLOCK_M)
-        else:
+        if not SPARSE:
             mine = _key_tiles(first_row + 64, count, CAUSAL, BLOCK_N)
             last = mine - 1
         if CONTINUES:
@@ -361,48 +351,28 @@ def _consume(
             p = gl.convert_layout(p32.to(dtype), weights)
         mbarrier.arrive(signals.q_empty.index(done & 1), count=1)
         done += 1
-        if DOCUMENTS:
-            tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
-            place = place_of(work, line, rows, sizes, DOCUMENTS)
         # The last product of this tile and the first of the next go in one turn, and this tile is stored meanwhile.
         v_stage = stage
         mbarrier.wait(signals.v_full.index(v_stage), phase)
         stage, phase = advance(stage, phase, STAGES)
         _await_turn(signals.turns, issued, WHICH, ORDERED)
         acc = warpgroup_mma(p, v_smem.index(v_stage).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-        if not DOCUMENTS:
-            place = place_of(work, line, rows, sizes, DOCUMENTS)
-        work, second, tile, place, ends = _with_rows(
-            work,
-            second,
-            tile,
-            place,
-            ends,
-            step_work,
-            rows,
-            offsets,
-            lines,
-            lists,
-            sizes,
-            BLOCK_M,
-            CAUSAL,
-            DOCUMENTS,
-            SPARSE,
-        )
-        next_b, next_head, next_token, next_count = place
-        issued, stage, phase = _await_tiles(
-            tile, next_count, done, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
-        )
+        following = _await_order(orders, signals, done)
+        issued, stage, phase = _await_keys(
+            following.tile, following.count, issued, stage, phase, signals,
+            WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL,
+        )  # fmt: skip
         next_q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
         next_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
         # Without a next tile this is the product of what lies there; nobody looks at it.
         next_s = warpgroup_mma(next_q, next_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
-        next_first_row = tile * BLOCK_M + WHICH * 64
+        next_row = following.tile * BLOCK_M + WHICH * 64
         if CONTINUES:
             before_lse, before = rows_before(
-                Out, Lse, next_b, next_head, next_token, next_first_row, next_count, N, H, rate, D, scores, memory
-            )
+                Out, Lse, following.b, following.head, following.token, next_row, following.count,
+                N, H, rate, D, scores, memory,
+            )  # fmt: skip
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(signals.v_empty.index(v_stage), count=1)
         weight = 1.0 / denominator
@@ -414,7 +384,8 @@ def _consume(
         )
         gl.store(out_pointers, gl.convert_layout(out.to(Out.dtype.element_ty), memory), mask=out_mask)
         gl.store(lse_pointers, (m + _log2(denominator)) * LN_2, mask=lse_mask)
-        b, head, token, count, first_row = next_b, next_head, next_token, next_count, next_first_row
+        b, head, token, count, _, mine, last = following
+        first_row = next_row
         s = warpgroup_mma_wait(0, deps=[next_s])
 
 
@@ -438,7 +409,7 @@ def forward_kernel(
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     signals = _Signals(
-        barriers(2, 1),
+        barriers(2, 2),
         barriers(2, CONSUMERS),
         barriers(STAGES, 2 if DROPOUT else 1),  # words of keys are stored beside them
         barriers(STAGES, CONSUMERS),
@@ -453,13 +424,14 @@ def forward_kernel(
     words = q_smem
     if DROPOUT:
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    staged = (q_smem, k_smem, v_smem, words)
+    orders = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    staged = (q_smem, k_smem, v_smem, words, orders)
     dropout = Dropout(seed, head_offset, first_position, branch, keep_scale, threshold)
     sources = Rows(q_desc, q_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
     lists = Lists(offsets, offsets, offsets, N)
     if SPARSE:
         lists = Lists(Grids, First, Kept, rows_per_batch_row)
-    given = (Out, Lse, staged, signals, offsets, Lines, lists, sizes, dropout, qk_scale)
+    given = (Out, Lse, staged, signals, sizes, dropout, qk_scale)
     # A tuple of constants would not stay constant, so the lists are written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -472,7 +444,7 @@ def forward_kernel(
                             BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
             ],
             [4, 4],
-            [REGISTERS, 24],
+            [REGISTERS, 504 - 2 * REGISTERS],  # the producer gets what is left
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -189,13 +189,6 @@ def listed(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def ends_of(lists, work, tile, place, sizes, BLOCK_M: gl.constexpr):
-    """How many key tiles a query tile has in its list, and the last of them."""
-    start, steps = listed(lists, work, tile, place, sizes, BLOCK_M)
-    return steps, gl.load(lists.keys + start + steps - 1, mask=steps > 0, other=0)
-
-
-@gluon.jit
 def row_pointers(Out, Lse, b, head, token, first_row, count, N, H, rate, D: gl.constexpr, scores, memory):
     """Of the 64 rows of a consumer in lse and out, and which of them exist."""
     BLOCK_D: gl.constexpr = memory.size_per_thread[1] * memory.threads_per_warp[1]
