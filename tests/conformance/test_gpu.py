@@ -81,6 +81,22 @@ def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
     plans.assert_hopper_ran()
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        variant(head_dim=160, batch=1, lengths="packed"),
+        variant(head_dim=192, is_causal=False),
+        variant(head_dim=256),
+        variant(head_dim=256, batch=3, lengths="left-padded", is_causal=False),
+    ],
+    ids=lambda draw: f"{draw.head_dim}-{draw.lengths}",
+)
+def test_wide_heads_take_the_forward_kernel_for_long_segments(draw, plans) -> None:
+    check_budget(draw, "triton", BF16, "cuda")
+    if planning.why_no_hopper(torch.device("cuda", torch.cuda.current_device())) is None:
+        assert all(branch.hopper is not None for branch in plans[0].branches)
+
+
 SHORT_PATTERN = {"tokens": 1000, "segment_lengths": (256, 512, 1000), "dilation_rates": (1, 2, 4)}
 
 

@@ -232,11 +232,13 @@ def _hopper_for(
         return None
     from dilated_attention_pytorch.kernels.triton.hopper import launch
 
-    if grad_out is None and plan.sum_dtype != query.dtype and launch.padded(plan.D) > 64:
+    if plan.D > 64 and grad_out is None and plan.sum_dtype != query.dtype:
         return None  # forward has no shared memory left to pass float32 sums through
     tensors = (query, key, value) if grad_out is None else (query, key, value, grad_out)
     block_size = None if plan.call.sparse is None else plan.call.sparse.block_size
-    if not launch.takes_tensors(*tensors) or not launch.takes_branch(plan.N, branch.r, branch.rows, block_size):
+    if not launch.takes_tensors(*tensors):
+        return None
+    if not launch.takes_branch(plan.N, branch.r, branch.rows, block_size, plan.D):
         return None
     if grad_out is not None:
         # q, out, do and dq are of one size, k, v, dk and dv of another.

@@ -137,6 +137,8 @@ def _measured() -> dict[Kind, Tiles | HopperTiles]:
         (64, True): HopperTiles(2, 3, 232, ordered=True),
         (128, False): HopperTiles(2, 2, 240, ordered=True),
         (128, True): HopperTiles(2, 2, 240, ordered=True),
+        (256, False): HopperTiles(2, 2, 240, ordered=True),
+        (256, True): HopperTiles(2, 2, 240, ordered=True),
     }
     for (head_dim, is_causal), shape in hopper.items():
         table[Kind("hopper forward", 2, head_dim, is_causal)] = shape

@@ -89,6 +89,13 @@ class _Order(NamedTuple):
 
 
 @gluon.jit
+def _slot(orders, done):
+    """After `done` tiles: where the rows and the order of the next one lie, and the phase of their barriers."""
+    SLOTS: gl.constexpr = orders.shape[0]
+    return done % SLOTS, done // SLOTS & 1
+
+
+@gluon.jit
 def _give_order(orders, signal, order):
     lane = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     words = gl.where(lane == 0, order.b, gl.where(lane == 1, order.head, order.token))
@@ -106,8 +113,9 @@ def _word(words, i: gl.constexpr):
 
 @gluon.jit
 def _await_order(orders, signals, done):
-    mbarrier.wait(signals.q_full.index(done & 1), done >> 1 & 1)
-    words = orders.index(done & 1).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    slot, phase = _slot(orders, done)
+    mbarrier.wait(signals.q_full.index(slot), phase)
+    words = orders.index(slot).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     place = _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3)
     return _Order(*place, _word(words, 4), _word(words, 5), _word(words, 6))
 
@@ -143,12 +151,13 @@ def _produce(
         tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
         if tile * BLOCK_M < count:
             kv = head // sizes.group
-            mbarrier.wait(signals.q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
-            signal = signals.q_full.index(done & 1)
+            slot, turn = _slot(orders, done)
+            mbarrier.wait(signals.q_empty.index(slot), turn ^ 1)
+            signal = signals.q_full.index(slot)
             mbarrier.expect(signal, q_rows.desc.block_type.nbytes * CONSUMERS)
             for i in gl.static_range(CONSUMERS):
                 row = tile * BLOCK_M + i * 64
-                q = q_smem.index((done & 1) * CONSUMERS + i)
+                q = q_smem.index(slot * CONSUMERS + i)
                 copy_rows(q_rows, b, token, row, head, N, rate, signal, q, 64)
             if SPARSE:
                 start, steps = listed(lists, work, tile, place, sizes, BLOCK_M)
@@ -157,7 +166,7 @@ def _produce(
             else:
                 steps = _key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N)
                 order = _Order(b, head, token, count, tile, steps, steps)
-            _give_order(orders.index(done & 1), signal, order)
+            _give_order(orders.index(slot), signal, order)
             done += 1
             for step in range(steps):
                 if SPARSE:  # read a step early
@@ -181,12 +190,11 @@ def _produce(
             work, second = later, later_second
         else:
             work, second = next_work(work, second, step_work, sizes, CAUSAL)
-    mbarrier.wait(signals.q_empty.index(done & 1), (done >> 1 & 1) ^ 1)
+    slot, turn = _slot(orders, done)
+    mbarrier.wait(signals.q_empty.index(slot), turn ^ 1)
+    mbarrier.arrive(signals.q_full.index(slot), count=1)  # no rows come with this order
     none = gl.to_tensor(0)
-    mbarrier.arrive(signals.q_full.index(done & 1), count=1)  # no rows come with this one
-    _give_order(
-        orders.index(done & 1), signals.q_full.index(done & 1), _Order(none, none, none, none, none, none, none)
-    )
+    _give_order(orders.index(slot), signals.q_full.index(slot), _Order(none, none, none, none, none, none, none))
 
 
 @gluon.jit
@@ -215,7 +223,7 @@ def _await_keys(
     Letting go takes turns like any step, so that the turn must be waited for again.
     """
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
-    if CAUSAL and CONSUMERS > 2:  # the rows of two are as long as a key tile, and see the same ones
+    if CAUSAL and BLOCK_M > BLOCK_N:  # else all rows see the same key tiles
         mine = _key_tiles(tile * BLOCK_M + WHICH * 64 + 64, count, CAUSAL, BLOCK_N)
         for _ in range(_key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N) - mine):
             _await_turn(signals.turns, issued, WHICH, ORDERED)
@@ -325,7 +333,8 @@ def _consume(
             mbarrier.arrive(signals.k_empty.index(stage), count=1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
         p = gl.convert_layout(p.to(dtype), weights)
-        q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
+        slot, _ = _slot(orders, done)
+        q = q_smem.index(slot * CONSUMERS + WHICH).reshape([64, BLOCK_D])
         for _ in range(1, mine):
             v_stage = stage
             v_phase = phase
@@ -349,7 +358,7 @@ def _consume(
             mbarrier.arrive(signals.v_empty.index(v_stage), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, output))[:, None]
             p = gl.convert_layout(p32.to(dtype), weights)
-        mbarrier.arrive(signals.q_empty.index(done & 1), count=1)
+        mbarrier.arrive(signals.q_empty.index(slot), count=1)
         done += 1
         # The last product of this tile and the first of the next go in one turn, and this tile is stored meanwhile.
         v_stage = stage
@@ -362,7 +371,8 @@ def _consume(
             following.tile, following.count, issued, stage, phase, signals,
             WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL,
         )  # fmt: skip
-        next_q = q_smem.index((done & 1) * CONSUMERS + WHICH).reshape([64, BLOCK_D])
+        slot, _ = _slot(orders, done)
+        next_q = q_smem.index(slot * CONSUMERS + WHICH).reshape([64, BLOCK_D])
         next_k = k_smem.index(stage).reshape([BLOCK_N, BLOCK_D])
         # Without a next tile this is the product of what lies there; nobody looks at it.
         next_s = warpgroup_mma(next_q, next_k.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -405,12 +415,13 @@ def forward_kernel(
     So is `Lines`, of documents: see `works`.
     """
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
+    SLOTS: gl.constexpr = 2 if BLOCK_D <= 128 else 1  # of query tiles: what fits into shared memory
+    q_smem = gl.allocate_shared_memory(dtype, [SLOTS * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     signals = _Signals(
-        barriers(2, 2),
-        barriers(2, CONSUMERS),
+        barriers(SLOTS, 2),
+        barriers(SLOTS, CONSUMERS),
         barriers(STAGES, 2 if DROPOUT else 1),  # words of keys are stored beside them
         barriers(STAGES, CONSUMERS),
         barriers(STAGES, 1),
@@ -424,7 +435,7 @@ def forward_kernel(
     words = q_smem
     if DROPOUT:
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    orders = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    orders = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     staged = (q_smem, k_smem, v_smem, words, orders)
     dropout = Dropout(seed, head_offset, first_position, branch, keep_scale, threshold)
     sources = Rows(q_desc, q_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)

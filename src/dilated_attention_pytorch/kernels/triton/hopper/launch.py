@@ -19,7 +19,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.forward import forward_kern
 from dilated_attention_pytorch.kernels.triton.launching import Launch, View, device_of
 from dilated_attention_pytorch.kernels.triton.tuning import hopper_tiles_for
 
-_KEY_ROWS = 128  # of a key tile, in both kernels
+_KEY_ROWS = 128  # of a key tile, in both kernels, but for the forward pass of head dims past 128
 _QUERY_ROWS = 64  # of a query tile in backward
 NOBODY = (0, 0)  # teams of a branch that other kernels compute sooner
 _STRETCH = 16  # tiles of a list of works that a head takes before the next one does: rows of all heads lie together
@@ -41,15 +41,22 @@ class Teams(NamedTuple):
 
 
 def padded(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+    return next(size for size in (64, 128, 256) if head_dim <= size)
+
+
+def _key_rows(block_d: int) -> int:
+    """Of a key tile in the forward pass: what fits into shared memory."""
+    return _KEY_ROWS if block_d <= 128 else _KEY_ROWS // 2
 
 
 def takes_tensors(*tensors: Tensor) -> bool:
     """Whether they are of a kind for these kernels, on a GPU that has them.
 
-    The tensor copy engine needs rows that begin at multiples of 16 bytes, each at its own.
+    The tensor copy engine needs rows that begin at multiples of 16 bytes, each at its own. The backward pass, whose
+    tensors are four, holds dk and dv in registers, which suffice for a head dim of 128.
     """
-    if tensors[0].dtype not in (torch.bfloat16, torch.float16) or tensors[0].shape[-1] > 128:
+    largest = 256 if len(tensors) == 3 else 128
+    if tensors[0].dtype not in (torch.bfloat16, torch.float16) or tensors[0].shape[-1] > largest:
         return False
     return all(
         x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(stride and stride % 8 == 0 for stride in x.stride()[:3])
@@ -57,13 +64,13 @@ def takes_tensors(*tensors: Tensor) -> bool:
     )
 
 
-def takes_branch(tokens: int, rate: int, rows: int, block_size: int | None) -> bool:
+def takes_branch(tokens: int, rate: int, rows: int, block_size: int | None, head_dim: int) -> bool:
     """Segments of less than a key tile are computed as fast without these kernels, and `copy_rows` needs a tile.
 
-    A block layout, if there is one, must have tiles of that size.
+    A block layout, if there is one, must have tiles of that size, for queries and for keys.
     """
     fits = _KEY_ROWS <= rows <= _MOST_ROWS and tokens // rate >= _KEY_ROWS
-    return fits and block_size in (None, _KEY_ROWS)
+    return fits and (block_size is None or block_size == _KEY_ROWS == _key_rows(padded(head_dim)))
 
 
 def forward_launch(
@@ -96,7 +103,7 @@ def forward_launch(
     settings = {
         "D": D,
         "BLOCK_D": block_d,
-        "BLOCK_N": _KEY_ROWS,
+        "BLOCK_N": _key_rows(block_d),
         "STAGES": tiles.stages,
         "CONSUMERS": tiles.consumers,
         "REGISTERS": tiles.registers,
@@ -108,7 +115,8 @@ def forward_launch(
         "DROPOUT": branch.plan.drops,
         "num_warps": 4,
     }
-    views = (_view(branch.r, 64), _view(branch.r, _KEY_ROWS), _view(branch.r, _KEY_ROWS))
+    keys = _view(branch.r, _key_rows(block_d))
+    views = (_view(branch.r, 64), keys, keys)
     listed = Works(64 * tiles.consumers, branch.is_causal, least=SHORT_ROWS)
     return Launch(forward_kernel, programs, numbers, settings, views), listed
 
