@@ -74,7 +74,7 @@ def choose_contenders(
         EVERY_TILE: every_tile,
         DROPOUT: ours("auto", dropout_p=0.1),
         OURS_CAPTURED: captured(ours("auto")),
-        DENSE_CAPTURED: captured(dense_at_the_same_tokens),
+        DENSE_CAPTURED: captured(dense_at_the_same_tokens, functools.partial(dense_at_the_same_tokens, flash=True)),
     }
     return named_contenders(contenders, only, torchscale)
 
@@ -134,26 +134,52 @@ def _plain_kernels() -> Iterator[None]:
         plan.KERNELS = before
 
 
-def captured(setup: Setup) -> Setup:
-    """A contender whose call is captured in a CUDA graph, and replayed without the host's part of it."""
+def captured(*setups: Setup) -> Setup:
+    """A contender whose call is captured in a CUDA graph, and replayed without the host's part of it.
+
+    It is the first of `setups` that can be captured.
+    """
 
     def captured_setup(case: Case) -> Ready | str:
         if case.device == "cpu" or case.tokens > 8192 or case.pattern is not None:
             return "measured on a GPU up to 8,192 tokens, where the host may take longer than the GPU"
-        ready = setup(case)
-        if isinstance(ready, str):
-            return ready
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with ready.settings:
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    ready.call()
-            side.synchronize()
-            with torch.cuda.graph(graph):
-                ready.call()
-        return Ready(graph.replay, ready.flops)
+        for setup in setups:
+            ready = setup(case)
+            if isinstance(ready, str):
+                return ready
+            try:
+                return Ready(_capture(ready).replay, ready.flops)
+            except RuntimeError:
+                if setup is setups[-1]:
+                    raise
+        raise ValueError("captured takes at least one contender")
 
     return captured_setup
+
+
+def _capture(ready: Ready) -> torch.cuda.CUDAGraph:
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    # The stream is entered here too, because a capture that fails does not leave it.
+    with ready.settings, _random_state_of_its_own(), torch.cuda.stream(side):
+        for _ in range(3):
+            ready.call()
+        # Backward runs in a thread of its own, which may ask CUDA for what other modes refuse during a capture.
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="relaxed"):
+            ready.call()
+    return graph
+
+
+@contextmanager
+def _random_state_of_its_own() -> Iterator[None]:
+    """A state of the random generator for a capture: one that fails leaves its state unusable."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(before)
 
 
 def every_tile(case: Case) -> Ready | str:
@@ -193,12 +219,12 @@ def flash_attention_4(case: Case) -> Ready | str:
     return dense_at_the_same_flops(case, attend=attend)
 
 
-def dense_at_the_same_tokens(case: Case) -> Ready | str:
-    """One call of dense attention over all tokens: shows what dilation saves."""
+def dense_at_the_same_tokens(case: Case, flash: bool = False) -> Ready | str:
+    """One call of dense attention over all tokens: shows what dilation saves. By the same kernels."""
     most = 1 << 15 if case.device == "cuda" else 1 << 13
     if case.tokens > most:
         return f"quadratic: left out past {most:,} tokens"
-    return _dense(case, 1, case.tokens)
+    return _dense(case, 1, case.tokens, flash=flash)
 
 
 def flex_attention_by_flash(case: Case) -> Ready | str:
