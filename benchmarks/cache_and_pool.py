@@ -22,7 +22,7 @@ from benchmarks.harness import Comparison, compare, measure
 from benchmarks.suite import Options, Record, Suite, Table, Verdict, number
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.plans import KINDS, PatternCache, reset_global_pattern_cache
 from dilated_attention_pytorch.core.pool import WorkspacePool, reset_global_memory_pool
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
@@ -132,7 +132,7 @@ def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: 
     from dilated_attention_pytorch.kernels.triton.documents import WorkLists, Works
     from dilated_attention_pytorch.kernels.triton.plan import plan_for
 
-    plan = plan_for(call, spans, None, (like, like, like))
+    plan = plan_for(call, Inputs(like, like, like, spans))
     lists = WorkLists(plan, [(branch, Works(128)) for branch in plan.branches])
     rebuild, hit = (partial(lists.of, spans, found) for found in (NO_RESOURCES, cache))
     return [("segment table", "lists of tiles", rebuild, hit)]

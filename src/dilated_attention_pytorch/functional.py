@@ -11,7 +11,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.block_layout import layout_without_memory
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.call import Call, Inputs, check_shapes
+from dilated_attention_pytorch.core.call import Call, Inputs, Prepared, check_shapes
 from dilated_attention_pytorch.core.checks import (
     COUNT,
     MOST_TOKENS,
@@ -30,7 +30,7 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
-from dilated_attention_pytorch.kernels.engine import backends, check_backend, compile_kernels
+from dilated_attention_pytorch.kernels.engine import backends, check_backend, compile_kernels, name_of_engine
 from dilated_attention_pytorch.kernels.op import attend
 
 if TYPE_CHECKING:
@@ -170,10 +170,13 @@ def dilated_attention(
     check_flag("return_lse", return_lse)
     if resources is not None:
         check_instance("resources", resources, Resources)
-    query, key, value = autocast_inputs(query, key, value)
     plain = is_plain(query, key, value)
+    if not plain or torch._C._is_any_autocast_enabled():
+        query, key, value = autocast_inputs(query, key, value)
+    tensors = (query, key, value)
     stated = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
-    call, is_new = _remembered_call((query, key, value), segment_lengths, dilation_rates, stated, remember=plain)
+    prepared, is_new = _prepared(tensors, segment_lengths, dilation_rates, stated) if plain else (None, False)
+    call = _checked(tensors, segment_lengths, dilation_rates, stated) if prepared is None else prepared.call
     if resources is None and plain:
         resources = NO_RESOURCES if sparse_config is None else Resources(get_global_pattern_cache())
     if seqlens is not None or cu_seqlens is not None or key_padding_mask is not None or spans is not None:
@@ -185,11 +188,11 @@ def dilated_attention(
             spans=spans,
             cache=resources if plain and resources is not None and resources.cache is not None else None,
         )
-    if is_new and plain:
+    if is_new:
         H, kv_heads = query.shape[2], key.shape[2]
         warn_of_reach(call.spec, _longest_document(spans, query.shape[1]), (total_heads or H) * kv_heads // H)
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
-    return attend(call, Inputs(query, key, value, spans, seed), plain, return_lse, resources)
+    return attend(call, Inputs(query, key, value, spans, seed, None, prepared), plain, return_lse, resources)
 
 
 def attention_rows(
@@ -309,34 +312,42 @@ _STATED = (
 )  # fmt: skip
 
 
-def _remembered_call(
+def _prepared(
     tensors: tuple[Tensor, Tensor, Tensor],
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     stated: tuple[Any, ...],
-    remember: bool,
-) -> tuple[Call, bool]:
-    """The call, and whether it was checked now: equal calls, as in a model's layers and steps, are checked once."""
-    is_new = False
+) -> tuple[Prepared, bool]:
+    """The call, and whether it may be new: equal calls, as in a model's layers and steps, are checked once."""
 
-    def make() -> Call:
-        nonlocal is_new
-        is_new = True
-        return checked_call(*tensors, segment_lengths, dilation_rates, **dict(zip(_STATED, stated)))
+    def make() -> Prepared:
+        call = _checked(tensors, segment_lengths, dilation_rates, stated)
+        return Prepared(call, name_of_engine(call, tensors[0], tensors[0].device))
 
-    lists = type(segment_lengths) in (list, tuple) and type(dilation_rates) in (list, tuple)
-    if remember and lists and {*map(type, segment_lengths), *map(type, dilation_rates)} == {int}:
-        q, k, v = tensors
-        # With the types: True and 1.0 equal 1, but are to be refused.
+    if type(segment_lengths) not in _LISTS or type(dilation_rates) not in _LISTS:
+        return make(), True
+    q, k, v = tensors
+    try:
         kind = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            tuple(segment_lengths), tuple(dilation_rates), stated, *map(type, stated),
+            tuple(segment_lengths), tuple(dilation_rates), *stated,
+            # True and 1.0 equal 1, but are to be refused.
+            *map(type, segment_lengths), *map(type, dilation_rates), *map(type, stated),
         )  # fmt: skip
-        try:
-            return plans.remember("call", kind, make), is_new
-        except TypeError:  # what cannot be looked up is wrong, and the checks say how
-            return make(), True
-    return make(), True
+        known = plans.recall("call", kind)
+        return (plans.remember("call", kind, make), True) if known is None else (known, False)
+    except (TypeError, RuntimeError):  # what cannot be looked up is wrong, and the checks say how
+        return make(), True
+
+
+_LISTS = (list, tuple)
+
+
+def _checked(
+    tensors: tuple[Tensor, ...], segment_lengths: Sequence[int], dilation_rates: Sequence[int], stated: tuple[Any, ...]
+) -> Call:
+    query, key, value = tensors
+    return checked_call(query, key, value, segment_lengths, dilation_rates, **dict(zip(_STATED, stated)))
 
 
 def _longest_document(spans: Tensor | None, tokens: int) -> int:

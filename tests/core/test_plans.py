@@ -23,9 +23,8 @@ from dilated_attention_pytorch.core import (
     plans,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.core.entries import size_of
+from dilated_attention_pytorch.core.entries import SameTensor, size_of, spans_key
 from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized_pattern_cache, hot_device
-from dilated_attention_pytorch.core.plans import SameTensor, spans_key
 from dilated_attention_pytorch.functional import dilated_attention
 
 
@@ -196,9 +195,12 @@ def test_statistics_tell_the_kinds_apart(cache) -> None:
 
 def test_the_table_of_the_process_is_the_global_cache() -> None:
     reset_global_pattern_cache()
+    assert plans.recall("plan", "mine") is None
     assert plans.remember("plan", "mine", lambda: "made") == "made"
     assert get_global_pattern_cache().remember("plan", "mine", lambda: "again") == "made"
     assert get_global_pattern_cache().get_stats()["kinds"] == {"plan": {"hits": 1, "misses": 1, "size": 1}}
+    assert plans.recall("plan", "mine") == "made"
+    assert get_global_pattern_cache().get_stats()["kinds"] == {"plan": {"hits": 2, "misses": 1, "size": 1}}
     reset_global_pattern_cache()
     assert plans.remember("plan", "mine", lambda: "anew") == "anew"
     reset_global_pattern_cache()

@@ -67,6 +67,21 @@ def test_a_short_call_is_one_launch_and_gives_what_the_reference_gives(name, lau
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+def test_backward_takes_tensors_that_were_saved_with_other_strides() -> None:
+    """As hooks may save them: backward's plan is of the tensors that it gets."""
+    leaves = [torch.randn(2, 40, 2, 16, requires_grad=True) for _ in range(3)]
+    grads = []
+    for convert in (torch.Tensor.contiguous, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+        for _ in range(2):  # a second call finds what the first has planned
+            with torch.autograd.graph.saved_tensors_hooks(convert, lambda x: x):
+                out = dilated_attention(*leaves, [16, 64], [1, 2], backend="triton")
+            grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    for found in grads[1:]:
+        for one, other in zip(grads[0], found):
+            assert torch.equal(one, other)
+
+
 def test_a_tile_lies_in_one_segment_of_each_branch() -> None:
     def rows(segments: list[int], rates: list[int], tokens: int = 1000, **settings) -> int:
         return short.own_rows(Call.of(segments, rates, **settings), tokens)

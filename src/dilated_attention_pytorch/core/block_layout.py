@@ -33,8 +33,9 @@ from dilated_attention_pytorch.core.block_pattern import (
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import SIZE, checked
 from dilated_attention_pytorch.core.document_tiles import by_content, by_position, tile_rows
+from dilated_attention_pytorch.core.entries import spans_key
 from dilated_attention_pytorch.core.pattern import check_table, grid_rows, heads_by_offset, segments
-from dilated_attention_pytorch.core.plans import Remembers, check_cache, spans_key
+from dilated_attention_pytorch.core.plans import Remembers, check_cache
 from dilated_attention_pytorch.core.spans import check_spans
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 

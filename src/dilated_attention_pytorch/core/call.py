@@ -170,8 +170,23 @@ def _text(value: Any) -> str:
     return f"'{value}'" if isinstance(value, str) else str(index(value))
 
 
+class Prepared:
+    """A checked call of tensors of certain shapes, dtypes and device, and the name of its engine.
+
+    It stands for all of these in the keys of plans, where it equals only itself.
+    """
+
+    __slots__ = ("call", "engine")
+
+    def __init__(self, call: Call, engine: str) -> None:
+        self.call, self.engine = call, engine
+
+
 class Inputs(NamedTuple):
-    """The tensors of a call. Lengths are `spans`, dropout is drawn from `seed`, `layout` lists the kept tiles."""
+    """The tensors of a call. Lengths are `spans`, dropout is drawn from `seed`, `layout` lists the kept tiles.
+
+    `prepared` is of the same call and of tensors like these; None where it was not remembered.
+    """
 
     query: Tensor  # (B, N, H, D)
     key: Tensor  # (B, N, Hkv, D)
@@ -179,6 +194,7 @@ class Inputs(NamedTuple):
     spans: Tensor | None = None
     seed: Tensor | None = None
     layout: BlockLayout | None = None
+    prepared: Prepared | None = None
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

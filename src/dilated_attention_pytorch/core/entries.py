@@ -1,4 +1,4 @@
-"""An entry of the table of plans: a value that calls share, on the device where it was made."""
+"""An entry of the table of plans, a value that calls share on the device where it was made; and keys for tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
 
 Device = torch.device | str | None
 Value = TypeVar("Value")
@@ -129,3 +130,43 @@ def lasting(device: torch.device, make: Callable[[], Value]) -> Value:
 
     with ThreadPoolExecutor(max_workers=1) as other:
         return other.submit(make_and_wait).result()
+
+
+class SameTensor:
+    """A key that equals only the same tensor, unchanged since: for values on a GPU, which take waiting to read.
+
+    It does not keep the tensor alive. A change that PyTorch does not count (through `.data`, a collective, a kernel of
+    one's own) goes unseen, so it is for tensors that are made once and passed on, such as spans.
+    """
+
+    __slots__ = ("_hash", "_tensor", "_version")
+
+    def __init__(self, x: Tensor) -> None:
+        self._tensor, self._version = TensorWeakRef(x), x._version
+        self._hash = hash((id(x), self._version))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, SameTensor) or self._hash != other._hash or self._version != other._version:
+            return False
+        mine = self._tensor()
+        return mine is not None and mine is other._tensor()
+
+
+def spans_key(spans: Tensor | None) -> Hashable:
+    """The key of tables made of spans: on a CPU their content, elsewhere the tensor itself; `()` for no spans.
+
+    None means that nothing may be remembered: for tensors whose changes PyTorch does not count, and while a CUDA graph
+    is captured, which must make its own tables whenever it is replayed.
+    """
+    if spans is None:
+        return ()
+    if spans.device.type == "cpu":
+        return tuple(spans.flatten().tolist())
+    if spans.is_inference() or (spans.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return SameTensor(spans)

@@ -23,7 +23,7 @@ def is_plain(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and _PLAIN.issuperset(map(type, tensors))
-        and tensors[0].device.type != "meta"
+        and not tensors[0].is_meta
         and not is_in_torch_dispatch_mode()
         and not torch._C._are_functorch_transforms_active()
     )

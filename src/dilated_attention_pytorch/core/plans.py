@@ -34,11 +34,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import COUNT, SIZE, checked, shown
-from dilated_attention_pytorch.core.entries import CLOCK, Device, Entry, Value, size_of
+from dilated_attention_pytorch.core.entries import CLOCK, Device, Entry, SameTensor, Value, size_of
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.profile import LOCK, Profile
 
@@ -398,6 +397,21 @@ def remember(kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
     return shared_cache(DilatedPatternCache).remember(kind, key, make)
 
 
+def recall(kind: str, key: Hashable) -> Any:
+    """What the table of the whole process remembers, as fast as Python can; None to ask `remember`.
+
+    Only `remember` makes values, and measures and logs lookups.
+    """
+    cache = _global.get(DilatedPatternCache)
+    if cache is None or cache.enable_profiling or log.isEnabledFor(logging.DEBUG):
+        return None
+    entry = cache._find_shared((kind, key))
+    if entry is None or entry.on_gpu:
+        return None
+    cache._hits[kind] += 1
+    return entry.value
+
+
 def remember_of(kind: str, x: Tensor, key: Hashable, make: Callable[[], Value]) -> Value:
     """As `remember`, of a value that is made from `x`: for a tensor that many layers get, such as a mask.
 
@@ -454,43 +468,3 @@ def refuse_device(default: Any) -> None:
 def kind_of(key: Hashable) -> str:
     """The kind of the entry that has this key in a table."""
     return key[0] if isinstance(key, tuple) and key and key[0] in KINDS else "pattern"
-
-
-class SameTensor:
-    """A key that equals only the same tensor, unchanged since: for values on a GPU, which take waiting to read.
-
-    It does not keep the tensor alive. A change that PyTorch does not count (through `.data`, a collective, a kernel of
-    one's own) goes unseen, so it is for tensors that are made once and passed on, such as spans.
-    """
-
-    __slots__ = ("_hash", "_tensor", "_version")
-
-    def __init__(self, x: Tensor) -> None:
-        self._tensor, self._version = TensorWeakRef(x), x._version
-        self._hash = hash((id(x), self._version))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, SameTensor) or self._hash != other._hash or self._version != other._version:
-            return False
-        mine = self._tensor()
-        return mine is not None and mine is other._tensor()
-
-
-def spans_key(spans: Tensor | None) -> Hashable:
-    """The key of tables made of spans: on a CPU their content, elsewhere the tensor itself; `()` for no spans.
-
-    None means that nothing may be remembered: for tensors whose changes PyTorch does not count, and while a CUDA graph
-    is captured, which must make its own tables whenever it is replayed.
-    """
-    if spans is None:
-        return ()
-    if spans.device.type == "cpu":
-        return tuple(spans.flatten().tolist())
-    if spans.is_inference() or (spans.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    return SameTensor(spans)

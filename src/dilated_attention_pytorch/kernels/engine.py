@@ -39,7 +39,7 @@ class Reference:
     """The definition itself, in float64."""
 
     def partial(self, call: Call, inputs: Inputs, resources: Resources) -> Partial:
-        query, key, value, spans, seed, layout = inputs
+        query, key, value, spans, seed, layout, _ = inputs
         out, lse = reference_forward(query, key, value, call, spans, seed, layout)
         return Partial(out.to(query.dtype), by_head(lse.to(lse_dtype(query.dtype))))
 
@@ -56,12 +56,13 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def engine_for(call: Call, inputs: Inputs) -> Engine:
     """The engine that runs a call."""
-    return load_engine(_name_of_engine(call, inputs, inputs.query.device))
+    if inputs.prepared is not None:
+        return load_engine(inputs.prepared.engine)
+    return load_engine(name_of_engine(call, inputs.query, inputs.query.device))
 
 
-def _name_of_engine(call: Call, inputs: Inputs, device: torch.device) -> str:
-    query, layout = inputs.query, inputs.layout
-    block_size = None if layout is None else layout.block_size
+def name_of_engine(call: Call, query: Tensor, device: torch.device) -> str:
+    block_size = None if call.sparse is None or not query.numel() else call.sparse.block_size
     return choose_engine(call.backend, device, query.dtype, query.shape[3], block_size)
 
 
@@ -79,7 +80,7 @@ def compile_kernels(
             "GPUs: name the device that calls run on"
         )
     call.offsets(inputs.query.shape[2], inputs.key.shape[2])  # refuses heads that no pattern fits
-    if _name_of_engine(call, inputs, place) != "triton" or environment.triton_interprets():
+    if name_of_engine(call, inputs.query, place) != "triton" or environment.triton_interprets():
         return []
     from dilated_attention_pytorch.kernels.triton.engine import Triton
 

@@ -16,8 +16,9 @@ device.
 
 # No postponed annotations: torch.library reads the types to make the operators' schemas.
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ from torch.autograd import forward_ad
 
 from dilated_attention_pytorch.core import replay
 from dilated_attention_pytorch.core.block_layout import layout_of
-from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Prepared, Saved
 from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.eager import Eager
 from dilated_attention_pytorch.kernels.engine import engine_for, lse_dtype
+
+Result = TypeVar("Result")
 
 
 def attend(
@@ -41,7 +44,7 @@ def attend(
     The registered operator is a pure function of its arguments: where it is traced, calls share block layouts only, and
     `resources` may be None, which shares what always pays.
     """
-    tensors = inputs[:5]
+    tensors = query, key, value, _, _ = inputs[:5]
     if not plain or resources is None:
         reuse_layouts = resources is None or resources.cache is not None
         if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
@@ -50,9 +53,9 @@ def attend(
             refuse_tangents("a compiled or traced dilated attention", *tensors[:3])
             both = attend_op(*tensors, *call.encode(), reuse_layouts)
     elif forward_ad._current_level >= 0:
-        return _untraced(_Attend)(*tensors, call, resources, return_lse)
-    elif torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[1].requires_grad or tensors[2].requires_grad):
-        return _Attend.apply(*tensors, call, resources, return_lse)
+        return _untraced(_Attend)(*tensors, call, inputs.prepared, resources, return_lse)
+    elif torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return _Attend.apply(*tensors, call, inputs.prepared, resources, return_lse)
     else:
         both = partial(call, with_layout(call, inputs, resources), resources)
     return both if return_lse else both[0]
@@ -63,15 +66,15 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, call: Call, resources: Resources,
-        return_lse: bool,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any, call: Call,
+        prepared: Prepared | None, resources: Resources, return_lse: bool,
     ) -> Any:  # fmt: skip
-        inputs = with_layout(call, Inputs(query, key, value, spans, seed), resources)
+        inputs = with_layout(call, Inputs(query, key, value, spans, seed, None, prepared), resources)
         if replay.is_active():
             out, lse = replay.replayed(partial, call, inputs, resources)
         else:
             out, lse = partial(call, inputs, resources)
-        ctx.call, ctx.resources, ctx.return_lse = call, resources, return_lse
+        ctx.call, ctx.prepared, ctx.resources, ctx.return_lse = call, prepared, resources, return_lse
         ctx.layout = inputs.layout  # backward must see the tiles that forward saw
         ctx.save_for_backward(query, key, value, spans, seed, out, lse)
         if forward_ad._current_level >= 0:
@@ -87,7 +90,7 @@ class _Attend(torch.autograd.Function):
             grads = _saved_gradients(ctx, _Gradients.apply, grad_out, grad_lse, *rest)
         else:
             grads = _saved_gradients(ctx, _plain_gradients, grad_out, grad_lse, ctx)
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, *rest: Any) -> Any:
@@ -304,7 +307,7 @@ def _plain_gradients(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, spans: Any, seed: Any,
     out: Tensor, lse: Tensor, ctx: Any,
 ) -> Grads:  # fmt: skip
-    saved = Saved(Inputs(query, key, value, spans, seed, ctx.layout), out, lse)
+    saved = Saved(Inputs(query, key, value, spans, seed, ctx.layout, ctx.prepared), out, lse)
     return gradients(ctx.call, saved, grad_out, grad_lse, ctx.resources)
 
 
@@ -318,26 +321,32 @@ attend_op.register_autograd(_operator_backward, setup_context=_save)
 
 def partial(call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES) -> Partial:
     """`(out, lse)` of a call by its engine, without autograd: for calls whose results another function merges."""
+    query = inputs.query
     engine = engine_for(call, inputs)
-    if not inputs.query.numel():
-        return unwritten(inputs.query)
-    with no_autocast(inputs.query.device.type):
-        if resources.pool is None:
-            return engine.partial(call, inputs, resources)
-        return resources.pool.retrying(lambda: engine.partial(call, inputs, resources))
+    if not query.numel():
+        return unwritten(query)
+    if resources.pool is None and not torch._C._is_any_autocast_enabled():
+        return engine.partial(call, inputs, resources)
+    return _guarded(lambda: engine.partial(call, inputs, resources), query, resources)
 
 
 def gradients(
     call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, resources: Resources = NO_RESOURCES
 ) -> Grads:
     """The gradients of a call by its engine, against the merged out and lse."""
+    out = saved.out
     engine = engine_for(call, saved.inputs)
-    if not saved.out.numel():
+    if not out.numel():
         return Grads(*(torch.empty_like(x) for x in saved.inputs[:3]))
-    with no_autocast(saved.out.device.type):
-        if resources.pool is None:
-            return engine.gradients(call, saved, grad_out, grad_lse, resources)
-        return resources.pool.retrying(lambda: engine.gradients(call, saved, grad_out, grad_lse, resources))
+    if resources.pool is None and not torch._C._is_any_autocast_enabled():
+        return engine.gradients(call, saved, grad_out, grad_lse, resources)
+    return _guarded(lambda: engine.gradients(call, saved, grad_out, grad_lse, resources), out, resources)
+
+
+def _guarded(run: Callable[[], Result], like: Tensor, resources: Resources) -> Result:
+    """`run()` without autocast, and once more with the pool's memory if there is too little."""
+    with no_autocast(like.device.type):
+        return run() if resources.pool is None else resources.pool.retrying(run)
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:

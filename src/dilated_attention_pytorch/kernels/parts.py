@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.entries import spans_key
 from dilated_attention_pytorch.core.pattern import grid_rows, heads_by_offset
-from dilated_attention_pytorch.core.plans import spans_key
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import documents, segment_number
 

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.entries import lasting
-from dilated_attention_pytorch.core.plans import spans_key
+from dilated_attention_pytorch.core.entries import lasting, spans_key
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.primitives import is_in_document

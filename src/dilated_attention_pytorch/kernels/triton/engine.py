@@ -39,24 +39,24 @@ class Triton:
     """The engine of this project's own kernels."""
 
     def partial(self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES) -> Partial:
-        query, key, value, spans, seed, layout = inputs
+        query, key, value, spans, seed, layout, _ = inputs
         if _is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return self.partial(call, inputs, resources)
-        dtype = query.dtype
-        query, scale, _ = _positive_scale(query, call)
-        query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
-        plan = plan_for(call, spans, seed, (query, key, value))
+        plan = plan_for(call, inputs)
+        if not plan.as_is:
+            query, key, value = plan.taken(query, key, value)
         if plan.steps is None:
             if compiles_side_by_side() and not query.is_meta:
                 # Where ranks share a call, other tensors than these give the gradients.
                 trains = not call.partial and any(x.requires_grad for x in inputs[:3])
                 self.compile(call, inputs, backward=trains, ignore_errors=True)
-            plan.set_steps(_forward_steps(plan, query, key, scale * _LOG2_E, layout))
+            plan.set_steps(_forward_steps(plan, query, key, plan.scale * _LOG2_E, layout))
         if plan.short is not None:
             out, lse = plan.empty_like(plan.like_query), plan.empty_like(plan.short.like_lse)
             plan.short.forward(query, key, value, out, lse, plan.short.table, query if seed is None else seed)
             return Partial(out, lse)
+        dtype = query.dtype
         with _lease(resources, plan.forward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
@@ -84,30 +84,32 @@ class Triton:
         grad_lse: Tensor | None,
         resources: Resources = NO_RESOURCES,
     ) -> Grads:
-        (query, key, value, spans, seed, layout), out, lse = saved
+        (query, key, value, spans, seed, layout, _), out, lse = saved
         if _is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return self.gradients(call, saved, grad_out, grad_lse, resources)
-        dtype = query.dtype
-        query, scale, sign = _positive_scale(query, call)
-        query, key, value = _rows_of_unit_stride(query), _rows_of_unit_stride(key), _rows_of_unit_stride(value)
-        grad_out = _rows_of_unit_stride(grad_out)
-        lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
+        plan = plan_for(call, saved.inputs, grad_out, grad_lse)
+        if not plan.as_is:
+            query, key, value, grad_out = plan.taken(query, key, value, grad_out)
         out = out.contiguous()
-        plan = plan_for(call, spans, seed, (query, key, value, grad_out), grad_lse)
         if plan.steps is None:
             if compiles_side_by_side() and not query.is_meta:
                 given = tree_map_only(Tensor, without_memory, (saved, grad_out, grad_lse))
                 compile_launches(lambda: self.gradients(call, *given), ignore_errors=True)
-            plan.set_steps(_backward_steps(plan, query, key, scale, layout))
+            plan.set_steps(_backward_steps(plan, query, key, plan.scale, layout))
         if plan.short is not None:
-            dq, dk, dv = (plan.empty_like(like) for like in (plan.like_query, plan.like_key, plan.like_key))
-            delta = plan.empty_like(plan.like_lse)
-            rest = (plan.short.table, query if seed is None else seed)
+            short, new = plan.short, plan.empty_like
+            if lse.stride() != short.lse_strides:
+                lse = lse.transpose(1, 2).contiguous()
+            dq, dk, dv, delta = new(plan.like_query), new(plan.like_key), new(plan.like_key), new(plan.like_lse)
+            if seed is None:
+                seed = query  # without dropout it is not read
             dlse = delta if grad_lse is None else grad_lse
-            plan.short.dq(query, key, value, out, grad_out, dlse, lse, delta, dq, *rest)
-            plan.short.dkdv(query, key, value, grad_out, lse, delta, dk, dv, *rest)
-            return Grads(dq if sign == 1 else dq * sign, dk, dv)
+            short.dq(query, key, value, out, grad_out, dlse, lse, delta, dq, short.table, seed)
+            short.dkdv(query, key, value, grad_out, lse, delta, dk, dv, short.table, seed)
+            return Grads(dq if plan.sign == 1 else dq * plan.sign, dk, dv)
+        dtype = query.dtype
+        lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
         with _lease(resources, plan.backward_loan, plan) as take:
             new = plan.new
             if take is not None and plan.sum_dtype != dtype and not call.partial:
@@ -137,8 +139,8 @@ class Triton:
                 else:
                     lists = () if kept is None else kept.key_lists
                     launch(*rows, dq, line, offsets, seed, *lists)
-            if sign != 1:
-                dq = dq * sign
+            if plan.sign != 1:
+                dq = dq * plan.sign
             wide = call.partial or dq.dtype == dtype
             return Grads(dq, dk, dv) if wide else Grads(dq.to(dtype), dk.to(dtype), dv.to(dtype))
 
@@ -248,16 +250,3 @@ def _delta_launch(plan: Plan, grad_lse: Tensor | None) -> Launch:
     zeros_at = plan.workspace_size - plan.workspace_turns
     numbers = (*plan.strides[-3:], *strides, plan.N, plan.H, plan.documents or 0, zeros_at, plan.workspace_turns)
     return Launch(delta_kernel, triton.cdiv(plan.N, 64) * plan.H * plan.B, numbers, settings)
-
-
-def _rows_of_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _positive_scale(query: Tensor, call: Call) -> tuple[Tensor, float, int]:
-    """Query, scale and sign such that the kernels' scale is positive: a sign goes into the query, exactly."""
-    scale = call.softmax_scale(query.shape[3])
-    if scale > 0:
-        return query, scale, 1
-    sign = -1 if scale < 0 else 0
-    return query * sign, -scale or 1.0, sign

@@ -30,6 +30,8 @@ from dilated_attention_pytorch.core.log import log
 _KNOWN_TRITON = ("3.6.", "3.7.")
 _MOST_ADDRESSES = 1024  # whose arguments a launch remembers
 
+_address = Tensor.data_ptr
+
 # What makes a tensor's descriptors, always the same number of them and the same but for the address.
 View = Callable[[Tensor], Sequence[Any]]
 
@@ -62,17 +64,18 @@ class Launch:
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream; with tensors on the device `meta` only compile, for the current GPU."""
-        pointers = tuple([x.data_ptr() for x in tensors])
+        pointers = tuple(map(_address, tensors))
         known = self._known.get(pointers)
-        aligned = known is not None or not functools.reduce(operator.or_, pointers) % 16
-        if self._compiled is not None and aligned and not _watched():
-            if known is None:
-                if len(self._known) >= _MOST_ADDRESSES:
-                    self._known.clear()
-                known = self._known[pointers] = self._compiled.arguments(tensors, pointers)
+        if known is not None and not _watched():
             launch, before, stream, after = known
             launch(*before, stream(), *after)
             return
+        aligned = not functools.reduce(operator.or_, pointers) % 16
+        if self._compiled is not None and aligned and not _watched():
+            if len(self._known) >= _MOST_ADDRESSES:
+                self._known.clear()
+            self._known[pointers] = self._compiled.arguments(tensors, pointers)
+            return self(*tensors)
         descriptors = [view(x) for view, x in zip(self._views, tensors)]
         first = [*(one for some in descriptors for one in some), *tensors[len(descriptors) :], *self._numbers]
         if tensors[0].is_meta:

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from dilated_attention_pytorch.core import environment, plans
-from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.dropout import threshold_of
 from dilated_attention_pytorch.core.entries import lasting
 from dilated_attention_pytorch.core.log import debugging, log
@@ -32,32 +32,27 @@ from dilated_attention_pytorch.kernels.triton.tuning import Tiles, tiles_for
 KERNELS = environment.kernels()
 
 
-def plan_for(
-    call: Call,
-    spans: Tensor | None,
-    seed: Tensor | None,
-    tensors: tuple[Tensor, ...],
-    grad_lse: Tensor | None = None,
-) -> Plan:
-    """The plan of a call, made once for equal calls of equal tensors: query, key, value and, in backward, grad_out."""
-    query = tensors[0]
-    tf32 = query.dtype == torch.float32 and allows_tf32(call.allow_tf32)
-    key = (
-        call,
-        query.device,
+def plan_for(call: Call, inputs: Inputs, grad_out: Tensor | None = None, grad_lse: Tensor | None = None) -> Plan:
+    """The plan of a call, or of its backward, made once for equal calls of equal tensors."""
+    q, k, v, spans, seed, _, prepared = inputs
+    tf32 = q.dtype == torch.float32 and allows_tf32(call.allow_tf32)
+    kind = (
+        # The shape of value is that of key.
+        (call, q.device, q.dtype, q.shape, k.shape) if prepared is None else prepared,
         KERNELS,
         tf32,
         None if spans is None else (spans.shape[0], spans.dtype),
-        seed is not None,
-        None if grad_lse is None else (grad_lse.stride(), grad_lse.dtype),
-        query.dtype,  # those of key and value too
-        tensors[-1].dtype,
-        *[(x.shape, x.stride(), x.data_ptr() % 16) for x in tensors],
-    )
-    if query.is_meta:  # of a call that compiles only
-        return Plan(call, spans, seed is not None, tf32, tensors, grad_lse)
+        seed is None,
+        q.stride(), k.stride(), v.stride(), q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+        None if grad_out is None else (grad_out.dtype, grad_out.stride(), grad_out.data_ptr() % 16),
+        None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
+    )  # fmt: skip
+    if not q.is_meta and (known := plans.recall("plan", kind)) is not None:
+        return known
+    tensors = (q, k, v) if grad_out is None else (q, k, v, grad_out)
+    make = functools.partial(Plan, call, spans, seed is not None, tf32, tensors, grad_lse)
     # In the table of the whole process: a call may have a small cache of its own, whose layouts a plan must not evict.
-    return plans.remember("plan", key, lambda: Plan(call, spans, seed is not None, tf32, tensors, grad_lse))
+    return make() if q.is_meta else plans.remember("plan", kind, make)  # on `meta` a call compiles only
 
 
 class Plan:
@@ -69,8 +64,12 @@ class Plan:
         self, call: Call, spans: Tensor | None, drops: bool, tf32: bool, tensors: tuple[Tensor, ...],
         grad_lse: Tensor | None = None,
     ) -> None:  # fmt: skip
-        query, key = tensors[:2]
         self.call = call
+        scale = call.softmax_scale(tensors[0].shape[3])
+        self.scale, self.sign = abs(scale) or 1.0, (scale > 0) - (scale < 0)
+        self.as_is = self.sign == 1 and all(x.stride(-1) == 1 for x in tensors)
+        tensors = self.taken(*tensors)
+        query, key = tensors[:2]
         self.B, self.N, self.H, self.D = query.shape
         self.device = query.device
         self.documents = None if spans is None else spans.shape[0]
@@ -119,6 +118,11 @@ class Plan:
             log.debug("planned: %s of %s, kernels by branch %s", stage, tuple(query.shape), kernels)
         self.backward_loan = max(sums, 4 * self.like_lse.numel(), 4 * self.workspace_size)
         self.short = short.Short(self, table, grad_lse) if in_one else None
+
+    def taken(self, query: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """The tensors as kernels take them: rows of unit stride, and the sign of the scale in the query, exactly."""
+        query = query if self.sign == 1 else query * self.sign
+        return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in (query, *rest))
 
     def set_steps(self, steps: Iterable[Step]) -> None:
         steps = list(steps)

@@ -265,8 +265,8 @@ class Short:
             plan.device,
             lambda: torch.empty(plan.B, plan.H, plan.N, dtype=torch.float32, device=plan.device).transpose(1, 2),
         )
-        scale = abs(call.softmax_scale(plan.D)) or 1.0  # a sign, and zero, are in the query
-        numbers = (len(rows), call.head_offset, call.first_position, scale, plan.keep_scale, plan.threshold)
+        self.lse_strides = self.like_lse.stride()
+        numbers = (len(rows), call.head_offset, call.first_position, plan.scale, plan.keep_scale, plan.threshold)
         if len(plan.strides) == 9:
             self.forward = self._launch(forward_kernel, "forward", plan.H, plan.strides, numbers, {})
             return
