@@ -253,6 +253,72 @@ def _give_dq(ds_smem, dq_smem, signals, k, step, WHICH: gl.constexpr, BLOCK_D: g
 
 
 @gluon.jit
+def _meet_queries(
+    dk, dv, inputs, ds_smem, dq_smem, signals, no_scores, key_words, dropout, scale, tile, first_key, count, held,
+    walked, step, WHICH: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
+    DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
+):  # fmt: skip
+    """A step of a warpgroup: its keys meet a query tile, and dk and dv grow."""
+    dtype: gl.constexpr = inputs.q.dtype
+    scores: gl.constexpr = no_scores.type.layout
+    weights: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    row = tile * BLOCK_M
+    stage = walked & 1
+    phase = walked >> 1 & 1
+    # The last term is 0, which the compiler does not know: else it would compute the addresses of all parts of k and v
+    # before the loop, and keep them in registers that are needed.
+    here = held + (walked >> 30)
+    all_keys = inputs.k.index(here).reshape([BLOCK_N, BLOCK_D])
+    k = all_keys.slice(WHICH * 64, 64, dim=0)
+    v = inputs.v.index(here).reshape([BLOCK_N, BLOCK_D]).slice(WHICH * 64, 64, dim=0)
+    q = inputs.q.index(stage).reshape([BLOCK_M, BLOCK_D])
+    do = inputs.do.index(stage).reshape([BLOCK_M, BLOCK_D])
+    mbarrier.wait(signals.q_full.index(stage), phase)
+    if DOCUMENTS and row + BLOCK_M > count:
+        mbarrier.wait(signals.do_full.index(stage), phase)
+        clear_rows(q, count - row)
+        clear_rows(do, count - row)
+    s_later = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(signals.do_full.index(stage), phase)
+    dp_later = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    lse = inputs.lse.index(stage).load(gl.SliceLayout(0, scores))
+    s = warpgroup_mma_wait(1, deps=[s_later])
+    p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+    cut = (row + BLOCK_M > count) | (first_key + 64 > count)
+    if CAUSAL:
+        cut = cut | (row < first_key + 63)
+    if cut:
+        keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+        queries = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, scores))
+        sees = (keys < count)[:, None] & (queries < count)[None, :]
+        if CAUSAL:
+            sees = sees & (keys[:, None] <= queries[None, :])
+        p = gl.where(sees, p, 0.0)
+    delta = inputs.delta.index(stage).load(gl.SliceLayout(0, scores))
+    dp = warpgroup_mma_wait(0, deps=[dp_later])
+    if DROPOUT:
+        words = inputs.words.index(stage).load(gl.SliceLayout(0, scores))
+        factors = inputs.factors.index(stage).load(gl.SliceLayout(0, scores))
+        kept = keeps(words[None, :], factors[None, :], key_words[:, None], dropout)
+        kept_p = gl.where(kept, p, 0.0)
+        dv_later = warpgroup_mma(gl.convert_layout(kept_p.to(dtype), weights), do, dv, is_async=True)
+        ds = (kept_p * dp - p * delta[None, :]).to(dtype)
+    else:
+        dv_later = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do, dv, is_async=True)
+        ds = (p * (dp - delta[None, :])).to(dtype)
+    mbarrier.wait(signals.ds_empty.index(stage), phase ^ 1)
+    ds_smem.index(stage).slice(WHICH * 64, 64, dim=0).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(signals.ds_full.index(stage), count=1)
+    dk_later = warpgroup_mma(gl.convert_layout(ds, weights), q, dk, is_async=True)
+    if step > 0:  # of the step before: the other warpgroup's share of ds is there by now
+        _give_dq(ds_smem, dq_smem, signals, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk_later, dv_later])
+    mbarrier.arrive(signals.empty.index(stage), count=1)
+    return dk, dv
+
+
+@gluon.jit
 def _consume(
     given, WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
@@ -261,10 +327,8 @@ def _consume(
     """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
     Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lines, lists, sizes, dropout, scale = given
     H, rate, rows, group, team_size = sizes.H, sizes.rate, sizes.rows, sizes.group, sizes.team_size
-    dtype: gl.constexpr = inputs.q.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # (keys, queries)
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # (keys, D)
-    weights: gl.constexpr = gl.DotOperandLayout(0, grads, 2)
     memory: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BLOCK_D, BLOCK_D // 4], [4, 1], [1, 0])
     no_scores = gl.zeros([64, BLOCK_M], gl.float32, scores)
     columns = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, grads))
@@ -296,9 +360,8 @@ def _consume(
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
                     start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
                     steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
-                if DROPOUT:
-                    own_keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
-                    key_words = dropout_keys(dropout, token + own_keys * rate)
+                own_keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
+                key_words = dropout_keys(dropout, token + own_keys * rate) if DROPOUT else own_keys  # then not read
                 mbarrier.wait(signals.kv_full.index(held), held_phase)
                 if DOCUMENTS:
                     # Behind a document may lie anything, NaN too, and 0 times that is not 0.
@@ -311,59 +374,10 @@ def _consume(
                         g, start, at, left, _, tile = next_listed(
                             lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
                         )
-                    row = tile * BLOCK_M
-                    stage = walked & 1
-                    phase = walked >> 1 & 1
-                    # The last term is 0, which the compiler does not know: else it would compute the addresses of all
-                    # parts of k and v before the loop, and keep them in registers that are needed.
-                    here = held + (walked >> 30)
-                    all_keys = inputs.k.index(here).reshape([BLOCK_N, BLOCK_D])
-                    k = all_keys.slice(WHICH * 64, 64, dim=0)
-                    v = inputs.v.index(here).reshape([BLOCK_N, BLOCK_D]).slice(WHICH * 64, 64, dim=0)
-                    q = inputs.q.index(stage).reshape([BLOCK_M, BLOCK_D])
-                    do = inputs.do.index(stage).reshape([BLOCK_M, BLOCK_D])
-                    mbarrier.wait(signals.q_full.index(stage), phase)
-                    if DOCUMENTS and row + BLOCK_M > count:
-                        mbarrier.wait(signals.do_full.index(stage), phase)
-                        clear_rows(q, count - row)
-                        clear_rows(do, count - row)
-                    s_later = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                    mbarrier.wait(signals.do_full.index(stage), phase)
-                    dp_later = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-                    lse = inputs.lse.index(stage).load(gl.SliceLayout(0, scores))
-                    s = warpgroup_mma_wait(1, deps=[s_later])
-                    p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
-                    cut = (row + BLOCK_M > count) | (first_key + 64 > count)
-                    if CAUSAL:
-                        cut = cut | (row < first_key + 63)
-                    if cut:
-                        keys = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, scores))
-                        queries = row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, scores))
-                        sees = (keys < count)[:, None] & (queries < count)[None, :]
-                        if CAUSAL:
-                            sees = sees & (keys[:, None] <= queries[None, :])
-                        p = gl.where(sees, p, 0.0)
-                    delta = inputs.delta.index(stage).load(gl.SliceLayout(0, scores))
-                    dp = warpgroup_mma_wait(0, deps=[dp_later])
-                    if DROPOUT:
-                        words = inputs.words.index(stage).load(gl.SliceLayout(0, scores))
-                        factors = inputs.factors.index(stage).load(gl.SliceLayout(0, scores))
-                        kept = keeps(words[None, :], factors[None, :], key_words[:, None], dropout)
-                        kept_p = gl.where(kept, p, 0.0)
-                        dv_later = warpgroup_mma(gl.convert_layout(kept_p.to(dtype), weights), do, dv, is_async=True)
-                        ds = (kept_p * dp - p * delta[None, :]).to(dtype)
-                    else:
-                        dv_later = warpgroup_mma(gl.convert_layout(p.to(dtype), weights), do, dv, is_async=True)
-                        ds = (p * (dp - delta[None, :])).to(dtype)
-                    mbarrier.wait(signals.ds_empty.index(stage), phase ^ 1)
-                    ds_smem.index(stage).slice(WHICH * 64, 64, dim=0).store(ds)
-                    fence_async_shared()
-                    mbarrier.arrive(signals.ds_full.index(stage), count=1)
-                    dk_later = warpgroup_mma(gl.convert_layout(ds, weights), q, dk, is_async=True)
-                    if step > 0:  # of the step before: the other warpgroup's share of ds is there by now
-                        _give_dq(ds_smem, dq_smem, signals, all_keys, walked - 1, WHICH, BLOCK_D, BLOCK_M)
-                    dk, dv = warpgroup_mma_wait(0, deps=[dk_later, dv_later])
-                    mbarrier.arrive(signals.empty.index(stage), count=1)
+                    dk, dv = _meet_queries(
+                        dk, dv, inputs, ds_smem, dq_smem, signals, no_scores, key_words, dropout, scale, tile,
+                        first_key, count, held, walked, step, WHICH, BLOCK_D, BLOCK_M, CAUSAL, DOCUMENTS, DROPOUT,
+                    )  # fmt: skip
                     walked += 1
                     if not SPARSE:
                         tile = gl.where(tile + 1 == query_tiles, first, tile + 1)
