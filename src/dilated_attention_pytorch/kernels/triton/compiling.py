@@ -9,6 +9,8 @@ which reads Python's syntax tree, holds Python's lock: its passes, LLVM, ptxas a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import threading
 import time
@@ -47,6 +49,22 @@ def compiles_side_by_side() -> bool:
     return knows_triton() and not environment.triton_interprets()
 
 
+@functools.cache
+def hash_triton() -> threading.Thread:
+    """Begin to hash Triton's 400 MB: its first compilation does so, and Python imports the kernels meanwhile."""
+
+    def run() -> None:
+        # Without it, as under a Triton that has it elsewhere, the first compilation takes longer.
+        with contextlib.suppress(ImportError, OSError):
+            from triton.runtime.cache import triton_key
+
+            triton_key()  # remembered by Triton; it releases Python's lock
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
 def compile_launches(passes: Callable[[], Any], *, ignore_errors: bool = False) -> list[tuple[str, float]]:
     """Compile what `passes` launches with tensors on the device `meta`: the names and seconds of the kernels.
 
@@ -72,6 +90,7 @@ class _SideBySide:
     def compile(self, passes: Callable[[], Any], ignore_errors: bool) -> list[tuple[str, float]]:
         from triton.runtime._async_compile import active_mode
 
+        hash_triton().join()
         active_mode.set(self)
         with ThreadPoolExecutor() as self._threads:
             with _front_end:

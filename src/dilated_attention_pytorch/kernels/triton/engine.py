@@ -25,7 +25,12 @@ from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Sa
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.triton.backward import delta_kernel, dkdv_kernel, dq_kernel
-from dilated_attention_pytorch.kernels.triton.compiling import compile_launches, compiles_side_by_side, without_memory
+from dilated_attention_pytorch.kernels.triton.compiling import (
+    compile_launches,
+    compiles_side_by_side,
+    hash_triton,
+    without_memory,
+)
 from dilated_attention_pytorch.kernels.triton.documents import Works, clear_outside
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
 from dilated_attention_pytorch.kernels.triton.launching import Launch
@@ -37,6 +42,10 @@ _STRETCH = 16  # lines of a list that a head takes before the next one does
 
 class Triton:
     """The engine of this project's own kernels."""
+
+    def __init__(self) -> None:
+        if compiles_side_by_side():
+            hash_triton()
 
     def partial(self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES) -> Partial:
         query, key, value, spans, seed, layout, _ = inputs
