@@ -321,11 +321,11 @@ def _meet_queries(
 @gluon.jit
 def _consume(
     given, WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
-    Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lines, lists, sizes, dropout, scale = given
+    gradients, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lines, lists, sizes, dropout, scale = given
+    Dq, Dk, Dv, continues = gradients
     H, rate, rows, group, team_size = sizes.H, sizes.rate, sizes.rows, sizes.group, sizes.team_size
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])  # (keys, queries)
     grads: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])  # (keys, D)
@@ -393,9 +393,8 @@ def _consume(
                 dk = dk * ds_scale
                 if DROPOUT:
                     dv = dv * dropout.keep_scale
-                if CONTINUES:
-                    dk += gl.load(Dk + into, mask=inside, other=0.0).to(gl.float32)
-                    dv += gl.load(Dv + into, mask=inside, other=0.0).to(gl.float32)
+                dk += gl.load(Dk + into, mask=inside & continues, other=0.0).to(gl.float32)
+                dv += gl.load(Dv + into, mask=inside & continues, other=0.0).to(gl.float32)
                 gl.store(Dk + into, dk.to(Dk.dtype.element_ty), mask=inside)
                 gl.store(Dv + into, dv.to(Dv.dtype.element_ty), mask=inside)
         tiles = rows // BLOCK_M
@@ -419,8 +418,7 @@ def _consume(
                 queries = tile * BLOCK_M + queries
                 into = ((origin + queries.to(gl.int64) * rate) * H + kv * group + g)[:, None] * D + wide[None, :]
                 inside = (queries < count)[:, None] & (wide < D)[None, :]
-                if CONTINUES:
-                    dq += gl.load(Dq + into, mask=inside, other=0.0).to(gl.float32)
+                dq += gl.load(Dq + into, mask=inside & continues, other=0.0).to(gl.float32)
                 gl.store(Dq + into, dq.to(Dq.dtype.element_ty), mask=inside)
                 synchronize_threads()
             # The scratch may be used for the next unit: its turns count from here. The last unit leaves zeros, as it
@@ -431,16 +429,18 @@ def _consume(
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.
-@gluon.jit(do_not_specialize=(*Sizes._fields, "turns_at", "rows_per_batch_row", *Dropout._fields[1:4], "threshold"))
+_VARYING = (*Sizes._fields, "turns_at", "rows_per_batch_row", "continues", *Dropout._fields[1:4], "threshold")
+
+
+@gluon.jit(do_not_specialize=_VARYING)
 def backward_kernel(
     q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail, scratch_desc,
     Lse, Delta, Dq, Dk, Dv, Scratch, Lines, offsets, seed,
     Grids, First, Queries, QueryTurns, KeyFirst,
     N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group,
-    turns_at, rows_per_batch_row, head_offset, first_position, branch, threshold, keep_scale, scale,
+    turns_at, rows_per_batch_row, continues, head_offset, first_position, branch, threshold, keep_scale, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, CONTINUES: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
 ):  # fmt: skip
     """`Grids` to `KeyFirst` and `rows_per_batch_row` are a block layout's lists, and not read without one."""
     Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -479,14 +479,15 @@ def backward_kernel(
     lists = Lists(offsets, offsets, offsets, offsets, offsets, N)
     if SPARSE:
         lists = Lists(Grids, First, Queries, QueryTurns, KeyFirst, rows_per_batch_row)
+    gradients = (Dq, Dk, Dv, continues != 0)  # of earlier branches, if there are any
     given = (
-        Dq, Dk, Dv, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, Lines, lists, sizes, dropout, scale
+        gradients, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, Lines, lists, sizes, dropout, scale
     )  # fmt: skip
     # A tuple of constants would not stay constant, so the lists are written out.
     gl.warp_specialize(
         [
-            (_consume, (given, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE, DROPOUT)),
-            (_consume, (given, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, CONTINUES, DOCUMENTS, SPARSE, DROPOUT)),
+            (_consume, (given, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
+            (_consume, (given, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
             (_produce, (sources, inputs, signals, Lse, Delta, offsets, Lines, lists, sizes, dropout,
                         BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
             (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 0,

@@ -133,7 +133,7 @@ def backward_launch(
     numbers = (
         *_no_lists(kept, 5), N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, teams.rows,
         branch.slots_per_row, units, teams.count, teams.size, _lag(block_d, branch.is_causal), H // key.shape[2],
-        _turns_at(workspace, block_d), _rows_per_batch_row(kept), *_dropout(branch), scale,
+        _turns_at(workspace, block_d), _rows_per_batch_row(kept), int(branch.continues), *_dropout(branch), scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -141,7 +141,6 @@ def backward_launch(
         "BLOCK_M": _QUERY_ROWS,
         "KV_STAGES": 2 if block_d == 64 else 1,  # what fits into shared memory
         "CAUSAL": branch.is_causal,
-        "CONTINUES": branch.continues,
         "DOCUMENTS": branch.plan.documents is not None,
         "SPARSE": kept is not None,
         "DROPOUT": branch.plan.drops,
