@@ -60,7 +60,7 @@ def hopper_tiles_for(block_d: int, is_causal: bool, alone: bool) -> HopperTiles:
     """The measured shape of the Hopper forward, or the smallest one where each tile is `alone` on a multiprocessor."""
     found = _shape("hopper forward", block_d, 2, is_causal)
     assert isinstance(found, HopperTiles)
-    return HopperTiles(2, found.stages, 240, found.ordered) if alone else found
+    return HopperTiles(2, found.stages, 240, found.ordered) if alone and found.consumers > 2 else found
 
 
 def _shape(kernel: str, block_d: int, itemsize: int, is_causal: bool) -> Tiles | HopperTiles:
