@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from typing import ClassVar
+
 import pytest
 import torch
 
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.models import generation
-from dilated_attention_pytorch.models.generation import Sampling
+from dilated_attention_pytorch.models import captured, generation
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.generation import Sampling, prompt_chunk
 
 LATER = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 2.0}
 SIZES = {"d_model": 16, "num_heads": 4, "num_layers": 2, "segment_lengths": (4, 8), "dilation_rates": (1, 2)}
@@ -46,7 +52,7 @@ def test_generation_is_the_same_with_and_without_a_cache(sampling, padded) -> No
     mask = (torch.arange(7) < torch.tensor([0, 3])[:, None]) if padded else None
     kept = model.generate(prompt, 20, key_padding_mask=mask, **sampling)
     assert kept.shape == (2, 27)
-    for other in ({"use_cache": False}, {"chunk": 3}, {}):
+    for other in ({"use_cache": False}, {"chunk": 3}, {"chunk": 6}, {}):
         assert torch.equal(model.generate(prompt, 20, key_padding_mask=mask, **sampling, **other), kept)
     if padded and sampling == {"temperature": 0}:
         alone = model.generate(prompt[1:, 3:], 20, **sampling)
@@ -75,6 +81,124 @@ def test_a_row_that_ended_stays_ended_and_all_of_them_end_the_run() -> None:
     assert (out[0, first:] == eos).all()
     alone = model.generate(prompt[:1], 12, temperature=0, eos=eos)
     assert alone.shape[1] == first + 1
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("ahead", [1, 3, 16])
+def test_an_end_that_is_noticed_later_changes_neither_tokens_nor_draws(sampling, ahead, monkeypatch) -> None:
+    """As on a GPU, which is not asked after every token."""
+    model, prompt = model_of(), torch.randint(256, (2, 7))
+    settings = {name: value for name, value in sampling.items() if name != "seed"}
+    free = model.generate(prompt[:1], 12, **settings, generator=torch.Generator().manual_seed(1))
+    found = []
+    for lag in (0, ahead):
+        draws = torch.Generator().manual_seed(1)
+        choose = Sampling(**settings)
+        steps = generation.cached_logits(model, prompt[:1], None, None, None)
+        new = generation.generated_tokens(steps, choose, draws, 12, int(free[0, 9]), lag)
+        found.append((torch.stack([*new]), draws.get_state()))
+    assert len(found[0][0]) < 12
+    assert all(map(torch.equal, *found))
+
+
+def test_a_draw_is_that_of_multinomial() -> None:
+    chances = torch.rand(50, 30).softmax(-1)
+    drawn = Sampling().choose(chances.log(), torch.Generator().manual_seed(7))
+    expected = torch.multinomial(chances.log().softmax(-1), 1, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(drawn, expected[:, 0])
+
+
+class Recorded:
+    """A graph of a CPU: what was recorded is run again."""
+
+    made: ClassVar[list[Recorded]] = []
+
+    def __init__(self, run: Callable[[], object], like: torch.Tensor) -> None:
+        self.replay: Callable[[], object] | None = run
+        Recorded.made.append(self)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[Recorded]:
+    """Let a CPU do what a GPU does, but for the graph itself."""
+    captured.forget_kept()
+    monkeypatch.setattr(Recorded, "made", [])
+    monkeypatch.setattr(captured, "_record", Recorded)
+    monkeypatch.setattr(captured, "_records", lambda model, tokens: True)
+    yield Recorded.made
+    captured.forget_kept()
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+def test_later_calls_replay_the_graph_of_the_first(sampling, graphs, monkeypatch) -> None:
+    model, prompt = model_of(), torch.randint(256, (2, 70))
+    mask = torch.arange(70) < torch.tensor([0, 3])[:, None]
+    calls = [{}, {"key_padding_mask": mask}, {"chunk": 7}]
+    found = [model.generate(prompt, 12, **sampling, **call) for call in calls]
+    assert len(graphs) == 1
+    model.generate(prompt[:1], 12)
+    assert len(graphs) == 2
+    streams = [model.stream(prompt, 12, **sampling, **call) for call in calls[:2]]  # by turns, with a cache each
+    for pieces, expected in zip(zip(*map(zip, streams)), zip(*[x[:, 70:].T for x in found[:2]])):
+        assert all(torch.equal(piece, one) for (piece,), one in zip(pieces, expected))
+    assert len(graphs) == 3
+    calls[2] = {}  # chunks are of a cache
+    expected = [model.generate(prompt, 12, **sampling, **call, use_cache=False) for call in calls]
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("change", ["weights", "dtype", "head", "hook"])
+def test_a_graph_is_not_replayed_for_a_model_that_changed(change, graphs) -> None:
+    model, prompt = model_of(tie_weights=False), torch.randint(256, (1, 9))
+    before = model.generate(prompt, 8, temperature=0)
+    if change == "weights":  # in place: the graph reads them
+        torch.nn.init.normal_(model.head.weight)
+    elif change == "dtype":
+        model.float()
+    elif change == "head":
+        model.head = torch.nn.Linear(16, 256, bias=False, dtype=torch.float64)
+    else:
+        model.head.weight.data = torch.randn_like(model.head.weight)
+    after = model.generate(prompt, 8, temperature=0)
+    assert len(graphs) == (1 if change == "weights" else 2)
+    assert torch.equal(after, model.generate(prompt, 8, temperature=0, use_cache=False))
+    assert change == "dtype" or not torch.equal(after, before)
+
+
+def test_a_model_keeps_few_caches_and_none_outlives_it(graphs) -> None:
+    model = model_of()
+    for batch in (1, 2, 3, 2, 1):
+        model.generate(torch.zeros(batch, 3, dtype=torch.int64), 6)
+    kept = captured._kept[model]
+    assert [key[0] for key in kept] == [2, 1]
+    caches = [weakref.ref(cache[0]) for cache in kept.values()]
+    del model, kept
+    for graph in graphs:
+        graph.replay = None  # which, unlike a GPU's, holds what it runs
+    gc.collect()
+    assert [cache() for cache in caches] == [None, None]
+
+
+def test_a_cache_that_is_passed_is_continued() -> None:
+    model, prompt = model_of(), torch.randint(256, (2, 21))
+    whole = model.generate(prompt, 10, temperature=0)
+    cache = model.new_cache(2)
+    for _ in model.read(prompt[:, :13], cache, chunk=5):
+        pass
+    first = model.generate(prompt[:, 13:], 4, temperature=0, cache=cache)
+    assert torch.equal(first, whole[:, 13:25])
+    assert cache[0].lengths.tolist() == [24, 24]
+    assert torch.equal(model.generate(first[:, -1:], 6, temperature=0, cache=cache), whole[:, 24:])
+    with pytest.raises(ValueError, match="a cache knows the padding of its rows"):
+        model.generate(prompt, 1, cache=cache, key_padding_mask=torch.zeros(2, 21, dtype=torch.bool))
+
+
+def test_chunks_of_a_prompt_end_where_segments_do() -> None:
+    config = ModelConfig(segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
+    assert [prompt_chunk(config, 1, 2, most) for most in (1000, 3000, 5000, 50_000)] == [1000, 2048, 4096, 49_152]
+    one, four = (prompt_chunk(config, batch, 2) for batch in (1, 4))
+    assert one % 8192 == four % 8192 == 0
+    assert 0 < four <= one // 4
 
 
 def test_nothing_is_generated_where_nothing_is_asked_for() -> None:
@@ -114,11 +238,10 @@ def test_broken_logits_are_looked_at_without_waiting_for_every_token(monkeypatch
         type = "cuda"
 
     monkeypatch.setattr(torch.Tensor, "device", Elsewhere)
-    model, sampling = torch.nn.Linear(1, 1), Sampling()
-    assert len(list(generation.generated_tokens(model, steps(200), sampling, None, 100, None))) == 100
+    assert len(list(generation.generated_tokens(steps(200), Sampling(), None, 100, None))) == 100
     assert looks == [0, 64, 99]
     with pytest.raises(FloatingPointError, match="at new token 71 of row 0"):
-        list(generation.generated_tokens(model, steps(70), sampling, None, 100, None))
+        list(generation.generated_tokens(steps(70), Sampling(), None, 100, None))
 
 
 def test_what_cannot_be_generated_is_refused() -> None:

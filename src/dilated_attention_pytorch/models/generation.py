@@ -1,26 +1,37 @@
-"""Generation token by token: where the next logits come from, and how a token is chosen from them."""
+"""Generation token by token: where the next logits come from, and how a token is chosen from them.
+
+On a GPU the steps after the prompt are replays of a CUDA graph (`models.captured`). Then the host only launches: it
+reads nothing back per token, and learns `AHEAD` tokens later that all rows have ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+import math
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import MOST_TOKENS, NOT_NEGATIVE, check_fields, check_instance, check_whole
+from dilated_attention_pytorch.core.checks import NOT_NEGATIVE, check_fields, check_instance, check_whole
 from dilated_attention_pytorch.core.spans import document_spans
+from dilated_attention_pytorch.models.captured import evaluating, kept_cache, step_for
 
 if TYPE_CHECKING:
+    from dilated_attention_pytorch.models.config import ModelConfig
     from dilated_attention_pytorch.models.longnet import LongNetLM
+    from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 Steps = Generator[Tensor, Tensor, None]
 """Yields logits `(B, vocab)` and is sent the tokens `(B,)` that were chosen from them."""
 
 _LOOK_EVERY = 64  # new tokens
+AHEAD = 16  # tokens that a GPU may compute before the host knows whether all rows have ended
+_PROMPT_BYTES = 8 << 30  # of activations, while a chunk of a prompt is read
 
 
 class StreamSettings(TypedDict, total=False):
@@ -35,6 +46,7 @@ class StreamSettings(TypedDict, total=False):
     key_padding_mask: Tensor | None
     use_cache: bool
     chunk: int | None
+    cache: Sequence[DilatedKVCache] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +76,7 @@ class Sampling:
         return torch.Generator(device).manual_seed(check_whole("seed", seed, least=-(2**63), most=2**63 - 1))
 
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A token for each row of `(B, vocab)` logits."""
+        """A token for each row of `(B, vocab)` logits; does not wait for the device."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
@@ -76,66 +88,136 @@ class Sampling:
             falling, order = chances.sort(-1, descending=True)
             before = falling.cumsum(-1) - falling  # the likeliest token always stays
             chances = chances.scatter(-1, order, falling.masked_fill(before >= self.top_p, 0.0))
-        # Without NaN, which would end the process on a GPU before `generated_tokens` can report it.
-        return torch.multinomial(chances.nan_to_num(1.0), 1, generator=generator)[:, 0]
+        # The draw of torch.multinomial, whose checks wait for the device: the least of exponential variables with these
+        # rates is the drawn one. Without NaN, which `generated_tokens` reports; a chance of 0 never wins.
+        return (chances.nan_to_num(1.0) / torch.empty_like(chances).exponential_(generator=generator)).argmax(-1)
 
 
-def cached_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | None, chunk: int | None) -> Steps:
-    """Logits from a bounded cache, which reads the prompt in chunks of `chunk` tokens."""
-    if chunk is not None:
-        check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
-    cache = model.new_cache(tokens.shape[0], padding=_left_padding(tokens, key_padding_mask))
-    for piece in tokens.split(chunk or max(tokens.shape[1], 1), dim=1):
-        last = model.hidden(piece, cache=cache)[:, -1]
-    while True:
-        chosen = yield model.logits(last)
-        last = model.hidden(chosen[:, None], cache=cache)[:, -1]
+def prompt_chunk(config: ModelConfig, batch: int, itemsize: int, most: int | None = None) -> int:
+    """The number of tokens of a prompt to read at once: `most`, or as many as take `_PROMPT_BYTES` of activations.
+
+    Where it spans a segment it is a multiple of the longest such segment: a chunk that begins a segment does not read
+    that branch's cached rows.
+
+    >>> from dilated_attention_pytorch.models.config import ModelConfig
+    >>> prompt_chunk(ModelConfig(segment_lengths=(2048, 8192), dilation_rates=(1, 4)), 1, 2, most=50_000)
+    49152
+    """
+    if most is None:
+        # Of a layer: inputs and projections of attention, float32 rotations, and thrice the feed-forward's hidden rows.
+        per_token = (12 * config.d_model + 3 * config.dim_feedforward) * itemsize + 16 * config.d_model
+        most = max(1, _PROMPT_BYTES // (batch * per_token))
+    whole = math.lcm(*config.segment_lengths)
+    unit = whole if whole <= most else max((w for w in config.segment_lengths if w <= most), default=1)
+    return most // unit * unit
+
+
+def cached_logits(
+    model: LongNetLM,
+    tokens: Tensor,
+    key_padding_mask: Tensor | None,
+    chunk: int | None,
+    cache: Sequence[DilatedKVCache] | None,
+) -> Steps:
+    """Logits from a bounded cache, which reads the prompt in chunks; from one that this makes if `cache` is None."""
+    padding = left_padding(tokens, key_padding_mask)
+    with kept_cache(model, tokens, padding, cache) as cache:
+        *_, last = model.read(tokens, cache, chunk=chunk)
+        with evaluating(model):
+            logits = model.logits(last)
+        step = step_for(model, cache, tokens)
+        while True:
+            chosen = yield logits
+            logits = step(model, chosen[:, None], cache)[:, -1]
 
 
 def recomputed_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | None) -> Steps:
     """Logits computed from the whole sequence at every token."""
-    _left_padding(tokens, key_padding_mask)
+    left_padding(tokens, key_padding_mask)
     mask = key_padding_mask
     while True:
-        chosen = yield model.logits(model.hidden(tokens, key_padding_mask=mask)[:, -1])
+        with evaluating(model):
+            logits = model.logits(model.hidden(tokens, key_padding_mask=mask)[:, -1])
+        chosen = yield logits
         tokens = torch.cat([tokens, chosen[:, None]], dim=1)
         mask = None if mask is None else F.pad(mask, (0, 1))
 
 
+class _Chosen(NamedTuple):
+    """A token per row, whether all rows have ended with it (where the host can read it), and the state of the draws."""
+
+    tokens: Tensor
+    ended: Tensor
+    copied: torch.cuda.Event | None
+    state: Tensor | None
+
+    @classmethod
+    def of(cls, tokens: Tensor, ended: Tensor, draws: torch.Generator | None) -> _Chosen:
+        flag = ended.all().to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream(tokens.device).record_event() if ended.is_cuda else None
+        return cls(tokens, flag, copied, None if draws is None else draws.get_state())
+
+    def is_last(self) -> bool:
+        """Waits for the device, though not for what was launched later."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return bool(self.ended)
+
+
 @torch.no_grad()
 def generated_tokens(
-    model: nn.Module,
     steps: Steps,
     sampling: Sampling,
     generator: torch.Generator | None,
     max_new_tokens: int,
     eos: int | None,
+    ahead: int = 0,
 ) -> Iterator[Tensor]:
-    """The chosen tokens, `(B,)` at a time; the model is in eval mode while it computes.
+    """The chosen tokens, `(B,)` at a time.
 
-    Logits that are not finite raise a `FloatingPointError`: on a CPU at once, on a GPU within 64 tokens.
+    The last token, at which all rows have ended, may be noticed `ahead` tokens later; what was computed since is
+    dropped, and its draws are taken back. Logits that are not finite raise a `FloatingPointError`: on a CPU at once, on
+    a GPU within 64 tokens.
     """
     ended: Tensor | None = None
     chosen: Tensor | None = None
     greatest: list[Tensor] = []  # logit per row: not finite if one is NaN or +inf, or if all are -inf
-    for number in range(max_new_tokens):
-        with _evaluating(model):
+    waiting: deque[_Chosen] = deque()
+    with closing(steps):
+        for number in range(max_new_tokens):
             logits = next(steps) if chosen is None else steps.send(chosen)
-        greatest.append(logits.amax(-1))
-        # Reading them waits for a GPU, so they are read for the first token, then every 64, and for the last.
-        if logits.device.type == "cpu" or number % _LOOK_EVERY == 0 or number == max_new_tokens - 1:
-            _check_finite(greatest, number)
-            greatest.clear()
-        chosen = sampling.choose(logits, generator)
-        if eos is not None:
+            greatest.append(logits.amax(-1))
+            # Reading them waits for a GPU, so they are read for the first token, then every 64, and for the last.
+            if logits.device.type == "cpu" or number % _LOOK_EVERY == 0 or number == max_new_tokens - 1:
+                _check_finite(greatest, number)
+                greatest.clear()
+            chosen = sampling.choose(logits, generator)
+            if eos is None:
+                yield chosen
+                continue
             if ended is not None:
                 chosen = chosen.masked_fill(ended, eos)
             ended = chosen == eos
-        yield chosen
-        if ended is not None and bool(ended.all()):
-            if greatest:
-                _check_finite(greatest, number)
-            return
+            draws = _draws(sampling, generator, chosen.device) if ahead else None
+            waiting.append(_Chosen.of(chosen, ended, draws))
+            while len(waiting) > (ahead if number < max_new_tokens - 1 else 0):
+                oldest = waiting.popleft()
+                yield oldest.tokens
+                if oldest.is_last():
+                    if looked_at := greatest[: len(greatest) - len(waiting)]:
+                        _check_finite(looked_at, number - len(waiting))
+                    if draws is not None and oldest.state is not None:
+                        draws.set_state(oldest.state)
+                    return
+
+
+def _draws(sampling: Sampling, generator: torch.Generator | None, device: torch.device) -> torch.Generator | None:
+    """The generator that draws advance, if there are any."""
+    if sampling.temperature == 0:
+        return None
+    if generator is not None:
+        return generator
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _check_finite(greatest: list[Tensor], number: int) -> None:
@@ -150,19 +232,7 @@ def _check_finite(greatest: list[Tensor], number: int) -> None:
         )
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode within the block; afterwards every module is in its earlier mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _left_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
+def left_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(f"a prompt is (batch, tokens) with at least one token, got {tuple(tokens.shape)}")
     spans = document_spans(*tokens.shape, key_padding_mask=key_padding_mask)

@@ -85,10 +85,11 @@ class DilatedKVCache:
         self.keys = torch.zeros(batch, self.rows.total, head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
-        self._longest = torch.zeros_like(self.lengths)
+        self._longest = torch.zeros_like(self.lengths)  # as of the last time that lengths shrank
         # Lengths that the host has counted. They hold while the tensor of lengths still has this version.
         self._known: tuple[tuple[int, ...], Tensor, int] | None = None
-        self._replayed = False
+        # Whether a recorded graph may change the lengths, which the host then does not count.
+        self.replayed = False
         self.reset(padding)
 
     @property
@@ -119,6 +120,7 @@ class DilatedKVCache:
         every = (check_whole("tokens", tokens, least=0, most=MOST_TOKENS),) * self.batch
         if self.known_lengths == every:
             return
+        self._note_longest()
         self.lengths.fill_(tokens)
         self._note_recording(self.lengths)
         self._count(every)
@@ -153,7 +155,6 @@ class DilatedKVCache:
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(query, key, value, state, call, resources)
         self.lengths.add_(query.shape[1])
-        torch.maximum(self._longest, self.lengths, out=self._longest)
         if known is not None:
             self._count(tuple(length + query.shape[1] for length in known))
         return out
@@ -161,7 +162,7 @@ class DilatedKVCache:
     def _note_recording(self, x: Tensor) -> None:
         """Note that a graph is being recorded: when it is replayed, lengths change and the host does not see it."""
         if not is_plain(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._replayed = True
+            self.replayed = True
 
     def _count(self, lengths: tuple[int, ...]) -> None:
         tensor = self.lengths
@@ -170,7 +171,7 @@ class DilatedKVCache:
     @property
     def known_lengths(self) -> tuple[int, ...] | None:
         """The lengths as the host counted them, or None if something else may have changed them."""
-        if self._replayed or self._known is None:
+        if self.replayed or self._known is None:
             return None
         lengths, tensor, version = self._known
         return lengths if tensor is self.lengths and tensor._version == version else None
@@ -186,6 +187,7 @@ class DilatedKVCache:
         else:
             tokens = check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
         back = torch.as_tensor(tokens, device=self.lengths.device).expand(self.batch)
+        self._note_longest()
         found = list(zip(back.tolist(), self.lengths.tolist(), self._longest.tolist()))
         for b, (count, length, longest) in enumerate(found):
             if not 0 <= count <= max(length, 0):
@@ -200,6 +202,9 @@ class DilatedKVCache:
                     )
         self.lengths.sub_(back)
         self._count(tuple(length - count for count, length, _ in found))
+
+    def _note_longest(self) -> None:
+        torch.maximum(self._longest, self.lengths, out=self._longest)
 
     def reorder(self, rows: Tensor) -> None:
         """Make row `b` a copy of row `rows[b]`, in place, as beam search does."""

@@ -1,0 +1,237 @@
+"""A decoding step as a CUDA graph, and the caches that later calls use again.
+
+A step of a small model is hundreds of launches, each of which takes the host longer than the GPU; a graph is one.
+It reads and writes the addresses that it was recorded with, so it belongs to one cache and lives as long as that cache,
+and a model keeps its cache (`kept_cache`) for the next call with the same batch and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.log import log
+from dilated_attention_pytorch.core.modes import is_plain, tf32_is_on
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.models.longnet import LongNetLM
+    from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+
+_WARM_UPS = 3  # steps before a graph is recorded: they compile and load what it launches
+_MOST_KEPT = 2  # caches per model
+_KEPT_SHARE = 8  # a cache is kept if this many of them would fit the free memory
+
+_steps: weakref.WeakKeyDictionary[DilatedKVCache, dict[int, Step]] = weakref.WeakKeyDictionary()  # by width
+_kept: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[DilatedKVCache]]] = weakref.WeakKeyDictionary()
+_pools: dict[tuple[int | None, int], Any] = {}  # scratch memory of graphs, shared by those of one stream
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode within the block; afterwards every module is in its earlier mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class Step:
+    """The next `m` tokens `(B, m)` of every row of a cache to logits `(B, m, vocab)`, which the next step overwrites.
+
+    The first steps run as they are, then one is recorded, and later ones replay it. A step refers to its cache weakly,
+    so that it does not outlive the cache.
+    """
+
+    def __init__(self, model: LongNetLM, cache: Sequence[DilatedKVCache], m: int) -> None:
+        self._made_for = _state(model, cache)
+        self._layers = [weakref.ref(layer) for layer in cache]
+        self._weights = [(x, x.data_ptr()) for x in _tensors(model)]
+        self._tokens = torch.zeros(cache[0].batch, m, dtype=torch.int64, device=cache[0].keys.device)
+        self._logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._warm_ups: float = _WARM_UPS
+
+    def fits(self, model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
+        """Whether nothing has changed that a recorded graph would not notice."""
+        return [ref() for ref in self._layers] == [*cache] and self._made_for == _state(model, cache)
+
+    def __call__(self, model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCache]) -> Tensor:
+        if any(x.data_ptr() != address for x, address in self._weights):
+            return _plain_step(model, tokens, cache)  # the model was moved or converted meanwhile
+        self._tokens.copy_(tokens)
+        if self._graph is None and self._warm_ups:
+            self._warm_ups -= 1
+            return self._run_aside(model, cache)
+        if self._graph is None:
+            logits = self._logits
+            assert logits is not None
+            self._graph = _record(lambda: logits.copy_(_plain_step(model, self._tokens, cache)), self._tokens)
+            if self._graph is None:
+                self._warm_ups = math.inf
+                return self._run_aside(model, cache)
+        for layer in cache:
+            layer.replayed = True
+        self._graph.replay()
+        assert self._logits is not None
+        return self._logits
+
+    def _run_aside(self, model: LongNetLM, cache: Sequence[DilatedKVCache]) -> Tensor:
+        """Run as it is, on a side stream, as what is recorded does; the current stream waits for it."""
+        if not self._tokens.is_cuda:
+            logits = _plain_step(model, self._tokens, cache)
+        else:
+            current, side = (make(self._tokens.device) for make in (torch.cuda.current_stream, torch.cuda.Stream))
+            side.wait_stream(current)
+            with torch.cuda.stream(side), _without_cached_casts(self._tokens.device):
+                logits = _plain_step(model, self._tokens, cache)
+            current.wait_stream(side)
+            logits.record_stream(current)
+        self._logits = logits.clone() if self._logits is None else self._logits.copy_(logits)
+        return self._logits
+
+
+def _plain_step(model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCache]) -> Tensor:
+    with evaluating(model):
+        return model.logits(model.hidden(tokens, cache=cache))
+
+
+def step_for(
+    model: LongNetLM, cache: Sequence[DilatedKVCache], tokens: Tensor, m: int = 1
+) -> Callable[[LongNetLM, Tensor, Sequence[DilatedKVCache]], Tensor]:
+    """The step that continues a cache by `m` tokens at a time: recorded on a GPU, unless hooks watch the modules."""
+    if not _records(model, tokens):
+        return _plain_step
+    steps = _steps.setdefault(cache[0], {})
+    if m not in steps or not steps[m].fits(model, cache):
+        steps[m] = Step(model, cache, m)
+    return steps[m]
+
+
+def _records(model: LongNetLM, tokens: Tensor) -> bool:
+    return tokens.is_cuda and is_plain(tokens) and not any(_hooks(module) for module in model.modules())
+
+
+def _hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _state(model: LongNetLM, cache: Sequence[DilatedKVCache]) -> tuple[Any, ...]:
+    """What a graph is recorded from: modules, addresses, settings of PyTorch that choose kernels, and the stream that
+    orders replays."""
+    device = cache[0].keys.device
+    modules = [(id(part), part._compiled_call_impl is None, getattr(part, "backend", None)) for part in model.modules()]
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    settings = (autocast, torch.is_inference_mode_enabled(), tf32_is_on(), _stream_of(device))
+    return tuple(modules), tuple(x.data_ptr() for x in _tensors(model)), settings
+
+
+def _stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _record(run: Callable[[], object], like: Tensor) -> torch.cuda.CUDAGraph | None:
+    """The launches of `run` as a graph; None, with a warning, if they cannot be recorded."""
+    device, graph = like.device, torch.cuda.CUDAGraph()
+    place = (device.index, _stream_of(device))
+    if place not in _pools:
+        _pools[place] = torch.cuda.graph_pool_handle()
+    try:
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool=_pools[place], capture_error_mode="thread_local"),
+            _without_cached_casts(device),
+        ):
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        warnings.warn(
+            f"a decoding step cannot be recorded as a CUDA graph, so each token launches every kernel: {error}",
+            stacklevel=2,
+        )
+        return None
+    log.debug("a decoding step of %s tokens is recorded as a CUDA graph", tuple(like.shape))
+    return graph
+
+
+def _without_cached_casts(device: torch.device) -> Any:
+    """Autocast keeps the weights that it casts until it ends, and a graph must not read what is freed then."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
+
+
+@contextmanager
+def kept_cache(
+    model: LongNetLM, tokens: Tensor, padding: Tensor | None, given: Sequence[DilatedKVCache] | None
+) -> Iterator[Sequence[DilatedKVCache]]:
+    """An empty cache for these prompts, or the `given` one. On a GPU the model keeps it for the next call."""
+    if given is not None:
+        yield given
+        return
+    batch = tokens.shape[0]
+    if not _records(model, tokens):
+        yield model.new_cache(batch, padding=padding)
+        return
+    kept = _kept.setdefault(model, {})
+    key = (batch, model._cache_dtype(), tokens.device, torch.is_inference_mode_enabled(), model.config)
+    cache = kept.pop(key, None)
+    if cache is None:
+        try:
+            cache = model.new_cache(batch, padding=padding)
+        except torch.OutOfMemoryError:
+            forget_kept()
+            cache = model.new_cache(batch, padding=padding)
+    else:
+        for layer in cache:
+            layer.reset(padding)
+            layer.replayed = False  # until the next step, nothing replays the graph of this cache
+    try:
+        yield cache
+    except torch.OutOfMemoryError:
+        forget_kept()
+        raise
+    except BaseException:  # also GeneratorExit: a stream that is not read to its end
+        _keep(kept, key, cache)
+        raise
+    _keep(kept, key, cache)
+
+
+def _keep(kept: dict[Any, list[DilatedKVCache]], key: Any, cache: list[DilatedKVCache]) -> None:
+    """Keep a cache, complete or not, for a call that resets it; the caches that were kept longest make room."""
+    if _roomy(cache):
+        kept[key] = cache
+        while len(kept) > _MOST_KEPT:
+            del kept[next(iter(kept))]
+
+
+def forget_kept() -> None:
+    """Free the caches and graphs that models keep for later calls."""
+    _kept.clear()
+    _steps.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _roomy(cache: Sequence[DilatedKVCache]) -> bool:
+    """Whether the GPU has so much free memory that keeping a cache takes none from others."""
+    device = cache[0].keys.device
+    if device.type != "cuda":
+        return True
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    return _KEPT_SHARE * sum(layer.nbytes for layer in cache) <= free
