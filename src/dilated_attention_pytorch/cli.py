@@ -6,7 +6,6 @@ import argparse
 import importlib
 import io
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,19 +60,24 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser(
         "generate",
-        help="continue a prompt with a trained model",
+        help="continue a prompt, a file or a conversation with a trained model",
         description="Continue a prompt with the model of a run; figures go to stderr.",
     )
     generate.set_defaults(command=_generate)
     generate.add_argument("run", type=Path, metavar="RUN", help=_RUN_OR_WEIGHTS)
-    generate.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads stdin")
+    prompt = generate.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="what to continue; - reads stdin")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text to continue, which is not printed")
+    generate.add_argument(
+        "--interactive", action="store_true", help="read prompts line by line; each continues all that was said"
+    )
     generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to generate (200)")
     for flag, kind, text in (
         ("--temperature", float, "divides the logits; 0 takes the likeliest token (1.0)"),
         ("--top-k", int, "draw from the K likeliest tokens"),
         ("--top-p", float, "draw from the fewest tokens that together have this probability"),
         ("--seed", int, "of the draws"),
-        ("--chunk", int, "tokens of the prompt to process at once (all)"),
+        ("--chunk", int, "the most tokens of the prompt to process at once (8 GiB of activations)"),
     ):
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
@@ -159,38 +163,9 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    import torch
+    from dilated_attention_pytorch.tools.generate import generate
 
-    from dilated_attention_pytorch.train.ranks import find_device
-    from dilated_attention_pytorch.train.run_folder import load_model
-    from dilated_attention_pytorch.train.tokenizer import saved_tokenizer
-
-    device = find_device(arguments.device or "auto")
-    folder, model = load_model(arguments.run, device)
-    tokenizer = saved_tokenizer(folder, model.config.vocab_size)
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    if not prompt:
-        raise ValueError("a prompt needs at least one character")
-    tokens = torch.tensor([tokenizer.encode(prompt)], device=device)
-    if not tokens.numel():
-        raise ValueError("the model's tokenizer makes no token of this prompt: give another one")
-    settings = {"temperature", "top_k", "top_p", "seed", "chunk"}
-    given = {name: value for name, value in vars(arguments).items() if name in settings}
-    text = tokenizer.stream()
-    print(prompt, end="", flush=True)
-    began = time.perf_counter()
-    first: float | None = None
-    count = 0
-    for chosen in model.stream(tokens, arguments.max_new_tokens, **given):
-        print(text.step(int(chosen)), end="", flush=True)
-        first = time.perf_counter() if first is None else first
-        count += 1
-    ended = time.perf_counter()
-    print(text.end())
-    if first is not None:
-        rate = "" if count < 2 else f", then {(count - 1) / (ended - first):.1f} tokens/s"
-        figures = f"{tokens.shape[1]} tokens of prompt and the first new one in {first - began:.3f} s{rate}"
-        print(f"{count} tokens: {figures}", file=sys.stderr)
+    generate(arguments)
 
 
 def entry() -> NoReturn:

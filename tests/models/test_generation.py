@@ -316,6 +316,31 @@ def test_the_command_continues_a_prompt(tmp_path, capsys) -> None:
     assert "has 300 tokens" in capsys.readouterr().err
 
 
+def test_the_command_continues_a_file_and_then_a_conversation(tmp_path, capsys, monkeypatch) -> None:
+    model = model_of().float()
+    model.save_pretrained(tmp_path / "run")
+    (tmp_path / "book.txt").write_text("a long book")
+    lines = iter(["and", "then"])
+    monkeypatch.setattr("builtins.input", lambda asked: next(lines, None) or _end())
+    flags = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--chunk", "8"]
+    command = ["generate", str(tmp_path / "run"), "--prompt-file", str(tmp_path / "book.txt"), "--interactive", *flags]
+    assert main(command) == 0
+    said, figures = capsys.readouterr()
+    text, expected = [*b"a long book"], b""
+    for line in (b"", b"and\n", b"then\n"):
+        text += line
+        text = model.generate(torch.tensor([text]), 4, temperature=0)[0].tolist()
+        expected += bytes(text[-4:]).decode(errors="replace").encode() + b"\n"
+    assert said.encode() == expected
+    assert figures.count("tokens/s") == 3
+    assert main(["generate", str(tmp_path / "run"), *flags]) == 1
+    assert "give --prompt, --prompt-file or --interactive" in capsys.readouterr().err
+
+
+def _end() -> str:
+    raise EOFError
+
+
 def test_generation_under_autocast_keeps_keys_in_its_dtype() -> None:
     model, prompt = model_of().float(), torch.randint(256, (1, 7))
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,27 +1,36 @@
 """Generation token by token: where the next logits come from, and how a token is chosen from them.
 
 On a GPU the steps after the prompt are replays of a CUDA graph (`models.captured`). Then the host only launches: it
-reads nothing back per token, and learns `AHEAD` tokens later that all rows have ended.
+reads nothing back per token, and learns `_AHEAD` tokens later that all rows have ended.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import NOT_NEGATIVE, check_fields, check_instance, check_whole
+from dilated_attention_pytorch.core.checks import (
+    MOST_TOKENS,
+    NOT_NEGATIVE,
+    check_fields,
+    check_flag,
+    check_instance,
+    check_whole,
+)
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.captured import evaluating, kept_cache, step_for
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from dilated_attention_pytorch.models.config import ModelConfig
     from dilated_attention_pytorch.models.longnet import LongNetLM
     from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
@@ -30,7 +39,7 @@ Steps = Generator[Tensor, Tensor, None]
 """Yields logits `(B, vocab)` and is sent the tokens `(B,)` that were chosen from them."""
 
 _LOOK_EVERY = 64  # new tokens
-AHEAD = 16  # tokens that a GPU may compute before the host knows whether all rows have ended
+_AHEAD = 16  # tokens that a GPU may compute before the host knows whether all rows have ended
 _PROMPT_BYTES = 8 << 30  # of activations, while a chunk of a prompt is read
 
 
@@ -120,7 +129,7 @@ def cached_logits(
     cache: Sequence[DilatedKVCache] | None,
 ) -> Steps:
     """Logits from a bounded cache, which reads the prompt in chunks; from one that this makes if `cache` is None."""
-    padding = left_padding(tokens, key_padding_mask)
+    padding = _left_padding(tokens, key_padding_mask)
     with kept_cache(model, tokens, padding, cache) as cache:
         *_, last = model.read(tokens, cache, chunk=chunk)
         with evaluating(model):
@@ -133,7 +142,7 @@ def cached_logits(
 
 def recomputed_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | None) -> Steps:
     """Logits computed from the whole sequence at every token."""
-    left_padding(tokens, key_padding_mask)
+    _left_padding(tokens, key_padding_mask)
     mask = key_padding_mask
     while True:
         with evaluating(model):
@@ -232,7 +241,7 @@ def _check_finite(greatest: list[Tensor], number: int) -> None:
         )
 
 
-def left_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
+def _left_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ValueError(f"a prompt is (batch, tokens) with at least one token, got {tuple(tokens.shape)}")
     spans = document_spans(*tokens.shape, key_padding_mask=key_padding_mask)
@@ -245,3 +254,109 @@ def left_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | No
             "the end of every row, so pad on the left"
         )
     return spans[:, 0]
+
+
+class Generates:
+    """What a `LongNetLM` does token by token."""
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        on_tokens: Callable[[Tensor], object] | None = None,
+        **settings: Unpack[StreamSettings],
+    ) -> Tensor:
+        """`(B, N + new)`: the prompt and at most `max_new_tokens` tokens, fewer if all rows end before.
+
+        Args:
+            tokens: `(B, N)`, the prompt.
+            on_tokens: called with the new tokens, `(B,)`, as soon as they are chosen; `stream` iterates over them.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k, top_p: draw from the `top_k` likeliest tokens, and of these from the fewest that reach `top_p`.
+            seed: seeds the draws; or pass `generator`, whose state advances.
+            eos: the token that ends a row; `eos` fills the rest of the row.
+            key_padding_mask: `(B, N)`, True = ignore, for prompts of several lengths, padded on the left.
+            use_cache: False computes every token from the whole sequence, for comparison; the tokens are the same.
+            chunk: the most tokens of the prompt to read at once, as in `read`.
+            cache: of `new_cache`: the prompt continues the tokens that it holds. It then also holds the prompt and the
+                new tokens but the last, with which the next prompt begins. By default the prompt is all.
+        """
+        if on_tokens is not None:
+            check_instance("on_tokens", on_tokens, Callable)
+        new = []
+        for chosen in self.stream(tokens, max_new_tokens, **settings):
+            new.append(chosen)
+            if on_tokens is not None:
+                on_tokens(chosen)
+        return torch.cat([tokens, torch.stack(new, dim=1)], dim=1) if new else tokens
+
+    def stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        eos: int | None = None,
+        key_padding_mask: Tensor | None = None,
+        use_cache: bool = True,
+        chunk: int | None = None,
+        cache: Sequence[DilatedKVCache] | None = None,
+    ) -> Iterator[Tensor]:
+        """The tokens that `generate` appends, `(B,)` at a time, as they are chosen.
+
+        On a GPU they are computed ahead of the host: with `eos`, up to 16 tokens before the one that you get.
+        """
+        model = cast("LongNetLM", self)
+        model._check_tokens(tokens)
+        check_whole("max_new_tokens", max_new_tokens, least=0, most=MOST_TOKENS)
+        if eos is not None:
+            check_whole("eos", eos, least=0, most=model.config.vocab_size - 1)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        draw = sampling.generator(seed, generator, tokens.device)
+        if cache is not None:
+            model._check_cache(cache, tokens)
+            if key_padding_mask is not None:
+                raise ValueError("a cache knows the padding of its rows: pass no key_padding_mask with it")
+        if check_flag("use_cache", use_cache):
+            steps = cached_logits(model, tokens, key_padding_mask, chunk, cache)
+        elif chunk is not None or cache is not None:
+            name = "cache" if chunk is None else "chunk"
+            raise ValueError(f"{name} has no effect without a cache: leave it out with use_cache=False")
+        else:
+            steps = recomputed_logits(model, tokens, key_padding_mask)
+        # A cache that is used afterwards holds no token that was computed after the end.
+        ahead = _AHEAD if tokens.is_cuda and cache is None else 0
+        return generated_tokens(steps, sampling, draw, max_new_tokens, eos, ahead)
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, cache: Sequence[DilatedKVCache], *, chunk: int | None = None) -> Iterator[Tensor]:
+        """Read a prompt `(B, N)` into a cache of `new_cache`; yields the last hidden states `(B, d_model)` per chunk.
+
+        A chunk has at most `chunk` tokens, by default as many as take 8 GiB of activations. Chunks end where segments
+        end, if they are long enough.
+
+        >>> from dilated_attention_pytorch import LongNetLM
+        >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 128), dilation_rates=(1, 4))
+        >>> cache = model.new_cache(batch=1)
+        >>> [int(cache[0].lengths) for _ in model.read(torch.randint(256, (1, 300)), cache, chunk=140)]
+        [128, 256, 300]
+        """
+        model = cast("LongNetLM", self)
+        _left_padding(tokens, None)
+        model._check_cache(cache, tokens)
+        if chunk is not None:
+            check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
+        size = prompt_chunk(model.config, tokens.shape[0], cache[0].keys.itemsize, chunk)
+        first = 0
+        held = max(cache[0].known_lengths or cache[0].lengths.tolist())  # of the row that is padded least
+        while first < tokens.shape[1]:
+            piece = tokens[:, first : first + size - max(held, 0) % size]
+            with evaluating(model):
+                last = model.hidden(piece, cache=cache)[:, -1].clone()  # a view would keep those of all tokens
+            first, held = first + piece.shape[1], held + piece.shape[1]
+            yield last

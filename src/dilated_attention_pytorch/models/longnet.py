@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.checks import (
-    MOST_TOKENS,
     check_flag,
     check_instance,
     check_sequence,
@@ -25,17 +24,8 @@ from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.files import check_files
 from dilated_attention_pytorch.functional import autocast_inputs
-from dilated_attention_pytorch.models.captured import evaluating
 from dilated_attention_pytorch.models.config import ModelConfig, ModelFields
-from dilated_attention_pytorch.models.generation import (
-    AHEAD,
-    Sampling,
-    cached_logits,
-    generated_tokens,
-    left_padding,
-    prompt_chunk,
-    recomputed_logits,
-)
+from dilated_attention_pytorch.models.generation import Generates
 from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model, save_weights
 from dilated_attention_pytorch.nn.attention import SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
@@ -49,8 +39,6 @@ from dilated_attention_pytorch.nn.transformer import (
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from dilated_attention_pytorch.models.generation import StreamSettings
 
 Model = TypeVar("Model", bound="Pretrained")
 # Fields of the config that a layer takes under the same name.
@@ -203,7 +191,7 @@ def _positions(config: ModelConfig) -> RotaryPositions | None:
     return RotaryPositions(config.head_dim)
 
 
-class LongNetLM(Pretrained):
+class LongNetLM(Generates, Pretrained):
     """A decoder-only language model with causal dilated attention: `(B, N)` tokens to `(B, N, vocab)` logits.
 
     >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 128), dilation_rates=(1, 4))
@@ -356,105 +344,6 @@ class LongNetLM(Pretrained):
                 f"the layers of the cache have had different numbers of tokens, {known}: a step was cut off, or some "
                 "were rewound; rewind all to one length, or reset() them and run the tokens again"
             )
-
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        on_tokens: Callable[[Tensor], object] | None = None,
-        **settings: Unpack[StreamSettings],
-    ) -> Tensor:
-        """`(B, N + new)`: the prompt and at most `max_new_tokens` tokens, fewer if all rows end before.
-
-        Args:
-            tokens: `(B, N)`, the prompt.
-            on_tokens: called with the new tokens, `(B,)`, as soon as they are chosen; `stream` iterates over them.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k, top_p: draw from the `top_k` likeliest tokens, and of these from the fewest that reach `top_p`.
-            seed: seeds the draws; or pass `generator`, whose state advances.
-            eos: the token that ends a row; `eos` fills the rest of the row.
-            key_padding_mask: `(B, N)`, True = ignore, for prompts of several lengths, padded on the left.
-            use_cache: False computes every token from the whole sequence, for comparison; the tokens are the same.
-            chunk: the most tokens of the prompt to read at once, as in `read`.
-            cache: of `new_cache`: the prompt continues the tokens that it holds. It then also holds the prompt and the
-                new tokens but the last, with which the next prompt begins. By default the prompt is all.
-        """
-        if on_tokens is not None:
-            check_instance("on_tokens", on_tokens, Callable)
-        new = []
-        for chosen in self.stream(tokens, max_new_tokens, **settings):
-            new.append(chosen)
-            if on_tokens is not None:
-                on_tokens(chosen)
-        return torch.cat([tokens, torch.stack(new, dim=1)], dim=1) if new else tokens
-
-    def stream(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        eos: int | None = None,
-        key_padding_mask: Tensor | None = None,
-        use_cache: bool = True,
-        chunk: int | None = None,
-        cache: Sequence[DilatedKVCache] | None = None,
-    ) -> Iterator[Tensor]:
-        """The tokens that `generate` appends, `(B,)` at a time, as they are chosen.
-
-        On a GPU they are computed ahead of the host: with `eos`, up to 16 tokens before the one that you get.
-        """
-        self._check_tokens(tokens)
-        check_whole("max_new_tokens", max_new_tokens, least=0, most=MOST_TOKENS)
-        if eos is not None:
-            check_whole("eos", eos, least=0, most=self.config.vocab_size - 1)
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-        draw = sampling.generator(seed, generator, tokens.device)
-        if cache is not None:
-            self._check_cache(cache, tokens)
-            if key_padding_mask is not None:
-                raise ValueError("a cache knows the padding of its rows: pass no key_padding_mask with it")
-        if check_flag("use_cache", use_cache):
-            steps = cached_logits(self, tokens, key_padding_mask, chunk, cache)
-        elif chunk is not None or cache is not None:
-            name = "cache" if chunk is None else "chunk"
-            raise ValueError(f"{name} has no effect without a cache: leave it out with use_cache=False")
-        else:
-            steps = recomputed_logits(self, tokens, key_padding_mask)
-        # A cache that is used afterwards holds no token that was computed after the end.
-        ahead = AHEAD if tokens.is_cuda and cache is None else 0
-        return generated_tokens(steps, sampling, draw, max_new_tokens, eos, ahead)
-
-    @torch.no_grad()
-    def read(self, tokens: Tensor, cache: Sequence[DilatedKVCache], *, chunk: int | None = None) -> Iterator[Tensor]:
-        """Read a prompt `(B, N)` into a cache of `new_cache`; yields the last hidden states `(B, d_model)` per chunk.
-
-        A chunk has at most `chunk` tokens, by default as many as take 8 GiB of activations. Chunks end where segments
-        end, if they are long enough.
-
-        >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 128), dilation_rates=(1, 4))
-        >>> cache = model.new_cache(batch=1)
-        >>> [int(cache[0].lengths) for _ in model.read(torch.randint(256, (1, 300)), cache, chunk=140)]
-        [128, 256, 300]
-        """
-        left_padding(tokens, None)
-        self._check_cache(cache, tokens)
-        if chunk is not None:
-            check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
-        size = prompt_chunk(self.config, tokens.shape[0], cache[0].keys.itemsize, chunk)
-        first = 0
-        held = max(cache[0].known_lengths or cache[0].lengths.tolist())  # of the row that is padded least
-        while first < tokens.shape[1]:
-            piece = tokens[:, first : first + size - max(held, 0) % size]
-            with evaluating(self):
-                last = self.hidden(piece, cache=cache)[:, -1].clone()  # a view would keep those of all tokens
-            first, held = first + piece.shape[1], held + piece.shape[1]
-            yield last
 
 
 class LongNet(Pretrained):
