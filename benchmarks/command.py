@@ -28,6 +28,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "heads": {"type": whole_number, "metavar": "H", "help": "number of heads"},
     "head_dim": {"type": whole_number, "metavar": "D", "help": "dimension of a head"},
     "sizes": {"nargs": "+", "metavar": "SIZE", "help": "model sizes: 125m, 350m, ..."},
+    "batches": {"nargs": "+", "type": whole_number, "metavar": "B", "help": "batch sizes"},
     "cap": {"type": size_in_gib, "metavar": "GIB", "help": "memory of the GPU that may be used (80)"},
     "data": {"nargs": "+", "metavar": "PATH", "help": "text files and folders (default: Python's standard library)"},
     "ranks": {"action": "store_true", "help": "check steps on two ranks against the same steps in one process"},

@@ -32,6 +32,7 @@ class Options:
     heads: int | None = None
     head_dim: int | None = None
     sizes: Sequence[str] = ()
+    batches: Sequence[int] = ()
     cap: float = 80.0
     host: float = 110.0
     data: Sequence[str] = ()

@@ -131,10 +131,13 @@ def cached_logits(
     """Logits from a bounded cache, which reads the prompt in chunks; from one that this makes if `cache` is None."""
     padding = _left_padding(tokens, key_padding_mask)
     with kept_cache(model, tokens, padding, cache) as cache:
-        *_, last = model.read(tokens, cache, chunk=chunk)
-        with evaluating(model):
-            logits = model.logits(last)
         step = step_for(model, cache, tokens)
+        if tokens.shape[1] == 1:
+            logits = step(model, tokens, cache)[:, -1]
+        else:
+            *_, last = model.read(tokens, cache, chunk=chunk)
+            with evaluating(model):
+                logits = model.logits(last)
         while True:
             chosen = yield logits
             logits = step(model, chosen[:, None], cache)[:, -1]

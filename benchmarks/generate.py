@@ -1,0 +1,244 @@
+"""The suite `generate`: milliseconds per token of whole models, beside a dense model of the same size.
+
+The context is not read: caches are filled with random rows, and their lengths are set. The floor is the time of reading
+the weights once, at the bandwidth of a copy in the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import measure
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
+from dilated_attention_pytorch.models.captured import evaluating, forget_kept
+from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.train.presets import text_model
+
+OURS, PLAIN, COMPILED, LLAMA = "ours", "ours, plain", "ours, compiled", "Hugging Face Llama"
+CONTEXTS = (4096, 32_768, 262_144, 1_048_576)
+BATCHES = (1, 8, 64)
+SLOWEST = {"125m": 0.5, "1.3b": 1.3}  # milliseconds per token of one row on a GPU
+MOST_ROWS = ("125m", 64, 40_000)  # and tokens per second of many
+FLAT = 1.05
+_TINY = ModelConfig(
+    vocab_size=64, d_model=32, num_heads=2, num_layers=2, segment_lengths=(64, 256), dilation_rates=(1, 2)
+)
+_TURNS = 3
+
+
+@dataclass(frozen=True)
+class Trial:
+    model: str
+    size: str
+    batch: int
+    context: int
+    tokens: int  # that are timed at once
+
+
+def _setup(options: Options) -> list[Trial]:
+    cuda = options.device == "cuda"
+    sizes, batches = options.sizes or tuple(SLOWEST), options.batches or BATCHES
+    models = options.only or (OURS, PLAIN, COMPILED, LLAMA)
+    for name, wanted, known in (("sizes", sizes, SLOWEST), ("only", models, (OURS, PLAIN, COMPILED, LLAMA))):
+        if unknown := set(wanted) - {*known}:
+            raise ValueError(f"--{name} takes {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    if not cuda:
+        sizes, batches = sizes[:1], batches[:1]
+    contexts = options.tokens or (CONTEXTS if cuda else (128, 512))
+    return [
+        Trial(model, size, batch, context, tokens=20 if model == PLAIN or not cuda else 128)
+        for size in sizes
+        for model in models
+        for batch in batches
+        for context in contexts
+    ]
+
+
+def _measure(trial: Trial, options: Options) -> Iterator[Record]:
+    cuda = options.device == "cuda"
+    config = text_model(trial.size) if cuda else _TINY
+    record: Record = {"model": trial.model, "size": trial.size, "batch": trial.batch, "context": trial.context}
+    bandwidth = _bandwidth(options.device)
+    try:
+        with torch.device(options.device):
+            make = _llama if trial.model == LLAMA else _longnet
+            record |= _timed(*make(trial, config, torch.bfloat16 if cuda else None), trial, cuda, bandwidth)
+    except torch.OutOfMemoryError:
+        record["failed"] = "out of memory"
+    except Exception as error:  # a package that is missing or broken must not cost the rest of the run
+        record["failed"] = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    forget_kept()
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    yield record
+
+
+Run = Callable[[int], object]
+"""Generates so many tokens, the last of which ends the context."""
+
+
+def _timed(model: nn.Module, run: Run, trial: Trial, cuda: bool, bandwidth: float) -> Record:
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    for tokens in (6, trial.tokens):
+        run(tokens)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(_TURNS):
+        wait()
+        began = time.perf_counter()
+        run(trial.tokens)
+        wait()
+        times.append((time.perf_counter() - began) / trial.tokens * 1e3)
+    ms = statistics.median(times)
+    weights = sum(x.nbytes for x in {id(x): x for x in model.parameters()}.values())
+    return {
+        "ms": ms,
+        "tokens_per_second": trial.batch / ms * 1e3,
+        "kernels": _kernels(run) if cuda else None,
+        "weight_bytes": weights,
+        "bandwidth": bandwidth,
+        "share": weights / bandwidth * 1e3 / ms,
+        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+    }
+
+
+def _longnet(trial: Trial, config: ModelConfig, dtype: torch.dtype | None) -> tuple[nn.Module, Run]:
+    model = LongNetLM(config, dtype=dtype).eval()
+    if trial.model == COMPILED:
+        for layer in model.layers:
+            layer.compile(fullgraph=True)
+    cache = model.new_cache(trial.batch)
+    for held in cache:
+        held.keys.normal_()
+        held.values.normal_()
+    first = torch.zeros(trial.batch, 1, dtype=torch.int64, device=cache[0].keys.device)
+
+    @torch.no_grad()
+    def run(tokens: int) -> Tensor:
+        for held in cache:
+            held.go_on_from(trial.context - tokens)
+        if trial.model != PLAIN:
+            return model.generate(first, tokens, temperature=0, cache=cache)
+        chosen = first
+        with evaluating(model):
+            for _ in range(tokens):
+                chosen = model(chosen, cache=cache)[:, -1:].argmax(-1)
+        return chosen
+
+    return model, run
+
+
+def _llama(trial: Trial, config: ModelConfig, dtype: torch.dtype | None) -> tuple[nn.Module, Run]:
+    """A Llama of the same width, depth and heads, with its own static cache and compiled step."""
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    shape = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.d_model,
+        intermediate_size=8 * config.d_model // 3 // 16 * 16,  # SwiGLU's three matrices in place of two
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads or config.num_heads,
+        max_position_embeddings=trial.context,
+        tie_word_embeddings=config.tie_weights,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(shape).to(dtype).eval()
+    device, kv_heads = model.lm_head.weight.device, config.num_kv_heads or config.num_heads
+    cache = StaticCache(shape, max_cache_len=trial.context)
+    cache.early_initialization(trial.batch, kv_heads, config.head_dim, model.dtype, device)
+    first = torch.zeros(trial.batch, 1, dtype=torch.int64, device=device)
+    step = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True) if device.type == "cuda" else model
+
+    @torch.no_grad()
+    def run(tokens: int) -> Tensor:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(trial.context - tokens)
+        chosen = first
+        for place in range(trial.context - tokens, trial.context):
+            position = torch.full((trial.batch, 1), place, device=device)
+            logits = step(input_ids=chosen, position_ids=position, past_key_values=cache, use_cache=True).logits
+            chosen = logits[:, -1:].argmax(-1).clone()  # the next step overwrites what a graph returned
+        return chosen
+
+    return model, run
+
+
+def _kernels(run: Run) -> float:
+    """Kernels and copies on the GPU per token."""
+    from torch.profiler import ProfilerActivity, profile
+
+    counts = []
+    for tokens in (4, 12):
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            run(tokens)
+            torch.cuda.synchronize()
+        counts.append(sum(event.device_type.name == "CUDA" for event in found.events()))
+    return (counts[1] - counts[0]) / 8  # without what comes once
+
+
+_bandwidths: dict[str, float] = {}
+
+
+def _bandwidth(device: str) -> float:
+    """Bytes per second that a copy reads and writes, measured once per run."""
+    if device not in _bandwidths:
+        x = torch.zeros(1 << (29 if device == "cuda" else 22), dtype=torch.float32, device=device)
+        y = torch.zeros_like(x)
+        _bandwidths[device] = 2 * x.nbytes / (measure(lambda: y.copy_(x), device).median * 1e-3)
+    return _bandwidths[device]
+
+
+def _tables(records: Sequence[Record]) -> Iterator[Table]:
+    head = ["model", "batch", "context", "ms/token", "tokens/s", "kernels", "share of the floor", "peak GiB"]
+    for machine, mine in by_machine(records):
+        bandwidth = max((x["bandwidth"] for x in mine if "bandwidth" in x), default=0.0) / 1e12
+        words = f"{machine}. Greedy, at the end of the context. The floor reads the weights at {bandwidth:.3g} TB/s."
+        table = Table("Generating: a token of a whole model", [words], head)
+        for x in mine:
+            first = [f"{x['size']}: {x['model']}", str(x["batch"]), f"{x['context']:,}"]
+            if "failed" in x:
+                table.rows.append([*first, x["failed"], "", "", "", ""])
+                continue
+            found: list[Any] = [f"{x['ms']:.3f}", f"{x['tokens_per_second']:,.0f}", number(x["kernels"], 0)]
+            table.rows.append([*first, *found, f"{x['share']:.2f}", number(x["peak_bytes"], 1, 1 << 30)])
+        yield table
+
+
+def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
+    ours = [x for x in records if x["model"] == OURS and "failed" not in x]
+    for size, most in SLOWEST.items():
+        times = [x["ms"] for x in ours if (x["size"], x["batch"]) == (size, 1)]
+        if times:
+            yield Verdict(max(times) <= most, f"{size}, one row: at most {most} ms per token; {max(times):.3f}")
+        if len(times) > 1:
+            spread = max(times) / min(times)
+            yield Verdict(spread <= FLAT, f"{size}, one row: flat within {FLAT} over contexts; {spread:.3f}")
+    size, batch, least = MOST_ROWS
+    rates = [x["tokens_per_second"] for x in ours if (x["size"], x["batch"]) == (size, batch)]
+    if rates:
+        text = f"{size}, {batch} rows: at least {least:,} tokens per second; {min(rates):,.0f}"
+        yield Verdict(min(rates) >= least, text)
+
+
+SUITE = Suite(
+    name="generate",
+    about="time per token of whole models, beside Hugging Face's Llama with a static cache; targets are of a GPU",
+    flags=("device", "sizes", "tokens", "batches", "only"),
+    setup=_setup,
+    measure=_measure,
+    tables=_tables,
+    verdict=_verdict,
+    key=("size", "model", "batch", "context"),
+)
