@@ -14,6 +14,7 @@ new tokens begin, and one over the new tokens themselves. Then the new tokens ar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +118,46 @@ def _attend_cached(
             out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
             store(key, value, state)
     return out.to(query.dtype), lse
+
+
+def linear_rows(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    norm: tuple[str, Tensor, Tensor | None, float] | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`residual + activation(norm(x) W' + b)` of a few rows `(B, K)`, in one launch of Triton.
+
+    Several matrices give their columns side by side; with `swiglu` the second one gates the first. `norm` is its kind,
+    `layer` or `rms`, gain, shift and epsilon. All tensors are contiguous and of one dtype.
+    """
+    from dilated_attention_pytorch.kernels.triton import step
+
+    return step.linear(x, weights, biases, norm=norm, activation=activation, residual=residual)
+
+
+def attend_token(
+    qkv: Tensor,
+    state: CacheState,
+    scale: float,
+    counters: Tensor,
+    *,
+    rotations: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    qk_norm: tuple[Tensor, Tensor, float] | None = None,
+    allow_tf32: bool | None = None,
+) -> Tensor:
+    """The output `(B, H * D)` of one new token per row, which is stored, in one launch of Triton.
+
+    `qkv` is `(B, (H + 2 Hkv) * D)`, `rotations` are cos and sin for queries and for keys, `(B, D / 2)` each, and
+    `qk_norm` is the gains and the epsilon of the norms before it. `counters` are `(B * Hkv,)` zeros of int32, which it
+    leaves in another state. The lengths stay as they are.
+    """
+    from dilated_attention_pytorch.kernels.triton import step
+
+    return step.attend_token(qkv, state, scale, counters, rotations=rotations, qk_norm=qk_norm, allow_tf32=allow_tf32)
 
 
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.modes import is_plain, tf32_is_on
+from dilated_attention_pytorch.models.fused import can_fuse, fused_logits
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.models.longnet import LongNetLM
@@ -60,6 +61,7 @@ class Step:
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm_ups: float = _WARM_UPS
+        self._compute = fused_logits if m == 1 and can_fuse(model, cache) else _plain_step
 
     def fits(self, model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
         """Whether nothing has changed that a recorded graph would not notice."""
@@ -75,7 +77,7 @@ class Step:
         if self._graph is None:
             logits = self._logits
             assert logits is not None
-            self._graph = _record(lambda: logits.copy_(_plain_step(model, self._tokens, cache)), self._tokens)
+            self._graph = _record(lambda: logits.copy_(self._compute(model, self._tokens, cache)), self._tokens)
             if self._graph is None:
                 self._warm_ups = math.inf
                 return self._run_aside(model, cache)
@@ -88,12 +90,12 @@ class Step:
     def _run_aside(self, model: LongNetLM, cache: Sequence[DilatedKVCache]) -> Tensor:
         """Run as it is, on a side stream, as what is recorded does; the current stream waits for it."""
         if not self._tokens.is_cuda:
-            logits = _plain_step(model, self._tokens, cache)
+            logits = self._compute(model, self._tokens, cache)
         else:
             current, side = (make(self._tokens.device) for make in (torch.cuda.current_stream, torch.cuda.Stream))
             side.wait_stream(current)
             with torch.cuda.stream(side), _without_cached_casts(self._tokens.device):
-                logits = _plain_step(model, self._tokens, cache)
+                logits = self._compute(model, self._tokens, cache)
             current.wait_stream(side)
             logits.record_stream(current)
         self._logits = logits.clone() if self._logits is None else self._logits.copy_(logits)

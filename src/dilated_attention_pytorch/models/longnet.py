@@ -243,7 +243,10 @@ class LongNetLM(Generates, Pretrained):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits `(..., vocab)` of final hidden states `(..., d_model)`."""
-        return soft_cap(self.head(hidden), self.config.logit_soft_cap)
+        return self.capped(self.head(hidden))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        return soft_cap(logits, self.config.logit_soft_cap)
 
     def hidden(
         self,

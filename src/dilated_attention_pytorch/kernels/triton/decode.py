@@ -96,9 +96,7 @@ def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device
     block_d = triton.next_power_of_2(D)
     block_m = max(16, min(64, triton.next_power_of_2(m * group)))
     tiles = triton.cdiv(m * group, block_m)
-    split_rows = _rows_per_split(branches, B * kv_heads * tiles)
-    splits = [(i, first) for i, branch in enumerate(branches) for first in range(0, branch.rows, split_rows)]
-    splits = splits or [(0, 0)]
+    splits, split_rows = splits_of(rows, B * kv_heads * tiles)
     stored = (rows.total, max(1, len(branches)), kv_heads, m)
     shared = {"D": D, "BLOCK_D": block_d}
     split_settings = {
@@ -124,8 +122,15 @@ def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device
         split,
         Launch(combine_kernel, B * m * H, (len(splits),), shared | combine_settings),
         (B, m, H, len(splits), D),
-        *lasting(device, lambda: (*_ring_tables(rows, device), _table(splits, device))),
+        *lasting(device, lambda: (*_ring_tables(rows, device), table(splits, device))),
     )
+
+
+def splits_of(rows: CacheRows, programs_per_split: int) -> tuple[list[tuple[int, int]], int]:
+    """`(branch, first row)` of every split, and the rows of one."""
+    split_rows = _rows_per_split(rows.branches, programs_per_split)
+    splits = [(i, first) for i, branch in enumerate(rows.branches) for first in range(0, branch.rows, split_rows)]
+    return splits or [(0, 0)], split_rows
 
 
 def _rows_per_split(branches: Sequence[BranchRows], programs_per_split: int) -> int:
@@ -154,10 +159,10 @@ def _ring_tables(rows: CacheRows, device: torch.device) -> tuple[Tensor, Tensor]
         for branch in rows.branches
         for h in kv_heads
     ]
-    return _table(branches or [(1, 1, 1, 1)], device), _table(heads or [(-1, 0) for _ in kv_heads], device)
+    return table(branches or [(1, 1, 1, 1)], device), table(heads or [(-1, 0) for _ in kv_heads], device)
 
 
-def _table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+def table(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 

@@ -1,0 +1,367 @@
+"""One token per row through a transformer layer in five launches: what it takes is reading the weights.
+
+`linear_kernel` computes `residual + activation(norm(x) W' + b)` for up to three matrices side by side. Every program
+normalises the rows again, which costs less than a launch. `token_kernel` rotates the new query and key, stores key and
+value on the grids that they are on, and attends to the cache; the split that ends last combines all splits of a head:
+
+    lse_s = log sum_t exp(scale * q.k_t),    out_s = sum_t exp(scale * q.k_t - lse_s) v_t
+    lse = log sum_s exp(lse_s),              out = sum_s exp(lse_s - lse) out_s
+
+The splits are combined in their order, whichever ends last, so results are the same every time.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilated_attention_pytorch.core import plans
+from dilated_attention_pytorch.core.cache_rows import CacheState
+from dilated_attention_pytorch.core.entries import lasting
+from dilated_attention_pytorch.kernels.triton.decode import ring_of, ring_tables, splits_of, table
+from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.plan import allows_tf32, precision_of
+from dilated_attention_pytorch.kernels.triton.primitives import LOG2_E, load_rows
+
+MOST_ROWS = 64  # of a tile; more rows read the weights again
+_NORMS = {None: 0, "layer": 1, "rms": 2}
+_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    norm: tuple[str, Tensor, Tensor | None, float] | None,
+    activation: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """See `kernels.decode.linear_rows`."""
+    (M, K), dtype = x.shape, x.dtype
+    gated = activation == "swiglu"
+    sizes = [weight.shape[0] for weight in weights]
+    kind, gain, shift, eps = norm or (None, None, None, 0.0)
+    settings = {
+        "NORM": _NORMS[kind], "SHIFT": shift is not None, "BIAS": biases[0] is not None,
+        "ACTIVATION": _ACTIVATIONS[activation], "RESIDUAL": residual is not None,
+        "PRECISION": precision_of(dtype == torch.float32 and allows_tf32(None)),
+    }  # fmt: skip
+    key = (linear, M, K, *sizes, eps, dtype, x.device, *settings.values())
+    launch = plans.remember("decode table", key, lambda: _Launches(_linear_launch(M, K, sizes, gated, eps, settings)))
+    y = torch.empty(M, sizes[0] if gated else sum(sizes), dtype=dtype, device=x.device)
+    three = [*weights, *weights[:1] * (3 - len(weights))]
+    biases = [x if bias is None else bias for bias in (*biases, *[None] * (3 - len(biases)))]
+    launch.one(x, *three, *biases, *(x if one is None else one for one in (gain, shift, residual)), y)
+    return y
+
+
+class _Launches:
+    """A launch, as an entry of the table of plans."""
+
+    estimated_bytes = 1 << 12
+
+    def __init__(self, one: Launch) -> None:
+        self.one = one
+
+
+def _linear_launch(M: int, K: int, sizes: list[int], gated: bool, eps: float, settings: dict) -> Launch:
+    if M == 1:  # the whole row at once: 8,192 numbers of W per program, and as many in flight
+        block_k = triton.next_power_of_2(K)
+        blocks = {"BLOCK_M": 1, "BLOCK_K": block_k, "BLOCK_N": max(1, min(16, 8192 // block_k)), "num_warps": 4}
+    else:
+        block_m = max(16, min(MOST_ROWS, triton.next_power_of_2(M)))
+        blocks = {"BLOCK_M": block_m, "BLOCK_K": 64, "BLOCK_N": 16, "num_warps": 4, "num_stages": 4}
+    parts = sizes[:1] if gated else sizes
+    tiles = [triton.cdiv(size, blocks["BLOCK_N"]) for size in parts]
+    numbers = (*sizes, *[0] * (3 - len(sizes)), K, M, sum(tiles), sum(parts), eps)
+    shared = {"PARTS": len(parts), "ONE_ROW": M == 1}
+    return Launch(linear_kernel, sum(tiles) * triton.cdiv(M, blocks["BLOCK_M"]), numbers, shared | settings | blocks)
+
+
+@triton.jit(do_not_specialize=("M", "tiles"))
+def linear_kernel(
+    X, W0, W1, W2, B0, B1, B2, Gain, Shift, Residual, Y, N0, N1, N2, K, M, tiles, columns, eps,
+    PARTS: tl.constexpr, ONE_ROW: tl.constexpr, NORM: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    m = pid // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    W, B, N, first = W0, B0, N0, 0
+    if PARTS == 3:
+        tiles0, tiles1 = tl.cdiv(N0, BLOCK_N), tl.cdiv(N1, BLOCK_N)
+        if tile >= tiles0 + tiles1:
+            W, B, N, first = W2, B2, N2, N0 + N1
+            tile -= tiles0 + tiles1
+        elif tile >= tiles0:
+            W, B, N, first = W1, B1, N1, N0
+            tile -= tiles0
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = n[:, None].to(tl.int64) * K
+    dtype = X.dtype.element_ty
+    if ONE_ROW:
+        k = tl.arange(0, BLOCK_K)
+        real = k < K
+        w = tl.load(W + rows + k[None, :], mask=(n[:, None] < N) & real[None, :], other=0.0)
+        x = tl.load(X + k, mask=real, other=0.0).to(tl.float32)
+        if NORM:
+            mean = 0.0
+            if NORM == 1:
+                mean = tl.sum(x, 0) / K
+            away = tl.where(real, x - mean, 0.0)
+            x = away * tl.rsqrt(tl.sum(away * away, 0) / K + eps) * tl.load(Gain + k, mask=real, other=0.0)
+            if SHIFT:
+                x += tl.load(Shift + k, mask=real, other=0.0)
+            x = x.to(dtype).to(tl.float32)
+        y = tl.sum(w.to(tl.float32) * x[None, :], 1)[None, :]
+        gate = y
+        if ACTIVATION == 4:
+            w = tl.load(W1 + rows + k[None, :], mask=(n[:, None] < N) & real[None, :], other=0.0)
+            gate = tl.sum(w.to(tl.float32) * x[None, :], 1)[None, :]
+    else:
+        x_rows = X + m[:, None].to(tl.int64) * K
+        here = m[:, None] < M
+        mean = tl.zeros([BLOCK_M], tl.float32)
+        scale = mean + 1.0
+        if NORM:
+            # Squares of what is left after taking off the first number, which is near enough to the mean.
+            about = tl.load(X + m.to(tl.int64) * K, mask=m < M, other=0.0).to(tl.float32)
+            if NORM == 2:
+                about = mean
+            total, squares = mean, mean
+            for start in tl.range(0, K, BLOCK_K):
+                k = start + tl.arange(0, BLOCK_K)
+                x = tl.load(x_rows + k[None, :], mask=here & (k[None, :] < K), other=0.0).to(tl.float32)
+                away = tl.where(k[None, :] < K, x - about[:, None], 0.0)
+                total += tl.sum(away, 1)
+                squares += tl.sum(away * away, 1)
+            if NORM == 1:
+                mean = about + total / K
+                squares -= total * total / K
+            scale = tl.rsqrt(tl.maximum(squares, 0.0) / K + eps)
+        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            real = k[None, :] < K
+            x = tl.load(x_rows + k[None, :], mask=here & real, other=0.0)
+            if NORM:
+                normed = (x.to(tl.float32) - mean[:, None]) * scale[:, None]
+                normed *= tl.load(Gain + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+                if SHIFT:
+                    normed += tl.load(Shift + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+                x = normed.to(dtype)
+            w = tl.load(W + rows + k[None, :], mask=(n[:, None] < N) & real, other=0.0)
+            y = tl.dot(x, w.T, y, input_precision=PRECISION)
+            if ACTIVATION == 4:
+                w = tl.load(W1 + rows + k[None, :], mask=(n[:, None] < N) & real, other=0.0)
+                gate = tl.dot(x, w.T, gate, input_precision=PRECISION)
+    if BIAS:
+        y += tl.load(B + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == 4:
+            gate += tl.load(B1 + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    # Rounded where PyTorch's operators round.
+    y = y.to(dtype).to(tl.float32)
+    if ACTIVATION == 1:
+        y = tl.maximum(y, 0.0)
+    if ACTIVATION == 2:
+        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    if ACTIVATION == 3:
+        y = y * tl.sigmoid(y)
+    if ACTIVATION == 4:
+        gate = gate.to(dtype).to(tl.float32)
+        y = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * y
+    place = m[:, None].to(tl.int64) * columns + (first + n)[None, :]
+    real = (m[:, None] < M) & (n[None, :] < N)
+    if RESIDUAL:
+        y = y.to(dtype).to(tl.float32) + tl.load(Residual + place, mask=real, other=0.0).to(tl.float32)
+    tl.store(Y + place, y.to(dtype), mask=real)
+
+
+def attend_token(
+    qkv: Tensor,
+    state: CacheState,
+    scale: float,
+    counters: Tensor,
+    *,
+    rotations: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    qk_norm: tuple[Tensor, Tensor, float] | None,
+    allow_tf32: bool | None,
+) -> Tensor:
+    """See `kernels.decode.attend_token`."""
+    keys, values, lengths, rows, _ = state
+    B, D = keys.shape[0], keys.shape[2]
+    kv_heads = len(rows.offsets[0])
+    H = qkv.shape[1] // D - 2 * kv_heads
+    tf32 = qkv.dtype == torch.float32 and allows_tf32(allow_tf32)
+    eps = 0.0 if qk_norm is None else qk_norm[2]
+    kind = (attend_token, rows, B, H, D, qkv.dtype, qkv.device, scale, tf32, rotations is None, qk_norm is None, eps)
+
+    def make() -> tuple[_Launches, Tensor, Tensor, Tensor]:
+        splits, split_rows = splits_of(rows, B * kv_heads)
+        group, branches = H // kv_heads, max(1, len(rows.branches))
+        settings = {
+            "D": D, "BLOCK_D": triton.next_power_of_2(D), "GROUP": group,
+            "BLOCK_M": max(16, triton.next_power_of_2(group)), "BLOCK_N": min(64, split_rows),
+            "BLOCK_S": triton.next_power_of_2(len(splits)), "STEP": min(16, triton.next_power_of_2(len(splits))),
+            "ROTATED": rotations is not None, "NORMED": qk_norm is not None, "PRECISION": precision_of(tf32),
+            "num_warps": 4, "num_stages": 2,
+        }  # fmt: skip
+        numbers = (rows.total, branches, kv_heads, len(splits), split_rows, scale, eps)
+        tables = lasting(qkv.device, lambda: (*ring_tables(rows, qkv), table(splits, qkv.device)))
+        return _Launches(Launch(token_kernel, B * kv_heads * len(splits), numbers, settings)), *tables
+
+    launch, branches, heads, splits = plans.remember("decode table", kind, make)
+    line = (B, H, splits.shape[0])
+    partial = torch.empty(*line, D, dtype=torch.float32, device=qkv.device)
+    partial_lse = torch.empty(line, dtype=torch.float32, device=qkv.device)
+    out = torch.empty(B, H * D, dtype=qkv.dtype, device=qkv.device)
+    turned = rotations or (lengths,) * 4
+    norms = (lengths,) * 2 if qk_norm is None else qk_norm[:2]
+    launch.one(
+        qkv, keys, values, partial, partial_lse, out, counters, lengths, branches, heads, splits, *turned, *norms
+    )
+    return out
+
+
+@triton.jit
+def _head_vector(X, Cos, Sin, Gain, eps, D: tl.constexpr, BLOCK_D: tl.constexpr, ROTATED: tl.constexpr,
+                 NORMED: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """`(rows, D)` of heads at the pointers `X`, `(rows, 1)`: normed and rotated, in the order and with the rounding of
+    PyTorch's operators; in float32."""
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    real = columns < D
+    x = tl.load(X + columns, mask=real, other=0.0).to(tl.float32)
+    share = 1.0
+    if NORMED:
+        share = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = (x * share * tl.load(Gain + columns, mask=real, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    if ROTATED:
+        half: tl.constexpr = D // 2
+        other = tl.where(columns < half, columns + half, columns - half)
+        y = tl.load(X + other, mask=real, other=0.0).to(tl.float32)
+        if NORMED:
+            y = (y * share * tl.load(Gain + other, mask=real, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        pair = tl.where(columns < half, columns, columns - half)
+        cos = tl.load(Cos + pair, mask=real, other=0.0)
+        sin = tl.load(Sin + pair, mask=real, other=0.0)
+        x = (x * cos + tl.where(columns < half, -y, y) * sin).to(dtype).to(tl.float32)
+    return x
+
+
+@triton.jit(do_not_specialize=("rows", "branch_count", "Hkv", "split_count", "split_rows"))
+def token_kernel(
+    QKV, Keys, Values, Partial, PartialLse, Out, counters, lengths, branches, heads, splits,
+    CosQ, SinQ, CosK, SinK, GainQ, GainK, rows, branch_count, Hkv, split_count, split_rows, scale, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, STEP: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    split = pid % split_count
+    kv_head = (pid // split_count) % Hkv
+    b = (pid // split_count // Hkv).to(tl.int64)
+    branch = tl.load(splits + split * 2)
+    first_row = tl.load(splits + split * 2 + 1)
+    W, rate, M, C, offset, first = ring_of(branches, heads, branch, kv_head, Hkv)
+    position = tl.load(lengths + b)
+    dtype: tl.constexpr = QKV.dtype.element_ty
+
+    lines = tl.arange(0, BLOCK_M)
+    head = kv_head * GROUP + lines
+    line = (b * (Hkv * GROUP) + head) * split_count
+    segment = tl.maximum(position, 0) // W
+    within = tl.maximum(position, 0) - segment * W
+    newest = (within // rate).to(tl.int32)  # the row of the new token, if it is on the grid
+    sees = (position >= 0) & (offset >= 0) & (within % rate == offset) & (first_row <= newest)
+    if sees:
+        q_rows = QKV + b * ((GROUP + 2) * Hkv * D) + head[:, None] * D
+        q_rows = tl.where(lines[:, None] < GROUP, q_rows, QKV)
+        angles = b * (D // 2)
+        q = _head_vector(q_rows, CosQ + angles, SinQ + angles, GainQ, eps, D, BLOCK_D, ROTATED, NORMED, dtype)
+        highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        columns = tl.arange(0, BLOCK_D)
+        ring = (b * rows + first) * D
+        begins_at = (segment * M % C).to(tl.int32)
+        if newest < first_row + split_rows:  # the new token is one of these rows: from registers, and stored
+            one = tl.zeros([1, 1], tl.int32)
+            k_row = QKV + b * ((GROUP + 2) * Hkv * D) + (GROUP * Hkv + kv_head) * D + one
+            k = _head_vector(k_row, CosK + angles, SinK + angles, GainK, eps, D, BLOCK_D, ROTATED, NORMED, dtype)
+            v_row = QKV + b * ((GROUP + 2) * Hkv * D) + ((GROUP + 1) * Hkv + kv_head) * D
+            v = tl.load(v_row + columns[None, :], mask=columns[None, :] < D, other=0.0)
+            place = begins_at + newest
+            place = ring + tl.where(place >= C, place - C, place) * D
+            tl.store(Keys + place + columns[None, :], k.to(dtype), mask=columns[None, :] < D)
+            tl.store(Values + place + columns[None, :], v, mask=columns[None, :] < D)
+            highest = tl.sum(q * k, 1) * (scale * LOG2_E)
+            total += 1.0
+            acc += v.to(tl.float32)
+        q = q.to(dtype)
+        end = tl.minimum(first_row + split_rows, newest)
+        for row in tl.range(first_row, end, BLOCK_N):
+            t = row + tl.arange(0, BLOCK_N)
+            place = begins_at + t
+            place = tl.where(place >= C, place - C, place)
+            place = tl.where(t < end, place, C)  # beyond the ring: not loaded
+            k = load_rows(Keys + ring, place, D, D, BLOCK_D, C, True)
+            s = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2_E)
+            s = tl.where(t[None, :] < end, s, -float("inf"))
+            higher = tl.maximum(highest, tl.max(s, 1))
+            p = tl.exp2(s - higher[:, None])
+            alpha = tl.exp2(highest - higher)
+            total = total * alpha + tl.sum(p, 1)
+            v = load_rows(Values + ring, place, D, D, BLOCK_D, C, True)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            highest = higher
+        real = (lines < GROUP)[:, None] & (columns[None, :] < D)
+        tl.store(PartialLse + line + split, highest + tl.log2(total), mask=lines < GROUP)
+        tl.store(Partial + (line + split)[:, None] * D + columns[None, :], acc / total[:, None], mask=real)
+    else:
+        tl.store(PartialLse + line + split, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=lines < GROUP)
+
+    # The program that ends last finds the results of all others in L2, where stores and the counter meet.
+    tl.debug_barrier()
+    ended = tl.atomic_add(counters + b * Hkv + kv_head, 1, sem="acq_rel")
+    tl.debug_barrier()
+    if ended == split_count - 1:
+        for g in tl.range(0, GROUP):
+            _combine(Partial, PartialLse, Out, b * (Hkv * GROUP) + kv_head * GROUP + g, split_count,
+                     D, BLOCK_D, BLOCK_S, STEP)  # fmt: skip
+
+
+@triton.jit
+def _combine(Partial, PartialLse, Out, line, split_count, D: tl.constexpr, BLOCK_D: tl.constexpr,
+             BLOCK_S: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """One row of one head; a split that saw nothing has left no `out`. The numbers are logarithms to base 2."""
+    every = tl.arange(0, BLOCK_S)
+    lse = tl.load(
+        PartialLse + line * split_count + every, mask=every < split_count, other=-float("inf"), cache_modifier=".cg"
+    )
+    highest = tl.max(lse, 0)
+    against = tl.where(highest == -float("inf"), 0.0, highest)
+    total = tl.sum(tl.exp2(lse - against), 0)
+    columns = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.range(0, split_count, STEP):
+        split = start + tl.arange(0, STEP)
+        share = tl.load(
+            PartialLse + line * split_count + split, mask=split < split_count, other=-float("inf"),
+            cache_modifier=".cg",
+        )  # fmt: skip
+        real = (split[:, None] < split_count) & (share[:, None] != -float("inf")) & (columns[None, :] < D)
+        partial = tl.load(
+            Partial + (line * split_count + split[:, None]) * D + columns[None, :], mask=real, other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        acc += tl.sum(tl.exp2(share - against)[:, None] * partial, 0)
+    out = acc / tl.where(total != 0, total, 1.0)
+    tl.store(Out + line * D + columns, out.to(Out.dtype.element_ty), mask=columns < D)

@@ -1,0 +1,129 @@
+"""One token per row through a whole `LongNetLM` in few launches: five per layer.
+
+The same numbers as `LongNetLM.forward` with a cache, rounded in the same places. It takes plain models only; others
+decode with their own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.core.cache_rows import CacheState
+from dilated_attention_pytorch.kernels.decode import attend_token, linear_rows
+from dilated_attention_pytorch.kernels.engine import choose_engine
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
+from dilated_attention_pytorch.nn.positions import RotaryPositions, XPosPositions
+from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer, FeedForward
+
+if TYPE_CHECKING:
+    from dilated_attention_pytorch.models.longnet import LongNetLM
+    from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
+
+# Modules whose forward is computed here; anything else, such as a quantised layer or an adapter, is not.
+_KNOWN = (
+    DilatedTransformerEncoderLayer, MultiheadDilatedAttention, DilatedAttention, FeedForward, RotaryPositions,
+    XPosPositions, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Embedding, nn.ModuleList,
+)  # fmt: skip
+_MOST_GROUPED = 64  # query heads per key/value head
+
+
+def can_fuse(model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
+    """Whether `fused_logits` computes a step of this model."""
+    keys, config = cache[0].keys, model.config
+    parts = [part for part in model.modules() if part is not model and part is not model.spans]
+    tensors = [*model.parameters(), keys]
+    return (
+        not torch.is_autocast_enabled(keys.device.type)
+        and all(type(part) in _KNOWN and part._compiled_call_impl is None for part in parts)
+        and all(x.dtype == keys.dtype and x.device == keys.device and x.is_contiguous() for x in tensors)
+        and not [*model.buffers()]
+        and keys.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and not (config.positions == "xpos" and keys.dtype == torch.float16)
+        and config.num_heads <= _MOST_GROUPED * cache[0].num_kv_heads
+        and all(_takes(attention, keys) for attention in model._all_attention())
+    )
+
+
+def _takes(attention: DilatedAttention, keys: Tensor) -> bool:
+    if attention.sparse_config is not None or attention._place is not None:
+        return False
+    return choose_engine(attention.backend, keys.device, keys.dtype, keys.shape[2]) == "triton"
+
+
+def fused_logits(model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCache]) -> Tensor:
+    """`(B, 1, vocab)` logits after the tokens `(B, 1)`, which the cache then holds."""
+    config, heads = model.config, cache[0].num_kv_heads
+    lengths = cache[0].lengths
+    x = model.embedding(tokens[:, 0]) * config.d_model**0.5  # (B, E)
+    rotations = None if model.positions is None else _rotations(model.positions, lengths)
+    counters = torch.zeros(len(cache), len(lengths) * heads, dtype=torch.int32, device=x.device)
+    for layer, held, counter in zip(_layers(model), cache, counters):
+        attention, forward = layer.self_attn, layer.feed_forward
+        weights, biases = zip(*attention._projections())
+        qkv = linear_rows(x, weights, biases, norm=_norm(layer.norm1))
+        state = CacheState(held.keys, held.values, held.lengths, held.rows)
+        scale = attention.attention.softmax_scale
+        rows = attend_token(
+            qkv,
+            state,
+            attention.head_dim**-0.5 if scale is None else scale,
+            counter,
+            rotations=rotations,
+            qk_norm=_qk_norm(attention),
+            allow_tf32=attention.attention.allow_tf32,
+        )
+        x = _linear(rows, attention.out_proj, attention.norm, residual=x)
+        first = [forward.linear1, *([forward.gate] if forward.activation == "swiglu" else [])]
+        hidden = linear_rows(
+            x,
+            [one.weight for one in first],
+            [one.bias for one in first],
+            norm=_norm(layer.norm2),
+            activation=forward.activation,
+        )
+        x = _linear(hidden, forward.linear2, forward.norm, residual=x)
+    torch._foreach_add_([held.lengths for held in cache], 1)
+    return model.capped(_linear(x, model.head, model.norm))[:, None]
+
+
+def _layers(model: LongNetLM) -> Iterator[DilatedTransformerEncoderLayer]:
+    for layer in model.layers:
+        assert isinstance(layer, DilatedTransformerEncoderLayer)
+        yield layer
+
+
+def _linear(x: Tensor, linear: nn.Linear, norm: nn.Module | None, residual: Tensor | None = None) -> Tensor:
+    return linear_rows(x, [linear.weight], [linear.bias], norm=_norm(norm), residual=residual)
+
+
+def _norm(norm: nn.Module | None) -> tuple[str, Tensor, Tensor | None, float] | None:
+    if norm is None:
+        return None
+    if isinstance(norm, nn.LayerNorm):
+        return "layer", norm.weight, norm.bias, norm.eps
+    assert isinstance(norm, nn.RMSNorm)
+    assert norm.eps is not None
+    return "rms", norm.weight, None, norm.eps
+
+
+def _qk_norm(attention: MultiheadDilatedAttention) -> tuple[Tensor, Tensor, float] | None:
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if q_norm is None or k_norm is None:
+        return None
+    assert q_norm.eps is not None
+    return q_norm.weight, k_norm.weight, q_norm.eps
+
+
+def _rotations(positions: RotaryPositions, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cos and sin for queries, and for keys, `(B, D / 2)` each, as `positions.rotate` takes them."""
+    cos, sin, scale = positions.of(lengths[:, None].clamp_min(0))
+    cos, sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+    if scale is None:
+        return cos, sin, cos, sin
+    query, key = scale[:, 0], 1.0 / scale[:, 0]
+    return cos * query, sin * query, cos * key, sin * key

@@ -1,0 +1,146 @@
+"""A token through a whole model in few launches: the logits and the cache of the model's own modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import LongNetLM
+from dilated_attention_pytorch.models import captured
+from dilated_attention_pytorch.models.fused import can_fuse, fused_logits
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+SIZES = {"vocab_size": 50, "d_model": 32, "num_heads": 2, "num_layers": 2, "dilation_rates": (1, 3)}
+LATER = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 2.0}
+MODELS = [
+    {},
+    LATER | {"positions": "xpos", "scale_base": 64.0, "num_heads": 2, "num_kv_heads": 1},
+    {"activation": "silu", "positions": "none", "d_model": 48, "num_heads": 3, "head_layout": "grouped"},
+    {"activation": "relu", "dim_feedforward": 72, "norm": "rms", "head_layout": "blocked"},
+]
+
+
+def model_of(device: str, dtype: torch.dtype, **sizes) -> LongNetLM:
+    torch.manual_seed(0)
+    model = LongNetLM(**(SIZES | {"segment_lengths": (5, 8)} | sizes)).to(device, dtype).eval()
+    for name, x in model.named_parameters():
+        if "bias" in name or "norm" in name:  # which begin as zeros and ones
+            torch.nn.init.normal_(x, mean=float("norm" in name and "weight" in name), std=0.3)
+    for attention in model._all_attention():
+        attention.backend = "triton"  # on a CPU, in the interpreter
+    return model
+
+
+def check(model: LongNetLM, batch: int, tokens: int, device: str, tolerance: float) -> None:
+    """Read a prompt, then token by token in both ways."""
+    prompt = torch.randint(50, (batch, 7), device=device)
+    padding = torch.arange(batch, device=device) * 4 % 11
+    caches = [model.new_cache(batch, padding=padding) for _ in range(2)]
+    assert can_fuse(model, caches[0])
+    with torch.no_grad():
+        for cache in caches:
+            for attention in model._all_attention():
+                attention.backend = "auto"  # quicker in the interpreter
+            model(prompt, cache=cache)
+        for _ in range(tokens):
+            new = torch.randint(50, (batch, 1), device=device)
+            found, expected = fused_logits(model, new, caches[0]), model(new, cache=caches[1])
+            real = caches[0][0].lengths > 0
+            torch.testing.assert_close(found[real], expected[real], rtol=tolerance, atol=tolerance)
+            for one, other in zip(*caches):
+                for name in ("keys", "values"):
+                    held = [getattr(x, name)[:, :-1].float() for x in (one, other)]  # without the unread row
+                    torch.testing.assert_close(*held, rtol=tolerance, atol=tolerance)
+                assert torch.equal(one.lengths, other.lengths)
+
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("sizes", MODELS, ids=["magneto", "later", "silu", "relu"])
+def test_a_fused_step_gives_the_logits_of_the_modules_in_the_interpreter(sizes, batch) -> None:
+    check(model_of("cpu", torch.float32, **sizes), batch, 6, "cpu", 2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 2e-3)])
+@pytest.mark.parametrize("batch", [1, 3, 64, 70])
+@pytest.mark.parametrize("sizes", MODELS, ids=["magneto", "later", "silu", "relu"])
+def test_a_fused_step_gives_the_logits_of_the_modules(sizes, batch, dtype, tolerance) -> None:
+    if sizes.get("positions") == "xpos" and dtype == torch.float16:
+        pytest.skip("xPos scales beyond float16")
+    long = {"d_model": 128, "segment_lengths": (512, 2048), "num_heads": 4} | sizes
+    if "d_model" in sizes:
+        long |= {"d_model": 192, "num_heads": 3}
+    check(model_of("cuda", dtype, **long), batch, 20, "cuda", tolerance)
+
+
+def test_a_model_with_other_modules_is_not_fused() -> None:
+    model = model_of("cpu", torch.float32)
+    for attention in model._all_attention():
+        attention.backend = "eager"
+    assert not can_fuse(model, model.new_cache(1))
+    model = model_of("cpu", torch.float32)
+    model.layers[0].feed_forward.linear1 = torch.nn.Sequential(model.layers[0].feed_forward.linear1)
+    assert not can_fuse(model, model.new_cache(1))
+    model = model_of("cpu", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not can_fuse(model, model.new_cache(1))
+
+
+@pytest.mark.gpu
+class TestGraphs:
+    """What `generate` does on a GPU."""
+
+    SAMPLING = ({"temperature": 0}, {"temperature": 0.7, "top_k": 20, "seed": 1}, {"top_p": 0.8, "seed": 2})
+
+    def model(self, dtype: torch.dtype = torch.float64, **sizes) -> LongNetLM:
+        captured.forget_kept()
+        torch.manual_seed(0)
+        sizes = {"d_model": 64, "num_heads": 4, "segment_lengths": (64, 256), "dilation_rates": (1, 2)} | sizes
+        return LongNetLM(vocab_size=200, num_layers=2, **sizes).to("cuda", dtype).eval()
+
+    @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)  # recorded modules; recorded kernels
+    def test_replays_give_the_tokens_of_the_uncached_model_and_the_same_bits_twice(self, dtype, sampling) -> None:
+        model = self.model(dtype)
+        for tokens in (1, 7, 100, 300):
+            prompt = torch.randint(200, (2, tokens), device="cuda")
+            mask = torch.arange(tokens, device="cuda") < torch.tensor([[0], [min(3, tokens - 1)]], device="cuda")
+            for padding in (None, mask):
+                expected = model.generate(prompt, 80, key_padding_mask=padding, use_cache=False, **sampling)
+                for chunk in (None, 64, None):
+                    found = model.generate(prompt, 80, key_padding_mask=padding, chunk=chunk, **sampling)
+                    assert torch.equal(found, expected)
+
+    def test_eos_gives_the_same_tokens_and_draws_as_asking_after_every_token(self) -> None:
+        model, prompt = self.model(), torch.randint(200, (2, 20), device="cuda")
+        for seed in range(4):
+            ends = []
+            for settings in ({}, {"use_cache": False}):
+                draws = torch.Generator("cuda").manual_seed(seed)
+                found = model.generate(prompt, 400, eos=7, top_k=30, generator=draws, **settings)
+                ends.append((found, draws.get_state()))
+            assert all(map(torch.equal, *ends))
+
+    def test_memory_stays_the_same_over_many_calls(self) -> None:
+        model = self.model(torch.bfloat16)
+        held = []
+        for i in range(200):
+            prompt = torch.randint(200, (1 + i % 2, 1 + 13 * i % 290), device="cuda")
+            model.generate(prompt, 6 + i % 7)
+            held.append(torch.cuda.memory_allocated())
+        assert max(held[100:]) <= max(held[20:100])
+
+    def test_autocast_and_inference_mode_have_graphs_of_their_own(self) -> None:
+        model, prompt = self.model(torch.float32), torch.randint(200, (1, 20), device="cuda")
+        for _ in range(2):
+            plain = model.generate(prompt, 30, temperature=0)
+            with torch.inference_mode():
+                assert torch.equal(model.generate(prompt, 30, temperature=0), plain)
+            with torch.autocast("cuda", torch.bfloat16):
+                first = model.generate(prompt, 30, temperature=0)
+                assert torch.equal(model.generate(prompt, 30, temperature=0), first)
