@@ -152,8 +152,8 @@ def attend_token(
     """The output `(B, H * D)` of one new token per row, which is stored, in one launch of Triton.
 
     `qkv` is `(B, (H + 2 Hkv) * D)`, `rotations` are cos and sin for queries and for keys, `(B, D / 2)` each, and
-    `qk_norm` is the gains and the epsilon of the norms before it. `counters` are `(B * Hkv,)` zeros of int32, which it
-    leaves in another state. The lengths stay as they are.
+    `qk_norm` is the gains and the epsilon of the norms before it. `counters` are at least `B * Hkv` zeros of int32,
+    which it leaves in another state. The lengths stay as they are.
     """
     from dilated_attention_pytorch.kernels.triton import step
 

@@ -61,7 +61,8 @@ def fused_logits(model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCach
     lengths = cache[0].lengths
     x = model.embedding(tokens[:, 0]) * config.d_model**0.5  # (B, E)
     rotations = None if model.positions is None else _rotations(model.positions, lengths)
-    counters = torch.zeros(len(cache), len(lengths) * heads, dtype=torch.int32, device=x.device)
+    per_layer = -(-len(lengths) * heads // 4) * 4  # so that those of every layer begin at a multiple of 16 bytes
+    counters = torch.zeros(len(cache), per_layer, dtype=torch.int32, device=x.device)
     for layer, held, counter in zip(_layers(model), cache, counters):
         attention, forward = layer.self_attn, layer.feed_forward
         weights, biases = zip(*attention._projections())

@@ -321,6 +321,8 @@ class Generates:
             check_whole("eos", eos, least=0, most=model.config.vocab_size - 1)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         draw = sampling.generator(seed, generator, tokens.device)
+        if chunk is not None:
+            check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
         if cache is not None:
             model._check_cache(cache, tokens)
             if key_padding_mask is not None:
