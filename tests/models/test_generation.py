@@ -193,6 +193,27 @@ def test_a_cache_that_is_passed_is_continued() -> None:
         model.generate(prompt, 1, cache=cache, key_padding_mask=torch.zeros(2, 21, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("sampling", [*SAMPLING, {"top_k": 2, "seed": 3, "eos": 5}], ids=str)
+def test_a_draft_changes_no_token(sampling, request) -> None:
+    if "top_p" in sampling:
+        request.getfixturevalue("graphs")
+    model, prompt = model_of(vocab_size=12), torch.randint(12, (2, 21))
+    mask = torch.arange(21) < torch.tensor([0, 3])[:, None]
+    near = model_of(vocab_size=12)
+    torch.nn.init.normal_(near.layers[1].feed_forward.linear2.bias, std=0.3)
+    other = model_of(vocab_size=12, d_model=8, num_heads=2, num_layers=1, segment_lengths=(6, 12), positions="none")
+    for rows in (slice(None), slice(1)):  # with and without padding
+        settings = {"key_padding_mask": mask[rows], **sampling}
+        expected = model.generate(prompt[rows], 25, use_cache=False, **settings)
+        for draft, count in ((model, 3), (near, 5), (other, 1)):
+            found = model.generate(prompt[rows], 25, draft=draft, draft_tokens=count, **settings)
+            assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="both must have one vocabulary"):
+        model.generate(prompt, 1, draft=model_of())
+    with pytest.raises(ValueError, match="draft needs two caches of its own"):
+        model.generate(prompt, 1, draft=near, use_cache=False)
+
+
 def test_chunks_of_a_prompt_end_where_segments_do() -> None:
     config = ModelConfig(segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
     assert [prompt_chunk(config, 1, 2, most) for most in (1000, 3000, 5000, 50_000)] == [1000, 2048, 4096, 49_152]

@@ -179,25 +179,30 @@ def _without_cached_casts(device: torch.device) -> Any:
 
 @contextmanager
 def kept_cache(
-    model: LongNetLM, tokens: Tensor, padding: Tensor | None, given: Sequence[DilatedKVCache] | None
+    model: LongNetLM,
+    tokens: Tensor,
+    padding: Tensor | None,
+    given: Sequence[DilatedKVCache] | None = None,
+    rewindable: int = 0,
 ) -> Iterator[Sequence[DilatedKVCache]]:
     """An empty cache for these prompts, or the `given` one. On a GPU the model keeps it for the next call."""
     if given is not None:
         yield given
         return
     batch = tokens.shape[0]
+    settings: Any = {"padding": padding, "rewindable": rewindable}
     if not _records(model, tokens):
-        yield model.new_cache(batch, padding=padding)
+        yield model.new_cache(batch, **settings)
         return
     kept = _kept.setdefault(model, {})
-    key = (batch, model._cache_dtype(), tokens.device, torch.is_inference_mode_enabled(), model.config)
+    key = (batch, rewindable, model._cache_dtype(), tokens.device, torch.is_inference_mode_enabled(), model.config)
     cache = kept.pop(key, None)
     if cache is None:
         try:
-            cache = model.new_cache(batch, padding=padding)
+            cache = model.new_cache(batch, **settings)
         except torch.OutOfMemoryError:
             forget_kept()
-            cache = model.new_cache(batch, padding=padding)
+            cache = model.new_cache(batch, **settings)
     else:
         for layer in cache:
             layer.reset(padding)

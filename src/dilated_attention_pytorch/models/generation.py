@@ -40,6 +40,7 @@ Steps = Generator[Tensor, Tensor, None]
 
 _LOOK_EVERY = 64  # new tokens
 _AHEAD = 16  # tokens that a GPU may compute before the host knows whether all rows have ended
+_MOST_DRAFTED = 63  # with the token before them, as many as a cache takes in one code path
 _PROMPT_BYTES = 8 << 30  # of activations, while a chunk of a prompt is read
 
 
@@ -56,6 +57,8 @@ class StreamSettings(TypedDict, total=False):
     use_cache: bool
     chunk: int | None
     cache: Sequence[DilatedKVCache] | None
+    draft: LongNetLM | None
+    draft_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,51 @@ def cached_logits(
         while True:
             chosen = yield logits
             logits = step(model, chosen[:, None], cache)[:, -1]
+
+
+def drafted_logits(
+    model: LongNetLM,
+    draft: LongNetLM,
+    count: int,
+    tokens: Tensor,
+    key_padding_mask: Tensor | None,
+    chunk: int | None,
+) -> Steps:
+    """The logits of `cached_logits`, computed for `count` tokens at once that a smaller model has guessed.
+
+    Guesses up to the first that is not the chosen token are right; both caches forget the rest. A batch goes on while
+    the guesses of all its rows are right.
+    """
+    padding = _left_padding(tokens, key_padding_mask)
+    with (
+        kept_cache(model, tokens, padding, rewindable=count) as cache,
+        kept_cache(draft, tokens, padding, rewindable=count) as own,
+    ):
+        *_, last = model.read(tokens, cache, chunk=chunk)
+        for _ in draft.read(tokens, own, chunk=chunk):
+            pass
+        with evaluating(model):
+            logits = model.logits(last)
+        chosen = yield logits
+        verify = step_for(model, cache, tokens, count + 1)
+        guess = {m: step_for(draft, own, tokens, m) for m in (1, 2)}
+        unread = chosen[:, None]  # the tokens that the draft has not read
+        while True:
+            guessed = [chosen]
+            for _ in range(count):
+                guessed.append(guess[unread.shape[1]](draft, unread, own)[:, -1].argmax(-1))
+                unread = guessed[-1][:, None]
+            block = torch.stack(guessed, 1)  # (B, count + 1)
+            logits = verify(model, block, cache)
+            for i in range(count + 1):
+                chosen = yield logits[:, i]
+                if i == count or not torch.equal(chosen, block[:, i + 1]):
+                    break
+            for layer in cache:
+                layer.take_back(count - i)
+            for layer in own:  # it has read all of the block but the last
+                layer.take_back(max(count - 1 - i, 0))
+            unread = chosen[:, None] if i < count else torch.stack([block[:, count], chosen], 1)
 
 
 def recomputed_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | None) -> Steps:
@@ -259,6 +307,20 @@ def _left_padding(tokens: Tensor, key_padding_mask: Tensor | None) -> Tensor | N
     return spans[:, 0]
 
 
+def _check_draft(
+    model: LongNetLM, draft: LongNetLM, count: int, *, use_cache: bool, cache: Sequence[DilatedKVCache] | None
+) -> None:
+    check_instance("draft", draft, type(model))
+    check_whole("draft_tokens", count, least=1, most=_MOST_DRAFTED)
+    if not use_cache or cache is not None:
+        raise ValueError("draft needs two caches of its own: leave out use_cache=False and cache=")
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"draft has {draft.config.vocab_size} tokens, the model {model.config.vocab_size}: both must have one "
+            "vocabulary"
+        )
+
+
 class Generates:
     """What a `LongNetLM` does token by token."""
 
@@ -284,6 +346,8 @@ class Generates:
             chunk: the most tokens of the prompt to read at once, as in `read`.
             cache: of `new_cache`: the prompt continues the tokens that it holds. It then also holds the prompt and the
                 new tokens but the last, with which the next prompt begins. By default the prompt is all.
+            draft: a smaller model of the same vocabulary, which guesses `draft_tokens` tokens that this model then
+                checks at once. The tokens are the same as without it.
         """
         if on_tokens is not None:
             check_instance("on_tokens", on_tokens, Callable)
@@ -309,6 +373,8 @@ class Generates:
         use_cache: bool = True,
         chunk: int | None = None,
         cache: Sequence[DilatedKVCache] | None = None,
+        draft: LongNetLM | None = None,
+        draft_tokens: int = 4,
     ) -> Iterator[Tensor]:
         """The tokens that `generate` appends, `(B,)` at a time, as they are chosen.
 
@@ -327,7 +393,10 @@ class Generates:
             model._check_cache(cache, tokens)
             if key_padding_mask is not None:
                 raise ValueError("a cache knows the padding of its rows: pass no key_padding_mask with it")
-        if check_flag("use_cache", use_cache):
+        if draft is not None:
+            _check_draft(model, draft, draft_tokens, use_cache=use_cache, cache=cache)
+            steps = drafted_logits(model, draft, draft_tokens, tokens, key_padding_mask, chunk)
+        elif check_flag("use_cache", use_cache):
             steps = cached_logits(model, tokens, key_padding_mask, chunk, cache)
         elif chunk is not None or cache is not None:
             name = "cache" if chunk is None else "chunk"

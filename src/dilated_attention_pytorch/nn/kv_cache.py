@@ -203,6 +203,13 @@ class DilatedKVCache:
         self.lengths.sub_(back)
         self._count(tuple(length - count for count, length, _ in found))
 
+    def take_back(self, tokens: int) -> None:
+        """Rewind all rows by at most `rewindable` tokens that the last calls added; does not wait for the device."""
+        check_whole("tokens", tokens, least=0, most=self.rewindable)
+        if tokens:
+            self._note_longest()
+            self.lengths.sub_(tokens)
+
     def _note_longest(self) -> None:
         torch.maximum(self._longest, self.lengths, out=self._longest)
 
