@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.log import log
@@ -31,7 +33,8 @@ _KEPT_SHARE = 8  # a cache is kept if this many of them would fit the free memor
 
 _steps: weakref.WeakKeyDictionary[DilatedKVCache, dict[int, Step]] = weakref.WeakKeyDictionary()  # by width
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[DilatedKVCache]]] = weakref.WeakKeyDictionary()
-_pools: dict[tuple[int | None, int], Any] = {}  # scratch memory of graphs, shared by those of one stream
+# Graphs that live, by device and stream: they never run at once, so they share scratch memory.
+_graphs: defaultdict[tuple[int | None, int], weakref.WeakSet[torch.cuda.CUDAGraph]] = defaultdict(weakref.WeakSet)
 
 
 @contextmanager
@@ -110,7 +113,7 @@ def _plain_step(model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCache
 def step_for(
     model: LongNetLM, cache: Sequence[DilatedKVCache], tokens: Tensor, m: int = 1
 ) -> Callable[[LongNetLM, Tensor, Sequence[DilatedKVCache]], Tensor]:
-    """The step that continues a cache by `m` tokens at a time: recorded on a GPU, unless hooks watch the modules."""
+    """The step that continues a cache by `m` tokens at a time."""
     if not _records(model, tokens):
         return _plain_step
     steps = _steps.setdefault(cache[0], {})
@@ -120,11 +123,11 @@ def step_for(
 
 
 def _records(model: LongNetLM, tokens: Tensor) -> bool:
-    return tokens.is_cuda and is_plain(tokens) and not any(_hooks(module) for module in model.modules())
-
-
-def _hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+    """Whether steps are recorded: on a GPU, unless hooks watch the modules or other ranks may take part in them."""
+    if not tokens.is_cuda or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    return not hooked and is_plain(tokens, *model.parameters())
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -148,13 +151,12 @@ def _stream_of(device: torch.device) -> int:
 def _record(run: Callable[[], object], like: Tensor) -> torch.cuda.CUDAGraph | None:
     """The launches of `run` as a graph; None, with a warning, if they cannot be recorded."""
     device, graph = like.device, torch.cuda.CUDAGraph()
-    place = (device.index, _stream_of(device))
-    if place not in _pools:
-        _pools[place] = torch.cuda.graph_pool_handle()
+    others = _graphs[device.index, _stream_of(device)]
+    pool = next((other.pool() for other in others), None)  # a pool must not be named once its last graph is gone
     try:
         with (
             torch.cuda.device(device),
-            torch.cuda.graph(graph, pool=_pools[place], capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             _without_cached_casts(device),
         ):
             run()
@@ -166,6 +168,7 @@ def _record(run: Callable[[], object], like: Tensor) -> torch.cuda.CUDAGraph | N
             stacklevel=2,
         )
         return None
+    others.add(graph)
     log.debug("a decoding step of %s tokens is recorded as a CUDA graph", tuple(like.shape))
     return graph
 

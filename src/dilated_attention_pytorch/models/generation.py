@@ -98,7 +98,8 @@ class Sampling:
         chances = F.softmax(logits, -1)
         if self.top_p is not None and self.top_p < 1:
             falling, order = chances.sort(-1, descending=True)
-            before = falling.cumsum(-1) - falling  # the likeliest token always stays
+            # The likeliest token always stays. In float64, because a GPU adds in no fixed order.
+            before = falling.cumsum(-1, dtype=torch.float64) - falling
             chances = chances.scatter(-1, order, falling.masked_fill(before >= self.top_p, 0.0))
         # The draw of torch.multinomial, whose checks wait for the device: the least of exponential variables with these
         # rates is the drawn one. Without NaN, which `generated_tokens` reports; a chance of 0 never wins.

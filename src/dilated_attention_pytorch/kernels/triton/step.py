@@ -29,7 +29,8 @@ from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32, precision_of
 from dilated_attention_pytorch.kernels.triton.primitives import LOG2_E, load_rows
 
-MOST_ROWS = 64  # of a tile; more rows read the weights again
+_MOST_ROWS = 64  # of a tile; more rows read the weights again
+_PROGRAMS = 132  # one for each multiprocessor of an H200
 _NORMS = {None: 0, "layer": 1, "rms": 2}
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
 
@@ -72,13 +73,15 @@ class _Launches:
 
 
 def _linear_launch(M: int, K: int, sizes: list[int], gated: bool, eps: float, settings: dict) -> Launch:
+    parts = sizes[:1] if gated else sizes
     if M == 1:  # the whole row at once: 8,192 numbers of W per program, and as many in flight
         block_k = triton.next_power_of_2(K)
         blocks = {"BLOCK_M": 1, "BLOCK_K": block_k, "BLOCK_N": max(1, min(16, 8192 // block_k)), "num_warps": 4}
     else:
-        block_m = max(16, min(MOST_ROWS, triton.next_power_of_2(M)))
-        blocks = {"BLOCK_M": block_m, "BLOCK_K": 64, "BLOCK_N": 16, "num_warps": 4, "num_stages": 4}
-    parts = sizes[:1] if gated else sizes
+        block_m = max(16, min(_MOST_ROWS, triton.next_power_of_2(M)))
+        # Wide tiles norm rows less often; narrow ones keep all multiprocessors busy.
+        block_n = next((n for n in (64, 32) if sum(parts) // n >= _PROGRAMS), 16)
+        blocks = {"BLOCK_M": block_m, "BLOCK_K": 64, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 4}
     tiles = [triton.cdiv(size, blocks["BLOCK_N"]) for size in parts]
     numbers = (*sizes, *[0] * (3 - len(sizes)), K, M, sum(tiles), sum(parts), eps)
     shared = {"PARTS": len(parts), "ONE_ROW": M == 1}
@@ -216,8 +219,9 @@ def attend_token(
             "num_warps": 4, "num_stages": 2,
         }  # fmt: skip
         numbers = (rows.total, branches, kv_heads, len(splits), split_rows, scale, eps)
-        tables = lasting(qkv.device, lambda: (*ring_tables(rows, qkv), table(splits, qkv.device)))
-        return _Launches(Launch(token_kernel, B * kv_heads * len(splits), numbers, settings)), *tables
+        listed = lasting(qkv.device, lambda: table(splits, qkv.device))
+        launch = _Launches(Launch(token_kernel, B * kv_heads * len(splits), numbers, settings))
+        return launch, *ring_tables(rows, qkv), listed
 
     launch, branches, heads, splits = plans.remember("decode table", kind, make)
     line = (B, H, splits.shape[0])
