@@ -18,7 +18,7 @@ def main(head_dim: str, tokens: str, batch: str = "1") -> None:
     for module, names in (
         (decode, ("append_kernel", "split_kernel", "combine_kernel")),
         (cache_chunks, ("store_kernel", "after_cached_kernel")),
-        (step, ("linear_kernel", "token_kernel")),
+        (step, ("embed_kernel", "linear_kernel", "token_kernel")),
     ):
         for name in names:
             compile_instead(module, name)
@@ -38,16 +38,20 @@ def main(head_dim: str, tokens: str, batch: str = "1") -> None:
 
 
 def compile_step(step, rows, D: int, B: int, CacheState) -> None:
+    from dilated_attention_pytorch.kernels import decode
+
     x, vector, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((B, 8 * D), (8 * D,), (8 * D, 8 * D)))
+    pairs, whole = torch.zeros(D // 2, dtype=torch.float64), torch.zeros(B, dtype=torch.int64)
+    step.embed(whole, weight, 2.0, whole, decode.Turns(pairs, pairs, 4096, 512.0))
     norm = ("layer", vector, vector, 1e-5)
     step.linear(x, [weight, weight, weight], [vector] * 3, norm=norm, activation=None, residual=None)
     step.linear(x, [weight, weight], [None] * 2, norm=("rms", vector, None, 1e-5), activation="swiglu", residual=x)
     keys = torch.zeros(B, rows.total, D, dtype=torch.bfloat16)
-    state = CacheState(keys, keys, torch.zeros(B, dtype=torch.int64), rows)
-    turns, counters = torch.zeros(B, D // 2), torch.zeros(4 * B, dtype=torch.int32)
+    state = CacheState(keys, keys, whole, rows)
+    angles, counters = torch.zeros(B, D // 2), torch.zeros(4 * B, dtype=torch.int32)
     qkv = torch.zeros(B, 16 * D, dtype=torch.bfloat16)
     gains = (vector[:D], vector[:D], 1e-5)
-    step.attend_token(qkv, state, 0.1, counters, rotations=(turns,) * 4, qk_norm=gains, allow_tf32=None)
+    step.attend_token(qkv, state, 0.1, counters, rotations=(angles,) * 4, qk_norm=gains, allow_tf32=None)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import LongNetLM
+from dilated_attention_pytorch.kernels.decode import embed_rows
 from dilated_attention_pytorch.models import captured
-from dilated_attention_pytorch.models.fused import can_fuse, fused_logits
+from dilated_attention_pytorch.models.fused import _turns, can_fuse, fused_logits
+from dilated_attention_pytorch.nn.positions import RotaryPositions, XPosPositions
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
@@ -62,6 +64,19 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="on a G
 @pytest.mark.parametrize(("sizes", "batch"), [*zip(MODELS, (1, 1, 3, 1)), (MODELS[1], 3)])
 def test_a_fused_step_gives_the_logits_of_the_modules_in_the_interpreter(sizes, batch) -> None:
     check(model_of("cpu", torch.float32, **sizes), batch, 4, "cpu", 2e-4)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("positions", [RotaryPositions(16), XPosPositions(16, period=4096, scale_base=600.0)], ids=repr)
+def test_angles_are_exact_far_into_a_document(positions, device) -> None:
+    lengths, tokens = torch.tensor([-3, 0, 999_999, 16_777_215], device=device), torch.arange(4, device=device)
+    _, found = embed_rows(tokens, torch.eye(4, device=device), 1.0, lengths, _turns(positions, lengths.device))
+    cos, sin, scale = positions.of(lengths[:, None].clamp_min(0))
+    scale = torch.ones_like(cos) if scale is None else scale
+    for turn, expected in zip(found, (cos * scale, sin * scale, cos / scale, sin / scale)):
+        torch.testing.assert_close(turn, expected[:, 0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,16 @@ from dilated_attention_pytorch.kernels.op import attend, unwritten
 
 _MOST_AT_ONCE = 64
 _MOST_AGAIN = 0.5  # of a chunk: tokens before it whose rows are computed once more, rather than merged with its own
+
+
+class Turns(NamedTuple):
+    """What rotations are made of, in float64 `(D/2,)`: angles of position 1, and for xPos the logarithms to base 2 of
+    what scales position `scale_base`, of positions within `period`."""
+
+    frequencies: Tensor
+    log2_zeta: Tensor | None = None
+    period: int = 1
+    scale_base: float = 1.0
 
 
 def attend_cached(
@@ -118,6 +128,15 @@ def _attend_cached(
             out, lse = merge(out, lse, *own_partial(query, key, value, state, scale))
             store(key, value, state)
     return out.to(query.dtype), lse
+
+
+def embed_rows(
+    tokens: Tensor, embedding: Tensor, factor: float, lengths: Tensor, turns: Turns | None
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor] | None]:
+    """`factor` times the embeddings of tokens `(B,)`, and `rotations` for `attend_token`, in one launch of Triton."""
+    from dilated_attention_pytorch.kernels.triton import step
+
+    return step.embed(tokens, embedding, factor, lengths, turns)
 
 
 def linear_rows(

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,9 +96,10 @@ class Step:
         if not self._tokens.is_cuda:
             logits = self._compute(model, self._tokens, cache)
         else:
-            current, side = (make(self._tokens.device) for make in (torch.cuda.current_stream, torch.cuda.Stream))
+            device = self._tokens.device
+            current, side = torch.cuda.current_stream(device), _side_stream(device)
             side.wait_stream(current)
-            with torch.cuda.stream(side), _without_cached_casts(self._tokens.device):
+            with torch.cuda.stream(side), _without_cached_casts(device):
                 logits = self._compute(model, self._tokens, cache)
             current.wait_stream(side)
             logits.record_stream(current)
@@ -148,6 +150,12 @@ def _stream_of(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which steps are tried and recorded: one, so that the memory that they used is used again."""
+    return torch.cuda.Stream(device)
+
+
 def _record(run: Callable[[], object], like: Tensor) -> torch.cuda.CUDAGraph | None:
     """The launches of `run` as a graph; None, with a warning, if they cannot be recorded."""
     device, graph = like.device, torch.cuda.CUDAGraph()
@@ -155,8 +163,8 @@ def _record(run: Callable[[], object], like: Tensor) -> torch.cuda.CUDAGraph | N
     pool = next((other.pool() for other in others), None)  # a pool must not be named once its last graph is gone
     try:
         with (
-            torch.cuda.device(device),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.stream(torch.cuda.current_stream(device)),  # which a recording that fails does not restore
+            torch.cuda.graph(graph, pool=pool, stream=_side_stream(device), capture_error_mode="thread_local"),
             _without_cached_casts(device),
         ):
             run()

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheState
-from dilated_attention_pytorch.kernels.decode import attend_token, linear_rows
+from dilated_attention_pytorch.core.entries import lasting
+from dilated_attention_pytorch.kernels.decode import Turns, attend_token, embed_rows, linear_rows
 from dilated_attention_pytorch.kernels.engine import choose_engine
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
@@ -59,8 +61,8 @@ def fused_logits(model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCach
     """`(B, 1, vocab)` logits after the tokens `(B, 1)`, which the cache then holds."""
     config, heads = model.config, cache[0].num_kv_heads
     lengths = cache[0].lengths
-    x = model.embedding(tokens[:, 0]) * config.d_model**0.5  # (B, E)
-    rotations = None if model.positions is None else _rotations(model.positions, lengths)
+    turns = None if model.positions is None else _turns(model.positions, lengths.device)
+    x, rotations = embed_rows(tokens[:, 0], model.embedding.weight, config.d_model**0.5, lengths, turns)  # (B, E)
     per_layer = -(-len(lengths) * heads // 4) * 4  # so that those of every layer begin at a multiple of 16 bytes
     counters = torch.zeros(len(cache), per_layer, dtype=torch.int32, device=x.device)
     for layer, held, counter in zip(_layers(model), cache, counters):
@@ -120,11 +122,14 @@ def _qk_norm(attention: MultiheadDilatedAttention) -> tuple[Tensor, Tensor, floa
     return q_norm.weight, k_norm.weight, q_norm.eps
 
 
-def _rotations(positions: RotaryPositions, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cos and sin for queries, and for keys, `(B, D / 2)` each, as `positions.rotate` takes them."""
-    cos, sin, scale = positions.of(lengths[:, None].clamp_min(0))
-    cos, sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
-    if scale is None:
-        return cos, sin, cos, sin
-    query, key = scale[:, 0], 1.0 / scale[:, 0]
-    return cos * query, sin * query, cos * key, sin * key
+def _turns(positions: RotaryPositions, device: torch.device) -> Turns:
+    """What `positions.of` computes from, made once."""
+
+    def make() -> Turns:
+        frequencies = positions.frequencies(device)
+        if not isinstance(positions, XPosPositions):
+            return Turns(frequencies)
+        return Turns(frequencies, positions.zeta(device).log2(), positions.period, positions.scale_base)
+
+    key = (_turns, type(positions), positions.extra_repr(), getattr(positions, "gamma", None), device)
+    return plans.remember("decode table", key, lambda: lasting(device, make))

@@ -81,9 +81,13 @@ class RotaryPositions(nn.Module):
     def of(self, positions: Tensor) -> Rotation:
         """The rotation of positions `(1 or B, N)`."""
         device = check_tensor("positions", positions).device
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
-        angles = positions.double().unsqueeze(-1) * self.base ** (-pairs / self.head_dim)
+        angles = positions.double().unsqueeze(-1) * self.frequencies(device)
         return Rotation(angles.cos().float(), angles.sin().float())
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """`(D/2,)`, in float64: the angles of position 1."""
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
+        return self.base ** (-pairs / self.head_dim)
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base}"
@@ -113,10 +117,13 @@ class XPosPositions(RotaryPositions):
 
     def of(self, positions: Tensor) -> Rotation:
         cos, sin, _ = super().of(positions)
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device)
-        zeta = (pairs / self.head_dim + self.gamma) / (1 + self.gamma)
         power = (positions % self.period - self.period / 2).double() / self.scale_base
-        return Rotation(cos, sin, (zeta ** power.unsqueeze(-1)).float())
+        return Rotation(cos, sin, (self.zeta(positions.device) ** power.unsqueeze(-1)).float())
+
+    def zeta(self, device: torch.device) -> Tensor:
+        """`(D/2,)`, in float64: by how much scores decay per `scale_base` tokens."""
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
+        return (pairs / self.head_dim + self.gamma) / (1 + self.gamma)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, period={self.period}, scale_base={self.scale_base}"

@@ -1,8 +1,9 @@
 """One token per row through a transformer layer in five launches: what it takes is reading the weights.
 
-`linear_kernel` computes `residual + activation(norm(x) W' + b)` for up to three matrices side by side. Every program
-normalises the rows again, which costs less than a launch. `token_kernel` rotates the new query and key, stores key and
-value on the grids that they are on, and attends to the cache; the split that ends last combines all splits of a head:
+`embed_kernel` begins a step: embeddings, and the angles of the new positions. `linear_kernel` computes
+`residual + activation(norm(x) W' + b)` for up to three matrices side by side; every program normalises the rows again,
+which costs less than a launch. `token_kernel` rotates the new query and key, stores key and value on the grids that
+they are on, and attends to the cache; the split that ends last combines all splits of a head:
 
     lse_s = log sum_t exp(scale * q.k_t),    out_s = sum_t exp(scale * q.k_t - lse_s) v_t
     lse = log sum_s exp(lse_s),              out = sum_s exp(lse_s - lse) out_s
@@ -33,6 +34,56 @@ _MOST_ROWS = 64  # of a tile; more rows read the weights again
 _PROGRAMS = 132  # one for each multiprocessor of an H200
 _NORMS = {None: 0, "layer": 1, "rms": 2}
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
+
+
+def embed(tokens, embedding, factor, lengths, turns):
+    """See `kernels.decode.embed_rows`."""
+    B, (_, E), device = tokens.shape[0], embedding.shape, embedding.device
+    half = 0 if turns is None else turns.frequencies.shape[0]
+    xpos = turns is not None and turns.log2_zeta is not None
+    period, base = (turns.period, turns.scale_base) if xpos else (1, 1.0)
+    key = (embed, B, E, half, xpos, period, base, factor, embedding.dtype, device)
+
+    def make():
+        settings = {"BLOCK_E": triton.next_power_of_2(E), "HALF": half, "XPOS": xpos, "SCALE_BASE": base}
+        settings |= {"BLOCK_H": triton.next_power_of_2(max(half, 1)), "num_warps": 4}
+        return _Launches(Launch(embed_kernel, B, (E, factor, period), settings))
+
+    x = torch.empty(B, E, dtype=embedding.dtype, device=device)
+    angles = torch.empty(4 if xpos else 2, B, half, dtype=torch.float32, device=device)
+    frequencies = lengths if turns is None else turns.frequencies
+    zeta = turns.log2_zeta if xpos else frequencies
+    plans.remember("decode table", key, make).one(tokens, embedding, lengths, frequencies, zeta, x, angles)
+    if turns is None:
+        return x, None
+    return x, tuple(angles) if xpos else (*angles, *angles)
+
+
+@triton.jit(do_not_specialize=("period",))
+def embed_kernel(
+    Tokens, Embedding, lengths, Frequencies, Zeta, X, Angles, E, factor, period,
+    BLOCK_E: tl.constexpr, HALF: tl.constexpr, XPOS: tl.constexpr, SCALE_BASE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    B = tl.num_programs(0).to(tl.int64)
+    e = tl.arange(0, BLOCK_E)
+    x = tl.load(Embedding + tl.load(Tokens + b) * E + e, mask=e < E, other=0.0).to(tl.float32) * factor
+    tl.store(X + b * E + e, x.to(X.dtype.element_ty), mask=e < E)
+    if HALF:
+        i = tl.arange(0, BLOCK_H)
+        position = tl.maximum(tl.load(lengths + b), 0)
+        angle = position.to(tl.float64) * tl.load(Frequencies + i, mask=i < HALF, other=0.0)
+        cos, sin = tl.cos(angle).to(tl.float32), tl.sin(angle).to(tl.float32)
+        place = Angles + b * HALF + i
+        if XPOS:
+            centred = (2 * (position % period) - period).to(tl.float64) / tl.full([1], 2 * SCALE_BASE, tl.float64)
+            scale = tl.exp2(centred * tl.load(Zeta + i, mask=i < HALF, other=0.0)).to(tl.float32)
+            tl.store(place + 2 * B * HALF, cos * (1.0 / scale), mask=i < HALF)
+            tl.store(place + 3 * B * HALF, sin * (1.0 / scale), mask=i < HALF)
+            cos *= scale
+            sin *= scale
+        tl.store(place, cos, mask=i < HALF)
+        tl.store(place + B * HALF, sin, mask=i < HALF)
 
 
 def linear(
