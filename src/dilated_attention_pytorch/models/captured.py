@@ -2,7 +2,7 @@
 
 A step of a small model is hundreds of launches, each of which takes the host longer than the GPU; a graph is one.
 It reads and writes the addresses that it was recorded with, so it belongs to one cache and lives as long as that cache,
-and a model keeps its cache (`kept_cache`) for the next call with the same batch and dtype.
+and a model keeps its cache (`lend_cache`) for the next call with the same batch and dtype.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Step:
     """
 
     def __init__(self, model: LongNetLM, cache: Sequence[DilatedKVCache], m: int) -> None:
-        self._made_for = _state(model, cache)
+        self._state, self._settings = _state(model), _settings(cache[0].keys.device)
         self._layers = [weakref.ref(layer) for layer in cache]
         self._weights = [(x, x.data_ptr()) for x in _tensors(model)]
         self._tokens = torch.zeros(cache[0].batch, m, dtype=torch.int64, device=cache[0].keys.device)
@@ -69,19 +69,21 @@ class Step:
 
     def fits(self, model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
         """Whether nothing has changed that a recorded graph would not notice."""
-        return [ref() for ref in self._layers] == [*cache] and self._made_for == _state(model, cache)
+        is_same = [ref() for ref in self._layers] == [*cache] and self._state == _state(model)
+        return is_same and self._settings == _settings(self._tokens.device)
 
     def __call__(self, model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCache]) -> Tensor:
-        if any(x.data_ptr() != address for x, address in self._weights):
-            return _plain_step(model, tokens, cache)  # the model was moved or converted meanwhile
+        moved = any(x.data_ptr() != address for x, address in self._weights)  # or converted
+        if moved or self._settings != _settings(self._tokens.device):
+            return _plain_step(model, tokens, cache)
         self._tokens.copy_(tokens)
         if self._graph is None and self._warm_ups:
             self._warm_ups -= 1
             return self._run_aside(model, cache)
         if self._graph is None:
-            logits = self._logits
+            logits, layers = self._logits, [*cache]
             assert logits is not None
-            self._graph = _record(lambda: logits.copy_(self._compute(model, self._tokens, cache)), self._tokens)
+            self._graph = _record(lambda: logits.copy_(self._compute(model, self._tokens, layers)), self._tokens)
             if self._graph is None:
                 self._warm_ups = math.inf
                 return self._run_aside(model, cache)
@@ -136,14 +138,16 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _state(model: LongNetLM, cache: Sequence[DilatedKVCache]) -> tuple[Any, ...]:
-    """What a graph is recorded from: modules, addresses, settings of PyTorch that choose kernels, and the stream that
-    orders replays."""
-    device = cache[0].keys.device
+def _state(model: LongNetLM) -> tuple[Any, ...]:
+    """The modules and addresses that a graph is recorded from."""
     modules = [(id(part), part._compiled_call_impl is None, getattr(part, "backend", None)) for part in model.modules()]
+    return tuple(modules), tuple(x.data_ptr() for x in _tensors(model))
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    """Settings of PyTorch that choose kernels, and the stream that orders replays."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    settings = (autocast, torch.is_inference_mode_enabled(), tf32_is_on(), _stream_of(device))
-    return tuple(modules), tuple(x.data_ptr() for x in _tensors(model)), settings
+    return autocast, torch.is_inference_mode_enabled(), tf32_is_on(), _stream_of(device)
 
 
 def _stream_of(device: torch.device) -> int:
@@ -188,45 +192,37 @@ def _without_cached_casts(device: torch.device) -> Any:
     return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
 
 
-@contextmanager
-def kept_cache(
-    model: LongNetLM,
-    tokens: Tensor,
-    padding: Tensor | None,
-    given: Sequence[DilatedKVCache] | None = None,
-    rewindable: int = 0,
-) -> Iterator[Sequence[DilatedKVCache]]:
-    """An empty cache for these prompts, or the `given` one. On a GPU the model keeps it for the next call."""
-    if given is not None:
-        yield given
-        return
-    batch = tokens.shape[0]
-    settings: Any = {"padding": padding, "rewindable": rewindable}
-    if not _records(model, tokens):
-        yield model.new_cache(batch, **settings)
-        return
+class _Lent(list["DilatedKVCache"]):
+    """The caches of the layers during a call. Once nothing refers to this list, the model keeps them for the next."""
+
+
+def lend_cache(
+    model: LongNetLM, batch: int, padding: Tensor | None = None, rewindable: int = 0
+) -> list[DilatedKVCache]:
+    """An empty cache. On a GPU it is one that an earlier call used, if the model keeps one of this kind."""
+
+    def new() -> list[DilatedKVCache]:
+        return model.new_cache(batch, padding=padding, rewindable=rewindable)
+
+    weight = model.embedding.weight
+    if not _records(model, weight):
+        return new()
     kept = _kept.setdefault(model, {})
-    key = (batch, rewindable, model._cache_dtype(), tokens.device, torch.is_inference_mode_enabled(), model.config)
+    key = (batch, rewindable, model._cache_dtype(), weight.device, torch.is_inference_mode_enabled(), model.config)
     cache = kept.pop(key, None)
     if cache is None:
         try:
-            cache = model.new_cache(batch, **settings)
+            cache = new()
         except torch.OutOfMemoryError:
             forget_kept()
-            cache = model.new_cache(batch, **settings)
+            cache = new()
     else:
         for layer in cache:
             layer.reset(padding)
             layer.replayed = False  # until the next step, nothing replays the graph of this cache
-    try:
-        yield cache
-    except torch.OutOfMemoryError:
-        forget_kept()
-        raise
-    except BaseException:  # also GeneratorExit: a stream that is not read to its end
-        _keep(kept, key, cache)
-        raise
-    _keep(kept, key, cache)
+    lent = _Lent(cache)
+    weakref.finalize(lent, _keep, kept, key, cache).atexit = False
+    return lent
 
 
 def _keep(kept: dict[Any, list[DilatedKVCache]], key: Any, cache: list[DilatedKVCache]) -> None:

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 # Modules whose forward is computed here; anything else, such as a quantised layer or an adapter, is not.
-_KNOWN = (
+KNOWN: set[type[nn.Module]] = {
     DilatedTransformerEncoderLayer, MultiheadDilatedAttention, DilatedAttention, FeedForward, RotaryPositions,
     XPosPositions, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Embedding, nn.ModuleList,
-)  # fmt: skip
+}  # fmt: skip
 _MOST_GROUPED = 64  # query heads per key/value head
 
 
@@ -41,7 +41,7 @@ def can_fuse(model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
     tensors = [*model.parameters(), keys]
     return (
         not torch.is_autocast_enabled(keys.device.type)
-        and all(type(part) in _KNOWN and part._compiled_call_impl is None for part in parts)
+        and all(type(part) in KNOWN and part._compiled_call_impl is None for part in parts)
         and all(x.dtype == keys.dtype and x.device == keys.device and x.is_contiguous() for x in tensors)
         and not [*model.buffers()]
         and keys.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -26,7 +26,7 @@ from dilated_attention_pytorch.core.checks import (
     check_whole,
 )
 from dilated_attention_pytorch.core.spans import document_spans
-from dilated_attention_pytorch.models.captured import evaluating, kept_cache, step_for
+from dilated_attention_pytorch.models.captured import evaluating, lend_cache, step_for
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -134,17 +134,20 @@ def cached_logits(
 ) -> Steps:
     """Logits from a bounded cache, which reads the prompt in chunks; from one that this makes if `cache` is None."""
     padding = _left_padding(tokens, key_padding_mask)
-    with kept_cache(model, tokens, padding, cache) as cache:
-        step = step_for(model, cache, tokens)
-        if tokens.shape[1] == 1:
-            logits = step(model, tokens, cache)[:, -1]
-        else:
-            *_, last = model.read(tokens, cache, chunk=chunk)
-            with evaluating(model):
-                logits = model.logits(last)
-        while True:
-            chosen = yield logits
-            logits = step(model, chosen[:, None], cache)[:, -1]
+    if cache is None:
+        cache = lend_cache(model, tokens.shape[0], padding)
+    step = step_for(model, cache, tokens)
+    logits = step(model, tokens, cache)[:, -1] if tokens.shape[1] == 1 else _read(model, tokens, cache, chunk)
+    while True:
+        chosen = yield logits
+        logits = step(model, chosen[:, None], cache)[:, -1]
+
+
+def _read(model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCache], chunk: int | None) -> Tensor:
+    """The logits `(B, vocab)` after a prompt."""
+    *_, last = model.read(tokens, cache, chunk=chunk)
+    with evaluating(model):
+        return model.logits(last)
 
 
 def drafted_logits(
@@ -161,35 +164,29 @@ def drafted_logits(
     the guesses of all its rows are right.
     """
     padding = _left_padding(tokens, key_padding_mask)
-    with (
-        kept_cache(model, tokens, padding, rewindable=count) as cache,
-        kept_cache(draft, tokens, padding, rewindable=count) as own,
-    ):
-        *_, last = model.read(tokens, cache, chunk=chunk)
-        for _ in draft.read(tokens, own, chunk=chunk):
-            pass
-        with evaluating(model):
-            logits = model.logits(last)
-        chosen = yield logits
-        verify = step_for(model, cache, tokens, count + 1)
-        guess = {m: step_for(draft, own, tokens, m) for m in (1, 2)}
-        unread = chosen[:, None]  # the tokens that the draft has not read
-        while True:
-            guessed = [chosen]
-            for _ in range(count):
-                guessed.append(guess[unread.shape[1]](draft, unread, own)[:, -1].argmax(-1))
-                unread = guessed[-1][:, None]
-            block = torch.stack(guessed, 1)  # (B, count + 1)
-            logits = verify(model, block, cache)
-            for i in range(count + 1):
-                chosen = yield logits[:, i]
-                if i == count or not torch.equal(chosen, block[:, i + 1]):
-                    break
-            for layer in cache:
-                layer.take_back(count - i)
-            for layer in own:  # it has read all of the block but the last
-                layer.take_back(max(count - 1 - i, 0))
-            unread = chosen[:, None] if i < count else torch.stack([block[:, count], chosen], 1)
+    cache, own = (lend_cache(one, tokens.shape[0], padding, rewindable=count) for one in (model, draft))
+    for _ in draft.read(tokens, own, chunk=chunk):
+        pass
+    chosen = yield _read(model, tokens, cache, chunk)
+    verify = step_for(model, cache, tokens, count + 1)
+    guess = {m: step_for(draft, own, tokens, m) for m in (1, 2)}
+    unread = chosen[:, None]  # the tokens that the draft has not read
+    while True:
+        guessed = [chosen]
+        for _ in range(count):
+            guessed.append(guess[unread.shape[1]](draft, unread, own)[:, -1].argmax(-1))
+            unread = guessed[-1][:, None]
+        block = torch.stack(guessed, 1)  # (B, count + 1)
+        logits = verify(model, block, cache)
+        for i in range(count + 1):
+            chosen = yield logits[:, i]
+            if i == count or not torch.equal(chosen, block[:, i + 1]):
+                break
+        for layer in cache:
+            layer.take_back(count - i)
+        for layer in own:  # it has read all of the block but the last
+            layer.take_back(max(count - 1 - i, 0))
+        unread = chosen[:, None] if i < count else torch.stack([block[:, count], chosen], 1)
 
 
 def recomputed_logits(model: LongNetLM, tokens: Tensor, key_padding_mask: Tensor | None) -> Steps:
