@@ -12,6 +12,7 @@ import itertools
 
 import transformers
 import transformers.masking_utils as masking
+from torch._dynamo.utils import counters
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -56,6 +57,7 @@ FAMILIES = {
 def compiled_anew() -> None:
     """Tests compile the same functions: after a few of them, they would run uncompiled."""
     torch.compiler.reset()
+    counters.clear()
 
 
 def build(family: str, dtype: torch.dtype = torch.float64, head_layout: str = "interleaved", **sizes):
@@ -208,11 +210,58 @@ def test_every_cache_gives_the_rows_of_one_forward_on_a_gpu(dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_generate_compiles_its_steps_on_a_gpu_and_says_the_same() -> None:
-    model, x = build("llama", torch.float32, hidden_size=512).cuda(), tokens(2, 19).cuda()
+@pytest.mark.parametrize("kind", ["static", "bounded"])
+def test_generate_compiles_its_steps_on_a_gpu_and_says_the_same(kind) -> None:
+    """transformers compiles the steps of both caches, as CUDA graphs."""
+    model, x = build("llama", torch.float32, hidden_size=512).cuda(), tokens(2, 100).cuda()
     expected = generate(model, x, use_cache=False)
-    assert torch.equal(generate(model, x, cache_implementation="static"), expected)  # transformers compiles these
-    assert torch.equal(generate(model, x, past_key_values=dilated_cache(model, 2)), expected)
+    for settings in ({}, {"prefill_chunk_size": 70}):
+        cache = {"cache_implementation": "static"}
+        for _ in range(2):
+            cache = {"past_key_values": dilated_cache(model, 2)} if kind == "bounded" else cache
+            assert torch.equal(generate(model, x, **cache, **settings), expected)
+    assert counters["stats"]["unique_graphs"] <= 4  # a step, a whole chunk, the next, and the last
+    assert counters["inductor"]["possibly_missed_reinplacing_bytes"] == 0  # the cache is not copied
+
+
+def on_every_device(backend: str) -> transformers.CompileConfig:
+    """Lets `generate` compile as it does on a GPU."""
+    config = transformers.CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_generate_compiles_the_step_of_a_bounded_cache_once(family) -> None:
+    model, x = build(family), tokens(2, 19)
+    mask = torch.ones_like(x)
+    mask[1, :5] = 0
+    compile_config = on_every_device("aot_eager")
+    for told, beams in (({"attention_mask": mask}, 1), ({}, 1), ({}, 2)):
+        for new in (5, 30):
+            settings = {**told, "num_beams": beams, "do_sample": False, "max_new_tokens": new}
+            expected = model.generate(x, use_cache=False, **settings)
+            cache = dilated_cache(model, 2 * beams)
+            got = model.generate(x, past_key_values=cache, compile_config=compile_config, **settings)
+            assert torch.equal(got, expected)
+            assert counters["stats"]["unique_graphs"] == 1  # beams are not compiled
+    assert cache.get_seq_length() == 19 + 29
+
+
+@torch.no_grad()
+def test_a_loop_of_ones_own_compiles_nothing_after_its_third_token() -> None:
+    model, x = build("llama"), tokens(2, 60)
+    mask = torch.ones(2, 61, dtype=torch.long)
+    mask[1, :7] = 0
+    for masked in (False, True):
+        told = [{"attention_mask": mask[:, :n]} if masked else {} for n in range(61)]
+        compiled, cache = torch.compile(model, backend="eager", fullgraph=True), dilated_cache(model, 2)
+        expected = model(x, **told[60]).logits
+        model(x[:, :20], past_key_values=cache, **told[20])
+        for i in range(20, 60):
+            with torch._dynamo.config.patch(error_on_recompile=i > 22):
+                got = compiled(x[:, i : i + 1], past_key_values=cache, **told[i + 1]).logits
+            torch.testing.assert_close(got, expected[:, i : i + 1])
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "bounded"])

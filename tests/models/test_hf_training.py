@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from dilated_attention_pytorch import LongNetLM
+from dilated_attention_pytorch.models import captured
+from dilated_attention_pytorch.models.fused import can_fuse
 from dilated_attention_pytorch.models.hf import (
     LongNetConfig,
     LongNetForCausalLM,
@@ -19,6 +23,7 @@ from dilated_attention_pytorch.models.hf import (
     growing_lengths,
     use_dilated_attention,
 )
+from dilated_attention_pytorch.models.hf import cache as cache_module
 
 SIZES = {
     "d_model": 32,
@@ -163,6 +168,56 @@ def test_longnet_generates_the_same_with_and_without_its_bounded_cache(options) 
         sampled = {**settings, "do_sample": True, "num_return_sequences": 2}
         drawn.append(model.generate(x, use_cache=use_cache, **sampled))
     assert torch.equal(*drawn)
+
+
+def test_longnet_replays_the_steps_of_generate_and_keeps_their_caches(monkeypatch) -> None:
+    """As on a GPU, but for the graph itself: what was recorded is run again."""
+    graphs = []
+    captured.forget_kept()
+    monkeypatch.setattr(captured, "_record", lambda run, like: graphs.append(SimpleNamespace(replay=run)) or graphs[-1])
+    monkeypatch.setattr(captured, "_records", lambda model, tokens: True)
+    monkeypatch.setattr(cache_module, "reads_masks", lambda device: False)
+    model, x = longnet(pad_token_id=0), torch.randint(1, 256, (2, 19))
+    mask = torch.ones_like(x)
+    mask[1, :5] = 0
+    for told in ({"attention_mask": mask}, {}):
+        settings = {**told, "max_new_tokens": 12, "do_sample": False}
+        expected = model.generate(x, use_cache=False, **settings)
+        for more in ({}, {"prefill_chunk_size": 7}):
+            assert torch.equal(model.generate(x, **settings, **more), expected)
+    assert len(graphs) == 1
+    beams = {"max_new_tokens": 9, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(x, **beams), model.generate(x, use_cache=False, **beams))
+    assert len(graphs) == 2
+    out = model.generate(x, max_new_tokens=9, return_dict_in_generate=True)
+    held = out.past_key_values.layers[0].held
+    model.generate(x, max_new_tokens=9)  # with another cache
+    assert held.lengths.tolist() == [27, 27]
+    model.lm_head = torch.nn.Linear(32, 256, bias=False).double()
+    settings = {"max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(model.generate(x, **settings), model.generate(x, use_cache=False, **settings))
+    captured.forget_kept()
+
+
+@pytest.mark.gpu
+def test_longnet_generates_on_a_gpu_by_the_steps_of_a_longnet_lm() -> None:
+    captured.forget_kept()
+    model = longnet(d_model=128, pad_token_id=0).cuda()
+    x = torch.randint(1, 256, (2, 50), device="cuda")
+    mask = torch.ones_like(x)
+    mask[1, :5] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
+    expected = model.generate(x, use_cache=False, **settings)
+    for _ in range(2):
+        assert torch.equal(model.generate(x, **settings), expected)
+    (kept,) = captured._kept[model._as_longnet()].values()
+    assert captured._steps[kept[0]][1]._graph is not None
+    beams = {"max_new_tokens": 20, "num_beams": 3, "do_sample": False}
+    assert torch.equal(model.generate(x, **beams), model.generate(x, use_cache=False, **beams))
+    model.bfloat16()
+    assert can_fuse(model._as_longnet(), model._as_longnet().new_cache(2))
+    first = model.generate(x, **settings)
+    assert torch.equal(model.generate(x, **settings), first)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "heuristic"])

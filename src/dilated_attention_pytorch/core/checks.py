@@ -27,12 +27,12 @@ MOST_TOKENS = 2**48  # of lengths, positions and rates: a product with a number 
 MOST_LISTED = 2**31  # of tokens in a list
 MOST_ENTRIES = 2**20  # of ranks and heads, for each of which a table has an entry
 
-COUNT: Mapping[str, float] = types.MappingProxyType({"least": 1, "most": MOST_TOKENS})
-SIZE: Mapping[str, float] = types.MappingProxyType({"least": 0, "most": MOST_TOKENS})
-POSITIVE: Mapping[str, float] = types.MappingProxyType({"above": 0})
-NOT_NEGATIVE: Mapping[str, float] = types.MappingProxyType({"least": 0})
-PROBABILITY: Mapping[str, float] = types.MappingProxyType({"least": 0, "below": 1})
-"""Ranges, for `checked` and `check_fields`."""
+COUNT: Mapping[str, float] = {"least": 1, "most": MOST_TOKENS}
+SIZE: Mapping[str, float] = {"least": 0, "most": MOST_TOKENS}
+POSITIVE: Mapping[str, float] = {"above": 0}
+NOT_NEGATIVE: Mapping[str, float] = {"least": 0}
+PROBABILITY: Mapping[str, float] = {"least": 0, "below": 1}
+"""Ranges, for `checked` and `check_fields`. No proxies: torch.compile reads none after it has seen a dict change."""
 
 # Arguments and fields of these names have the same range everywhere, unless another is stated.
 _RANGES: Mapping[str, Mapping[str, float]] = {

@@ -66,12 +66,11 @@ def attend_cached(
     # A call that has the branches and offsets of the cache says all of it but `rewindable`.
     own = replace(call, spec=rows.spec, table=rows.offsets)
     text, scale, *_ = own.encode()
-    return attend_cached_op(query, key, value, keys, values, lengths, text, scale, rows.rewindable)
+    op = attend_cached_op if query.shape[1] <= _MOST_AT_ONCE else attend_cached_chunk_op
+    return op(query, key, value, keys, values, lengths, text, scale, rows.rewindable)
 
 
-# Where it is traced: a compiled graph takes what chooses an engine and looks at lengths as one operator.
-@torch.library.custom_op("dilated_attention_pytorch::attend_cached", mutates_args=("keys", "values"))
-def attend_cached_op(
+def _attend_traced(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,10 +88,24 @@ def attend_cached_op(
     return out.contiguous(), lse.contiguous()
 
 
-@attend_cached_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend_fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+def _traced_op(name: str, **settings: Any) -> Any:
+    """A compiled graph takes what chooses an engine and looks at lengths as one operator."""
+    op = torch.library.custom_op(
+        f"dilated_attention_pytorch::{name}", _attend_traced, mutates_args=("keys", "values"), **settings
+    )
+    op.register_fake(_attend_fake)
+    return op
+
+
+attend_cached_op = _traced_op("attend_cached")
+# The host reads the lengths, which it cannot while a CUDA graph is recorded. Older PyTorch cannot be told so.
+_unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+attend_cached_chunk_op = _traced_op("attend_cached_chunk", **({} if _unsafe is None else {"tags": (_unsafe,)}))
 
 
 def _attend_cached(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from dilated_attention_pytorch.models.captured import lend_cache, step_for
 from dilated_attention_pytorch.models.config import ModelConfig, feed_forward_width
+from dilated_attention_pytorch.models.fused import KNOWN
 from dilated_attention_pytorch.models.hf.cache import DilatedCache
 from dilated_attention_pytorch.models.hf.masks import (
     MaskFacts,
@@ -25,7 +30,7 @@ from dilated_attention_pytorch.models.hf.masks import (
 )
 from dilated_attention_pytorch.models.hf.pattern import FIELD, pattern_values, read_pattern
 from dilated_attention_pytorch.models.longnet import LongNetLM, soft_cap
-from dilated_attention_pytorch.nn.kv_cache import reordered
+from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache, reordered
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
 _DEFAULTS = ModelConfig()
@@ -89,6 +94,7 @@ _TAKEN = {
 }  # fmt: skip
 _OF_THE_LOSS = {"num_items_in_batch", "ignore_index", "shift_labels"}
 
+_as_longnets: weakref.WeakKeyDictionary[nn.Module, LongNetLM] = weakref.WeakKeyDictionary()
 _LONGER_DRAFTS = 64  # tokens by which transformers' schedules may lengthen an assistant's first draft
 
 
@@ -101,6 +107,9 @@ def refuse_unknown(keywords: dict[str, Any], known: set[str]) -> None:
 
 class LongNetLayer(GradientCheckpointingLayer, DilatedTransformerEncoderLayer):
     """A layer that transformers' `gradient_checkpointing_enable` reaches."""
+
+
+KNOWN.add(LongNetLayer)  # it computes as its parent does
 
 
 class _LongNetBody(LongNetLM):
@@ -215,8 +224,14 @@ class LongNetModel(LongNetPreTrainedModel):
             every = None if every is None else tuple(reordered(state, back) for state in every)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=every)
 
-    def new_cache(self, batch: int, rewindable: int = 0) -> DilatedCache:
-        return DilatedCache(read_pattern(self.config), self.config.num_layers, batch, rewindable)
+    def new_cache(
+        self, batch: int, rewindable: int = 0, caches: Sequence[DilatedKVCache] | None = None
+    ) -> DilatedCache:
+        """An empty cache, of empty `caches` of the layers if you have some."""
+        cache = DilatedCache(
+            read_pattern(self.config), self.config.num_layers, self.config.num_heads, batch, rewindable
+        )
+        return cache.holding(caches or self.longnet.new_cache(batch, rewindable=rewindable))
 
     def _packed(
         self,
@@ -242,15 +257,16 @@ class LongNetModel(LongNetPreTrainedModel):
         self, B: int, N: int, attention_mask: Tensor | None, cache: DilatedCache | None, device: torch.device
     ) -> MaskFacts:
         """What the mask says about the rows of a cache, or about padding between tokens."""
-        before = 0 if cache is None else cache.get_seq_length()
         if attention_mask is not None and attention_mask.dim() == 4:
             return read_mask(attention_mask)
-        if attention_mask is None and not before:
+        if attention_mask is None and (cache is None or cache.layers[0].count.is_empty):
             return MaskFacts()
         if cache is None and torch.compiler.is_compiling():
             return MaskFacts()
+        before = 0 if cache is None else cache.get_seq_length()
+        keys = N if cache is None else cache.get_mask_sizes(N, 0)[0]
         mask = None if attention_mask is None else attention_mask.bool()
-        return read_mask(dilated_mask(B, N, N, before, before, attention_mask=mask, device=device))
+        return read_mask(dilated_mask(B, N, keys, before, before, attention_mask=mask, device=device))
 
     def _check_cache(self, cache: DilatedCache) -> None:
         if not isinstance(cache, DilatedCache):
@@ -267,11 +283,10 @@ class LongNetModel(LongNetPreTrainedModel):
 
     def _next(self, x: Tensor, facts: MaskFacts, cache: DilatedCache, states: list[Tensor] | None) -> Tensor:
         B, N = x.shape[:2]
-        if cache.layers[0].held is None:
-            fresh = self.longnet.new_cache(cache.layers[0].batch_size, rewindable=cache.layers[0].rewindable)
-            for layer, one in zip(cache.layers, fresh):
-                layer.held = one
+        c = self.longnet.config
+        like = x.new_empty(0, c.num_kv_heads or c.num_heads, 0, c.head_dim)  # as the keys
         for layer in cache.layers:
+            layer.lazy_initialization(like, like)
             layer.announce(B, N)
             layer.go_on(facts, N)
         held = [layer.held for layer in cache.layers if layer.held is not None]
@@ -314,6 +329,10 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits `(B, N, vocab)`, or of the last `logits_to_keep` tokens; with `labels`, the loss too."""
         refuse_unknown(keywords, _TAKEN | _OF_THE_LOSS)
+        if input_ids is not None and labels is None and not keywords and past_key_values is not None:
+            logits = self._recorded_step(input_ids, past_key_values)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         passed = {name: keywords.pop(name) for name in _TAKEN if name in keywords} | {"return_dict": True}
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache, **passed
@@ -325,6 +344,46 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **keywords)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+    def _recorded_step(self, tokens: Tensor, cache: DilatedCache) -> Tensor | None:
+        """The logits `(B, 1, vocab)` of the next token, by a step that is recorded as a CUDA graph; None otherwise.
+
+        As the steps of `LongNetLM.generate`.
+        """
+        is_next = isinstance(cache, DilatedCache) and cache.get_mask_sizes(tokens.shape[1], 0)[0] == 0
+        if not is_next or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if self.config.output_hidden_states or self.config.output_attentions:
+            return None
+        model, held = self._as_longnet(), [layer.held for layer in cache.layers if layer.held is not None]
+        if cache.step is None:
+            cache.step = step_for(model, held, tokens)
+        cache.layers[0].announce(*tokens.shape)
+        logits = cache.step(model, tokens, held).clone()  # the next step overwrites them
+        cache.layers[0].attended()
+        return logits
+
+    def _as_longnet(self) -> LongNetLM:
+        """This model's modules as a `LongNetLM`, which is the same object every time."""
+        found = _as_longnets.get(self)
+        if found is None:
+            found = _as_longnets[self] = copy.copy(self.model.longnet)
+        found._modules = {**self.model.longnet._modules, "head": self.lm_head}
+        found.training = self.training
+        return found
+
+    @staticmethod
+    def create_masks_for_generate(
+        inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: DilatedCache, **others: Any
+    ) -> Tensor | None:
+        """The mask that `generate` passes to forward, which reads it; None if forward does not need it."""
+        return attention_mask if past_key_values.get_mask_sizes(inputs_embeds.shape[1], 0)[0] else None
+
+    def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Steps are recorded as CUDA graphs; they are compiled only if you pass a `compile_config`."""
+        return generation_config.compile_config is not None and bool(
+            super()._valid_auto_compile_criteria(model_kwargs, generation_config)
         )
 
     def _prepare_cache_for_generation(
@@ -361,7 +420,8 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
             # A draft from the prompt has its stated length; an assistant's may grow to all new tokens.
             rewindable = generation_config.prompt_lookup_num_tokens or new
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        model_kwargs["past_key_values"] = self.model.new_cache(rows, rewindable)
+        lent = lend_cache(self._as_longnet(), rows, rewindable=rewindable)
+        model_kwargs["past_key_values"] = self.model.new_cache(rows, rewindable, lent)
 
     @classmethod
     def from_longnet(cls, model: LongNetLM, **values: Any) -> LongNetForCausalLM:

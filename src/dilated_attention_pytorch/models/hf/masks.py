@@ -12,6 +12,7 @@ no dense mask has. Its shape tells its kind:
 - `(B, 2, 1 + n, 1)`: the same, and where the queries begin, if there are earlier tokens;
 - `(1, 1, 2, 0)`: every token of every row, and no earlier ones;
 - `(1, 1, 3, 0)`: the same, stated by an `attention_mask` of ones;
+- `(1, 1, 4, 0)`: the next token of every row of a bounded cache, which knows where it lies;
 - `(1, 1, 1, 0)`: a mask that dilated attention cannot honour. It is refused when a layer uses it, because some models
   make masks that no layer uses.
 
@@ -34,7 +35,7 @@ from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.hf.pattern import is_no_window, require_interface
 
 _SPANS, _SPANS_AND_BEGIN, _DOCUMENTS = (3, 2), (4, 3), (5, 2)
-_UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK = (1, 0), (2, 0), (3, 0)
+_UNSUPPORTED, _WHOLE, _WHOLE_BY_MASK, _NEXT = (1, 0), (2, 0), (3, 0), (4, 0)
 
 
 class MaskFacts(NamedTuple):
@@ -45,6 +46,7 @@ class MaskFacts(NamedTuple):
     documents: Tensor | None = None  # (documents, 2), counted through all rows
     begin: Tensor | None = None  # a scalar: where the queries begin, if there are earlier tokens
     is_whole: bool = False  # every token, and no earlier ones
+    is_next: bool = False  # the next token of a bounded cache
     is_by_mask: bool = False  # an `attention_mask` stated it; then positions do not state documents
 
 
@@ -61,6 +63,8 @@ def read_mask(mask: Tensor | None) -> MaskFacts:
     kind = tuple(mask.shape[2:]) if mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype == torch.int64 else None
     if kind in (_WHOLE, _WHOLE_BY_MASK):
         return MaskFacts(is_whole=True, is_by_mask=kind == _WHOLE_BY_MASK)
+    if kind == _NEXT:
+        return MaskFacts(is_next=True)
     if kind == _SPANS:
         return MaskFacts(spans=mask[:, 0, 0], is_by_mask=True)
     if kind == _SPANS_AND_BEGIN:
@@ -87,7 +91,7 @@ def dilated_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Tensor] = causal_mask_function,
     attention_mask: Tensor | None = None,
     config: Any = None,
@@ -101,7 +105,8 @@ def dilated_mask(
     """The mask function that `register` registers: one of the tensors above, never `N x N`."""
     if config is not None:
         require_interface(config)
-    if isinstance(q_offset, Tensor) and not torch.compiler.is_compiling():
+    is_next = kv_length == 0
+    if isinstance(q_offset, Tensor) and not (is_next or torch.compiler.is_compiling()):
         q_offset = int(q_offset)
     first = isinstance(q_offset, int) and q_offset == 0
     if device is None and attention_mask is not None:
@@ -126,6 +131,8 @@ def dilated_mask(
             return unsupported  # packed documents come with neither padding nor earlier tokens
         documents = _packed_documents(mask_function, batch_size, q_length, device)
         return unsupported if documents is None else _with_numbers(_DOCUMENTS, documents)
+    if is_next:
+        return _without_numbers(_NEXT, device)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"attention_mask must be (batch, tokens), got {tuple(attention_mask.shape)}")
     if first and attention_mask is None:
