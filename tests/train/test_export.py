@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 
 import pytest
@@ -19,7 +20,7 @@ TEXT = "né €  jumps\n\tover"
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])
-def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys) -> None:
+def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys, monkeypatch) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     file = write_tokenizer(tmp_path / "words.json") if has_tokenizer else None
@@ -39,6 +40,14 @@ def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys) 
     assert tokenizer.decode(tokens) == TEXT
     row = torch.tensor([tokens])
     torch.testing.assert_close(model(row).logits, plain.eval()(row))
+    pipe = transformers.pipeline("text-generation", model=str(folder), device="cpu")
+    (said,) = pipe(TEXT, max_new_tokens=9, do_sample=False, stop_strings=["\0\1"], tokenizer=tokenizer)
+    new = plain.generate(row, 9, temperature=0)[0, len(tokens) :]
+    assert said["generated_text"] == TEXT + tokenizer.decode(new)
+    monkeypatch.setattr("transformers.cli.transformers.app", lambda: None)
+    runpy.run_module("dilated_attention_pytorch.models.hf", run_name="__main__")
+    served = sys.modules["transformers"].LongNetForCausalLM  # where `transformers serve` looks for it
+    assert type(served.from_pretrained(folder)) is type(model)
     assert {path.name for path in folder.parent.iterdir()} == {"hf"}
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
 

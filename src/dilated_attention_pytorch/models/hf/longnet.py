@@ -328,6 +328,7 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         **keywords: Any,
     ) -> CausalLMOutputWithPast:
         """Logits `(B, N, vocab)`, or of the last `logits_to_keep` tokens; with `labels`, the loss too."""
+        keywords.pop("tokenizer", None)  # of the stop strings of `generate`, which passes it on
         refuse_unknown(keywords, _TAKEN | _OF_THE_LOSS)
         if input_ids is not None and labels is None and not keywords and past_key_values is not None:
             logits = self._recorded_step(input_ids, past_key_values)
