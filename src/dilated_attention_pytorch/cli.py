@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--chunk", int, "the most tokens of the prompt to process at once (8 GiB of activations)"),
     ):
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
+    generate.add_argument("--int8", action="store_true", help="round weights to 8 bits, with torchao: other tokens")
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
     export = commands.add_parser(

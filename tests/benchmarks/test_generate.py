@@ -11,7 +11,7 @@ from benchmarks.command import main
 def test_the_generate_suite_measures_models_and_the_floor(tmp_path, capsys) -> None:
     pytest.importorskip("transformers")
     results = tmp_path / "results.jsonl"
-    only = ["--only", generate.OURS, generate.PLAIN, generate.LLAMA]
+    only = ["--only", generate.OURS, generate.PLAIN, generate.LLAMA, generate.BOUNDED]
     assert main(["generate", "--device", "cpu", "--tokens", "80", *only, "--out", str(results)]) == 0
     _, *lines = map(json.loads, results.read_text().splitlines())
     assert [line["model"] for line in lines] == only[1:]
@@ -37,6 +37,8 @@ def row(ms, size="125m", batch=1, context=4096, model=generate.OURS):
         ([row(0.48), row(0.5, context=1 << 20), row(1.5, batch=64)], [True, True, True]),
         ([row(0.4), row(0.45, context=1 << 20), row(9.0, model=generate.LLAMA)], [True, False]),
         ([row(1.31, size="1.3b"), row(1.61, batch=64)], [False, False]),
+        ([{**row(1.9, model=generate.BOUNDED), "recompiled": 0}], [True]),
+        ([{**row(1.9, model=generate.BOUNDED), "recompiled": 1}], [False]),
         ([row(1.2, size="1.3b"), {**row(9.0), "failed": "out of memory"}], [True]),
     ],
 )

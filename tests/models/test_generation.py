@@ -14,7 +14,9 @@ from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models import captured, generation
 from dilated_attention_pytorch.models.config import ModelConfig
+from dilated_attention_pytorch.models.fused import can_fuse
 from dilated_attention_pytorch.models.generation import Sampling, prompt_chunk
+from dilated_attention_pytorch.models.weights import stored_tensors, weights_to_int8
 
 LATER = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 2.0}
 SIZES = {"d_model": 16, "num_heads": 4, "num_layers": 2, "segment_lengths": (4, 8), "dilation_rates": (1, 2)}
@@ -163,6 +165,36 @@ def test_a_graph_is_not_replayed_for_a_model_that_changed(change, graphs) -> Non
     assert len(graphs) == (1 if change == "weights" else 2)
     assert torch.equal(after, model.generate(prompt, 8, temperature=0, use_cache=False))
     assert change == "dtype" or not torch.equal(after, before)
+
+
+def test_weights_in_8_bits_generate_by_recorded_steps(graphs) -> None:
+    pytest.importorskip("torchao", reason="needs the extra torchao")
+    model, prompt = model_of().float(), torch.randint(256, (1, 9))
+    expected, bytes_before = model(prompt), sum(x.nbytes for x in stored_tensors(model))
+    weights_to_int8(model)
+    torch.testing.assert_close(model(prompt), expected, rtol=0.05, atol=0.05)
+    assert sum(x.nbytes for x in stored_tensors(model)) < 0.7 * bytes_before  # embeddings stay
+    assert not can_fuse(model, model.new_cache(1))
+    for _ in range(2):
+        found = model.generate(prompt, 12, temperature=0)
+        assert torch.equal(found, model.generate(prompt, 12, temperature=0, use_cache=False))
+    assert len(graphs) == 1
+
+
+def test_calls_of_many_kinds_keep_no_more_than_two_caches(graphs) -> None:
+    """What the GPU's memory test measures, as bookkeeping."""
+    model, bytes_kept = model_of(), set()
+    for i in range(40):
+        prompt = torch.randint(256, (1 + i % 3, 1 + 7 * i % 29))
+        stream = model.stream(prompt, 5 + i % 4)
+        next(stream)
+        if i % 5:  # every fifth is not read to its end
+            assert len(list(stream)) == 4 + i % 4
+        del stream
+        kept = captured._kept[model]
+        assert len(kept) <= 2
+        bytes_kept.add(sum(layer.nbytes for cache in kept.values() for layer in cache))
+    assert len(bytes_kept) <= 4  # of the first cache, and of pairs of three
 
 
 def test_a_model_keeps_few_caches_and_none_outlives_it(graphs) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.core.log import log
 from dilated_attention_pytorch.core.modes import is_plain, tf32_is_on
 from dilated_attention_pytorch.models.fused import can_fuse, fused_logits
+from dilated_attention_pytorch.models.weights import stored_tensors
 
 if TYPE_CHECKING:
     from dilated_attention_pytorch.models.longnet import LongNetLM
@@ -60,7 +61,7 @@ class Step:
     def __init__(self, model: LongNetLM, cache: Sequence[DilatedKVCache], m: int) -> None:
         self._state, self._settings = _state(model), _settings(cache[0].keys.device)
         self._layers = [weakref.ref(layer) for layer in cache]
-        self._weights = [(x, x.data_ptr()) for x in _tensors(model)]
+        self._weights = [(x, x.data_ptr()) for x in stored_tensors(model)]
         self._tokens = torch.zeros(cache[0].batch, m, dtype=torch.int64, device=cache[0].keys.device)
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -131,17 +132,13 @@ def _records(model: LongNetLM, tokens: Tensor) -> bool:
     if not tokens.is_cuda or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-    return not hooked and is_plain(tokens, *model.parameters())
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
+    return not hooked and is_plain(tokens, *stored_tensors(model))
 
 
 def _state(model: LongNetLM) -> tuple[Any, ...]:
     """The modules and addresses that a graph is recorded from."""
     modules = [(id(part), part._compiled_call_impl is None, getattr(part, "backend", None)) for part in model.modules()]
-    return tuple(modules), tuple(x.data_ptr() for x in _tensors(model))
+    return tuple(modules), tuple(x.data_ptr() for x in stored_tensors(model))
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:

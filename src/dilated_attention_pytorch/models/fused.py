@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheState
 from dilated_attention_pytorch.core.entries import lasting
+from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.kernels.decode import Turns, attend_token, embed_rows, linear_rows
 from dilated_attention_pytorch.kernels.engine import choose_engine
 from dilated_attention_pytorch.nn.attention import DilatedAttention
@@ -40,7 +41,8 @@ def can_fuse(model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
     parts = [part for part in model.modules() if part is not model and part is not model.spans]
     tensors = [*model.parameters(), keys]
     return (
-        not torch.is_autocast_enabled(keys.device.type)
+        is_plain(*tensors)
+        and not torch.is_autocast_enabled(keys.device.type)
         and all(type(part) in KNOWN and part._compiled_call_impl is None for part in parts)
         and all(x.dtype == keys.dtype and x.device == keys.device and x.is_contiguous() for x in tensors)
         and not [*model.buffers()]

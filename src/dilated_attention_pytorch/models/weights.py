@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,24 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 Model = TypeVar("Model", bound=nn.Module)
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def weights_to_int8(model: nn.Module) -> None:
+    """Round the matrices of a model's `layers` to 8 bits and a scale per row, in place: to generate, not to train.
+
+    torchao converts them back within each product, which is fast where the layers are compiled.
+    """
+    torchao = import_optional("torchao.quantization", "torchao", "int8")
+    torchao.quantize_(model.layers, torchao.Int8WeightOnlyConfig())
+
+
+def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers; of a weight in 8 bits, what torchao stores."""
+    for x in (*model.parameters(), *model.buffers()):
+        if type(x).__module__.startswith("torchao."):
+            yield from (getattr(x, name) for name in x.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        else:
+            yield x
 
 
 def save_weights(model: nn.Module, config: str, folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from dilated_attention_pytorch.core.checks import check_whole, import_optional
 from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.models.weights import weights_to_int8
 from dilated_attention_pytorch.train.ranks import find_device
 from dilated_attention_pytorch.train.run_folder import load_model
 from dilated_attention_pytorch.train.tokenizer import Tokenizer, saved_tokenizer
@@ -21,6 +22,10 @@ def generate(arguments: argparse.Namespace) -> None:
     """Print what the model of a run says after a prompt; figures go to stderr."""
     device = find_device(arguments.device or "auto")
     folder, model = load_model(arguments.run, device)
+    if arguments.int8:
+        weights_to_int8(model)
+        for layer in model.layers if device.type == "cuda" else ():
+            layer.compile(fullgraph=True)
     tokenizer = saved_tokenizer(folder, model.config.vocab_size)
     given = vars(arguments)
     settings: dict[str, Any] = {name: given[name] for name in ("temperature", "top_k", "top_p") if name in given}

@@ -277,6 +277,16 @@ class DilatedCache(Cache):
             layer.hold(held)
         return self
 
+    def begin_at(self, tokens: int) -> None:
+        """Continue every row after `tokens` tokens, for a measurement: the keys and values stay as they are."""
+        self.reset()
+        count = self.layers[0].count
+        count.add(tokens)
+        count.rows_begun = True
+        for layer in self.layers:
+            if layer.held is not None:
+                layer.held.go_on_from(tokens)
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
