@@ -281,10 +281,25 @@ def combine_kernel(
     Partial, PartialLse, Out, Lse, split_count,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One row of one head; a split that saw nothing has left no `out`."""
     line = tl.program_id(0).to(tl.int64)
+    out, lse = combined(Partial, PartialLse, line, split_count, D, BLOCK_D, BLOCK_S, STEP)
+    columns = tl.arange(0, BLOCK_D)
+    tl.store(Out + line * D + columns, out.to(Out.dtype.element_ty), mask=columns < D)
+    tl.store(Lse + line, lse)
+
+
+@triton.jit
+def combined(
+    Partial, PartialLse, line, split_count,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """`(out, lse)` of one row of one head; a split that saw nothing has left no `out`.
+
+    It reads L2, in which programs of the same launch leave theirs.
+    """
     every = tl.arange(0, BLOCK_S)
-    lse = tl.load(PartialLse + line * split_count + every, mask=every < split_count, other=-float("inf"))
+    lines = PartialLse + line * split_count
+    lse = tl.load(lines + every, mask=every < split_count, other=-float("inf"), cache_modifier=".cg")
     highest = tl.max(lse, 0)
     against = tl.where(highest == -float("inf"), 0.0, highest)
     total = tl.sum(tl.exp2((lse - against) * LOG2_E), 0)
@@ -292,12 +307,12 @@ def combine_kernel(
     acc = tl.zeros([BLOCK_D], tl.float32)
     for start in tl.range(0, split_count, STEP):
         split = start + tl.arange(0, STEP)
-        share = tl.load(PartialLse + line * split_count + split, mask=split < split_count, other=-float("inf"))
+        share = tl.load(lines + split, mask=split < split_count, other=-float("inf"), cache_modifier=".cg")
         weight = tl.exp2((share - against) * LOG2_E)
-        real = (split[:, None] < split_count) & (share[:, None] > -float("inf")) & (columns[None, :] < D)
-        partial = tl.load(Partial + (line * split_count + split[:, None]) * D + columns[None, :], mask=real, other=0.0)
+        real = (split[:, None] < split_count) & (share[:, None] != -float("inf")) & (columns[None, :] < D)
+        place = (line * split_count + split[:, None]) * D + columns[None, :]
+        partial = tl.load(Partial + place, mask=real, other=0.0, cache_modifier=".cg")
         acc += tl.sum(weight[:, None] * partial, 0)
     seen = total != 0
-    out = acc / tl.where(seen, total, 1.0)
-    tl.store(Out + line * D + columns, out.to(Out.dtype.element_ty), mask=columns < D)
-    tl.store(Lse + line, tl.where(seen, against + tl.log2(tl.where(seen, total, 1.0)) * LN_2, -float("inf")))
+    some = tl.where(seen, total, 1.0)
+    return acc / some, tl.where(seen, against + tl.log2(some) * LN_2, -float("inf"))

@@ -25,10 +25,10 @@ from torch import Tensor
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheState
 from dilated_attention_pytorch.core.entries import lasting
-from dilated_attention_pytorch.kernels.triton.decode import ring_of, ring_tables, splits_of, table
+from dilated_attention_pytorch.kernels.triton.decode import combined, ring_of, ring_tables, splits_of, table
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32, precision_of
-from dilated_attention_pytorch.kernels.triton.primitives import LOG2_E, load_rows
+from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
 
 _MOST_ROWS = 64  # of a tile; more rows read the weights again
 _PROGRAMS = 132  # one for each multiprocessor of an H200
@@ -378,7 +378,7 @@ def token_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
             highest = higher
         real = (lines < GROUP)[:, None] & (columns[None, :] < D)
-        tl.store(PartialLse + line + split, highest + tl.log2(total), mask=lines < GROUP)
+        tl.store(PartialLse + line + split, (highest + tl.log2(total)) * LN_2, mask=lines < GROUP)
         tl.store(Partial + (line + split)[:, None] * D + columns[None, :], acc / total[:, None], mask=real)
     else:
         tl.store(PartialLse + line + split, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=lines < GROUP)
@@ -388,35 +388,8 @@ def token_kernel(
     ended = tl.atomic_add(counters + b * Hkv + kv_head, 1, sem="acq_rel")
     tl.debug_barrier()
     if ended == split_count - 1:
+        columns = tl.arange(0, BLOCK_D)
         for g in tl.range(0, GROUP):
-            _combine(Partial, PartialLse, Out, b * (Hkv * GROUP) + kv_head * GROUP + g, split_count,
-                     D, BLOCK_D, BLOCK_S, STEP)  # fmt: skip
-
-
-@triton.jit
-def _combine(Partial, PartialLse, Out, line, split_count, D: tl.constexpr, BLOCK_D: tl.constexpr,
-             BLOCK_S: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """One row of one head; a split that saw nothing has left no `out`. The numbers are logarithms to base 2."""
-    every = tl.arange(0, BLOCK_S)
-    lse = tl.load(
-        PartialLse + line * split_count + every, mask=every < split_count, other=-float("inf"), cache_modifier=".cg"
-    )
-    highest = tl.max(lse, 0)
-    against = tl.where(highest == -float("inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(lse - against), 0)
-    columns = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in tl.range(0, split_count, STEP):
-        split = start + tl.arange(0, STEP)
-        share = tl.load(
-            PartialLse + line * split_count + split, mask=split < split_count, other=-float("inf"),
-            cache_modifier=".cg",
-        )  # fmt: skip
-        real = (split[:, None] < split_count) & (share[:, None] != -float("inf")) & (columns[None, :] < D)
-        partial = tl.load(
-            Partial + (line * split_count + split[:, None]) * D + columns[None, :], mask=real, other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        acc += tl.sum(tl.exp2(share - against)[:, None] * partial, 0)
-    out = acc / tl.where(total != 0, total, 1.0)
-    tl.store(Out + line * D + columns, out.to(Out.dtype.element_ty), mask=columns < D)
+            row = b * (Hkv * GROUP) + kv_head * GROUP + g
+            out, _ = combined(Partial, PartialLse, row, split_count, D, BLOCK_D, BLOCK_S, STEP)
+            tl.store(Out + row * D + columns, out.to(dtype), mask=columns < D)
