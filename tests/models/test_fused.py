@@ -105,6 +105,13 @@ def test_a_model_with_other_modules_is_not_fused() -> None:
     model.layers[0].feed_forward.linear1 = torch.nn.Sequential(model.layers[0].feed_forward.linear1)
     assert not can_fuse(model, model.new_cache(1))
     model = model_of("cpu", torch.float32)
+    model.norm.forward = lambda x: x
+    assert not can_fuse(model, model.new_cache(1))
+    model = model_of("cpu", torch.float32)
+    model.__class__ = type("Other", (LongNetLM,), {"logits": lambda self, hidden: -super().logits(hidden)})
+    assert not can_fuse(model, model.new_cache(1))
+    model = model_of("cpu", torch.float32)
+    assert can_fuse(model, model.new_cache(1))
     with torch.autocast("cpu", torch.bfloat16):
         assert not can_fuse(model, model.new_cache(1))
 

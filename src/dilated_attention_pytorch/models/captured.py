@@ -128,11 +128,12 @@ def step_for(
 
 
 def _records(model: LongNetLM, tokens: Tensor) -> bool:
-    """Whether steps are recorded: on a GPU, unless hooks watch the modules or other ranks may take part in them."""
+    """Whether steps are recorded: on one GPU, unless hooks watch the modules or other ranks may take part in them."""
     if not tokens.is_cuda or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-    return not hooked and is_plain(tokens, *stored_tensors(model))
+    weights = [*stored_tensors(model)]
+    return not hooked and is_plain(tokens, *weights) and all(x.device == tokens.device for x in weights)
 
 
 def _state(model: LongNetLM) -> tuple[Any, ...]:

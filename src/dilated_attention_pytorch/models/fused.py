@@ -37,13 +37,17 @@ _MOST_GROUPED = 64  # query heads per key/value head
 
 def can_fuse(model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
     """Whether `fused_logits` computes a step of this model."""
+    from dilated_attention_pytorch.models.longnet import LongNetLM
+
     keys, config = cache[0].keys, model.config
     parts = [part for part in model.modules() if part is not model and part is not model.spans]
     tensors = [*model.parameters(), keys]
     return (
         is_plain(*tensors)
+        and all(getattr(type(model), name) is getattr(LongNetLM, name) for name in ("hidden", "logits", "capped"))
         and not torch.is_autocast_enabled(keys.device.type)
         and all(type(part) in KNOWN and part._compiled_call_impl is None for part in parts)
+        and not any("forward" in vars(part) for part in parts)  # as accelerate replaces it
         and all(x.dtype == keys.dtype and x.device == keys.device and x.is_contiguous() for x in tensors)
         and not [*model.buffers()]
         and keys.dtype in (torch.bfloat16, torch.float16, torch.float32)
