@@ -432,7 +432,7 @@ if find_spec("transformers"):
         return list(hf.growing_lengths(lengths, segment_lengths, dilation_rates, head_layout))
 
     CASES |= {
-        "hf.DilatedCache": lambda: (hf.DilatedCache, {"spec": SPEC, "num_layers": 1, "batch": 2}),
+        "hf.DilatedCache": lambda: (hf.DilatedCache, {"spec": SPEC, "num_layers": 1, "num_heads": 2, "batch": 2}),
         "hf.Stage": lambda: (hf.Stage, {"length": 8, "spec": SPEC}),
         "hf.dilated_cache": lambda: (hf.dilated_cache, {"model": hf_model(), "batch": 2}),
         "hf.growing_lengths": lambda: (growing, {"lengths": [4, 8], **PATTERN}),
