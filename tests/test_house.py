@@ -190,7 +190,8 @@ def published(path: str):
     module, name = path.split(".")
     found = getattr(importlib.import_module(f"{NAME}.{module}"), name)
     assert found is getattr(dilated_attention_pytorch, name)
-    assert getattr(dilated_attention_pytorch, module) is sys.modules[f"{NAME}.{module}"]
+    if module != "dilated_attention":  # as an attribute, it is the function
+        assert getattr(dilated_attention_pytorch, module) is sys.modules[f"{NAME}.{module}"]
     return found
 
 
@@ -239,6 +240,22 @@ def test_modules_show_whether_pool_and_cache_are_on(path) -> None:
     assert (module.use_pattern_cache, module.enable_memory_pool) == (True, True)
     assert module._pattern_cache is dilated_attention_pytorch.get_global_pattern_cache()
     assert module._memory_pool is dilated_attention_pytorch.get_global_memory_pool(lightweight=True)
+
+
+def test_one_name_is_the_function_and_a_module_path() -> None:
+    script = f"""
+from {NAME} import dilated_attention
+import {NAME}.dilated_attention
+import {NAME}.dilated_attention as same
+from {NAME}.dilated_attention import DilatedAttention, MultiheadDilatedAttention
+import {NAME} as root, importlib, pickle
+assert dilated_attention is root.dilated_attention is root.functional.dilated_attention
+assert DilatedAttention is {NAME}.dilated_attention.DilatedAttention is same.DilatedAttention
+assert importlib.import_module("{NAME}.dilated_attention").DilatedAttention is DilatedAttention
+assert pickle.loads(pickle.dumps(dilated_attention)) is dilated_attention
+"""
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 def test_the_kind_of_a_pool_that_is_off_is_refused() -> None:

@@ -1,7 +1,4 @@
-"""LongNet's dilated attention for sequences of millions of tokens.
-
-The function is `dilated_attention_pytorch.functional.dilated_attention`; modules and models are below.
-"""
+"""LongNet's dilated attention for sequences of millions of tokens: the function, modules and models."""
 
 import importlib
 import sys
@@ -26,7 +23,7 @@ from dilated_attention_pytorch.core import (
     reset_global_memory_pool,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.functional import attention_rows, backends, warm_up
+from dilated_attention_pytorch.functional import attention_rows, backends, dilated_attention, warm_up
 from dilated_attention_pytorch.models import (
     EncoderConfig,
     LongNet,
@@ -136,6 +133,7 @@ __all__ = [
     "create_multihead_dilated_attention",
     "diagnose_oom_error",
     "diagnose_performance_issues",
+    "dilated_attention",
     "document_spans",
     "enable_fp8_training",
     "enable_structured_sparsity",

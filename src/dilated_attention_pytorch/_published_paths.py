@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 from dilated_attention_pytorch import core, nn, tools
+from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models import longnet
 from dilated_attention_pytorch.nn import kv_cache
 from dilated_attention_pytorch.pages import plots
@@ -43,10 +44,15 @@ PUBLISHED_NAMES: dict[ModuleType, dict[str, object]] = {
 
 
 def publish(package: ModuleType) -> None:
-    """Make every path importable, as `os.path` is: an entry of `sys.modules` and an attribute of the package."""
+    """Make every path importable, as `os.path` is: an entry of `sys.modules` and an attribute of the package.
+
+    The attribute `dilated_attention` is the function. It has the names of the module, because
+    `import dilated_attention_pytorch.dilated_attention` reaches them through the attribute.
+    """
     for name, room in PUBLISHED_PATHS.items():
         sys.modules[f"{package.__name__}.{name}"] = room
-        if "." not in name:
+        if "." not in name and name not in vars(package):
             setattr(package, name, room)
+    vars(dilated_attention).update({name: getattr(nn, name) for name in nn.__all__})
     for room, published in PUBLISHED_NAMES.items():
         vars(room).update(published)

@@ -248,3 +248,18 @@ def test_a_config_or_its_fields_but_not_both() -> None:
         ModelConfig(positions="learned")
     with pytest.raises(ValueError, match="whole numbers"):
         LongNetLM(**SIZES)(torch.randn(2, 9))
+
+
+def test_an_encoder_takes_lengths_as_the_language_model_does() -> None:
+    torch.manual_seed(0)
+    model = LongNet(**SIZES | {"num_decoder_layers": 0})
+    rows, lengths = torch.randn(2, 12, 16), torch.tensor([9, 12])
+    padded, mask = model(rows, seqlens=lengths), torch.arange(12) >= lengths[:, None]
+    torch.testing.assert_close(padded[~mask], model(rows, src_key_padding_mask=mask)[~mask])
+    packed = model(rows[~mask][None], cu_seqlens=torch.tensor([0, 9, 21]))
+    torch.testing.assert_close(packed[0], padded[~mask])
+
+    pair = LongNet(**SIZES)
+    torch.testing.assert_close(pair(rows, rows, seqlens=lengths), pair(rows, rows, src_key_padding_mask=mask))
+    with pytest.raises(ValueError, match="cu_seqlens are for an encoder alone"):
+        pair(rows, rows, cu_seqlens=torch.tensor([0, 12]))

@@ -19,7 +19,7 @@ def test_weights_of_rows_are_drawn_darkest_where_they_are_largest(tmp_path) -> N
     found |= attention_rows(query, key, [6], segment_lengths=[4, 8], dilation_rates=[1, 2], is_causal=True)
     assert row_shares(found[0, 6, 0], 16) == [0.5, 0, 0.5, 0, 1, 0.5, 1, *[0] * 9]
     assert row_shares(found[0, 7, 0], 16, cells=4) == [0, 1, 0, 0]
-    write_rows(tmp_path / "rows.svg", found, 16, title="weights & <rows>")
+    write_rows(str(tmp_path / "rows.svg"), found, 16, title="weights & <rows>")
     text = (tmp_path / "rows.svg").read_text()
     ElementTree.fromstring(text)
     assert "batch row 0, row 6, head 0" in text

@@ -33,7 +33,7 @@ def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys, 
     assert main(["export", str(run), "--hf", str(folder)]) == 0
     newest = list_checkpoints(run)[-1]
     assert f"{newest} is now in {folder}" in capsys.readouterr().out
-    model, plain = transformers.AutoModelForCausalLM.from_pretrained(folder), LongNetLM.from_pretrained(newest)
+    model, plain = transformers.AutoModelForCausalLM.from_pretrained(folder), LongNetLM.from_pretrained(run)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(TEXT).input_ids
     assert tokens == read_tokenizer(file).encode(TEXT)

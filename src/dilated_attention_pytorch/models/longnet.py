@@ -26,7 +26,7 @@ from dilated_attention_pytorch.files import check_files
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.config import ModelConfig, ModelFields
 from dilated_attention_pytorch.models.generation import Generates
-from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model, save_weights
+from dilated_attention_pytorch.models.weights import CONFIG, WEIGHTS, load_model, load_newest, save_weights
 from dilated_attention_pytorch.nn.attention import SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import NORMS
@@ -122,16 +122,19 @@ class Pretrained(SharesResources, nn.Module):
     def from_pretrained(
         cls: type[Model], folder: str | Path, *, device: torch.device | str | None = None, **shared: Any
     ) -> Model:
-        """The model that `save_pretrained` or a checkpoint wrote; `shared` are `use_pattern_cache` and so on.
+        """The model in a folder of `save_pretrained`, in a checkpoint, or in the newest checkpoint of a training run.
 
-        The files of a checkpoint are compared with its checksums. Weights that do not fit the config are refused before
-        memory is allocated for the model.
+        `shared` are `use_pattern_cache` and so on. The files of a checkpoint are compared with its checksums. Weights
+        that do not fit the config are refused before memory is allocated for the model.
         """
-        folder = Path(folder)
-        check_files(folder, (CONFIG, WEIGHTS))
-        config = cls._config_class.from_json(folder / CONFIG)
-        layers = config.num_layers + (config.num_decoder_layers if issubclass(cls, LongNet) else 0)
-        return load_model(lambda: cls(config, **shared), layers, folder, device)
+
+        def load(folder: Path) -> Model:
+            check_files(folder, (CONFIG, WEIGHTS))
+            config = cls._config_class.from_json(folder / CONFIG)
+            layers = config.num_layers + (config.num_decoder_layers if issubclass(cls, LongNet) else 0)
+            return load_model(lambda: cls(config, **shared), layers, folder, device)
+
+        return load_newest(Path(folder), load)[1]
 
     def _layer_settings(self, gamma: float) -> dict[str, Any]:
         c = self.config
@@ -394,11 +397,15 @@ class LongNet(Pretrained):
         *,
         src_key_padding_mask: Tensor | None = None,
         tgt_key_padding_mask: Tensor | None = None,
+        seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
         """The decoder's output on `tgt`, `(B, N of tgt, E)`; without a decoder, the encoder's on `src`.
 
-        `is_causal` applies to the decoder's self-attention, which is causal by default.
+        `seqlens` or `cu_seqlens` are the lengths of `src`, as in `dilated_attention`. `cu_seqlens` are for an encoder
+        alone: the decoder's cross-attention sees all documents. `is_causal` applies to the decoder's self-attention,
+        which is causal by default.
         """
         if is_causal is not None:
             check_flag("is_causal", is_causal)
@@ -408,24 +415,38 @@ class LongNet(Pretrained):
                     "this LongNet is an encoder alone (num_decoder_layers=0): it takes no tgt, tgt_key_padding_mask or "
                     "is_causal"
                 )
-            return self.encode(src, src_key_padding_mask)
+            return self.encode(src, src_key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens)
         if tgt is None:
             raise ValueError("an encoder-decoder needs tgt; for an encoder alone set num_decoder_layers=0")
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens are for an encoder alone, for the dense cross-attention of a decoder sees all documents: "
+                "pass a padded batch with seqlens or src_key_padding_mask"
+            )
         self._check("tgt", tgt)
         self._check("src", src)
         if tgt.shape[0] != src.shape[0]:
             raise ValueError(f"src and tgt must have one batch size, got {src.shape[0]} and {tgt.shape[0]}")
-        memory = self.encode(src, src_key_padding_mask)
+        memory = self.encode(src, src_key_padding_mask, seqlens=seqlens)
+        if seqlens is not None:  # which `encode` has checked
+            src_key_padding_mask = torch.arange(src.shape[1], device=src.device) >= seqlens.to(src.device)[:, None]
         placed = self._placed(tgt, key_padding_mask=tgt_key_padding_mask)
         placed |= {"memory_key_padding_mask": src_key_padding_mask, "tgt_is_causal": is_causal is not False}
         for layer in self._groups(self.decoder):
             tgt = self._run(layer, tgt, memory, **placed)
         return self.decoder_norm(tgt)
 
-    def encode(self, src: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        src: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """The encoder's output, `(B, N, E)`."""
         self._check("src", src)
-        placed = self._placed(src, key_padding_mask=key_padding_mask)
+        placed = self._placed(src, key_padding_mask=key_padding_mask, seqlens=seqlens, cu_seqlens=cu_seqlens)
         for layer in self._groups(self.encoder):
             src = self._run(layer, src, **placed)
         return self.encoder_norm(src)

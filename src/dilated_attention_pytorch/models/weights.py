@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import import_optional
-from dilated_attention_pytorch.files import CHECKSUMS, write_whole
+from dilated_attention_pytorch.files import CHECKSUMS, DamagedFile, write_whole
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CORPUS = "corpus.json"  # only in the folder of a training run
+COMPLETE = "state/.metadata"  # in a checkpoint of a training run; PyTorch writes it when every rank's shards are there
 # The dtypes of a model's weights, by safetensors' name.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -75,6 +78,29 @@ def load_model(build: Callable[[], Model], layers: int, folder: Path, device: to
         model = build().to(device, dtype)
         model.load_state_dict(state)
     return model
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a training run that were saved to the end, oldest first."""
+    return [folder for folder in sorted((run / "checkpoints").glob("step-*")) if (folder / COMPLETE).is_file()]
+
+
+def load_newest(folder: Path, load: Callable[[Path], Model]) -> tuple[Path, Model]:
+    """What `load` makes of a folder of weights, or of the newest checkpoint of a run that is not damaged; and which.
+
+    Prints which checkpoints it passes over.
+    """
+    *older, newest = list_checkpoints(folder) or [folder]
+    if newest == folder and (folder / CORPUS).is_file():
+        raise FileNotFoundError(f"the run in {folder} has no complete checkpoint yet: wait until it has")
+    while True:
+        try:
+            return newest, load(newest)
+        except DamagedFile as damage:
+            if not older:
+                raise
+            print(f"passed over {damage}", file=sys.stderr)
+            newest = older.pop()
 
 
 def load_tensors(folder: Path, model: nn.Module) -> dict[str, Tensor]:

@@ -225,7 +225,7 @@ def write_density(
 
 
 def write_rows(
-    path: Path, found: Mapping[tuple[int, int, int], RowWeights], tokens: int, title: str = "attention weights"
+    path: str | Path, found: Mapping[tuple[int, int, int], RowWeights], tokens: int, title: str = "attention weights"
 ) -> None:
     """Draw what `functional.attention_rows` found: one strip per row and head, darker for larger weights."""
     if not found:
@@ -235,7 +235,7 @@ def write_rows(
         strip = row_shares(weights, tokens)
         strips += [strip] * 4 + [[0.0] * len(strip)]
     names = [f"batch row {b}, row {row}, head {head}" for b, row, head in found]
-    write_density(path, strips[:-1], title, [f"{tokens:,} keys; from the top:", *names])
+    write_density(Path(path), strips[:-1], title, [f"{tokens:,} keys; from the top:", *names])
 
 
 def row_shares(found: RowWeights, tokens: int, cells: int = 128) -> list[float]:

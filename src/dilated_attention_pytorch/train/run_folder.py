@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,15 +28,18 @@ from typing import Any, Literal
 
 import torch
 
-from dilated_attention_pytorch.files import DamagedFile, free_bytes, is_full, json_line, write_whole
+from dilated_attention_pytorch.files import free_bytes, is_full, json_line, write_whole
 from dilated_attention_pytorch.measuring import machine
 from dilated_attention_pytorch.models.longnet import LongNetLM
+from dilated_attention_pytorch.models.weights import COMPLETE as COMPLETE
+from dilated_attention_pytorch.models.weights import CONFIG as CONFIG
+from dilated_attention_pytorch.models.weights import CORPUS as CORPUS
+from dilated_attention_pytorch.models.weights import list_checkpoints as list_checkpoints
+from dilated_attention_pytorch.models.weights import load_newest
 
-CONFIG, CORPUS = "config.json", "corpus.json"
 METRICS, LOG, STARTS, LOCK = "metrics.jsonl", "log.jsonl", "environment.jsonl", "lock"
 SHARDS, DAMAGED = "state", "damaged-"  # the state in a checkpoint, and how the name of a damaged checkpoint begins
 CheckpointState = Literal["whole", "unfinished", "damaged"]
-COMPLETE = f"{SHARDS}/.metadata"  # PyTorch writes it when every rank's shards are there
 
 
 def holds_run(folder: Path) -> bool:
@@ -130,27 +132,9 @@ def best_checkpoint(run: Path, validated: Mapping[int, float]) -> Path | None:
     return min((one for one in list_checkpoints(run) if one in bits), key=bits.__getitem__, default=None)
 
 
-def list_checkpoints(run: Path) -> list[Path]:
-    """Checkpoints that were saved to the end, oldest first."""
-    return [folder for folder in step_folders(run) if is_complete(folder)]
-
-
 def load_model(run: Path, device: torch.device) -> tuple[Path, LongNetLM]:
-    """The newest checkpoint of a run that is not damaged, or `run` itself if it is a folder of weights; and its model.
-
-    Prints which checkpoints it passes over.
-    """
-    *older, folder = list_checkpoints(run) or [run]
-    if folder == run and holds_run(run):
-        raise FileNotFoundError(f"the run in {run} has no complete checkpoint yet: wait until it has")
-    while True:
-        try:
-            return folder, LongNetLM.from_pretrained(folder, device=device)
-        except DamagedFile as damage:
-            if not older:
-                raise
-            print(f"passed over {damage}", file=sys.stderr)
-            folder = older.pop()
+    """The newest checkpoint of a run that is not damaged, or `run` itself if it holds weights; and its model."""
+    return load_newest(run, lambda folder: LongNetLM.from_pretrained(folder, device=device))
 
 
 @dataclass(frozen=True)
