@@ -34,8 +34,9 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "ranks": {"action": "store_true", "help": "check steps on two ranks against the same steps in one process"},
     "host": {"type": size_in_gib, "metavar": "GIB", "help": "memory of the host that may be used (110)"},
 }
-_PAGE = {"type": Path, "default": Path("docs/performance.md"), "metavar": "FILE", "help": "the Markdown page to write"}
-_HTML = {"type": Path, "default": Path("docs/performance.html"), "metavar": "FILE", "help": "the HTML report to write"}
+_BESIDE = "(default: beside the results, under their name)"
+_PAGE = {"type": Path, "default": None, "metavar": "FILE", "help": f"the Markdown page to write {_BESIDE}"}
+_HTML = {"type": Path, "default": None, "metavar": "FILE", "help": f"the HTML report to write {_BESIDE}"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,8 +84,11 @@ def _run(
 
         tune(stated["out"])
         return
-    if page is not None:
+    if name in ("all", "page"):
+        page = page or stated["out"].with_suffix(".md")
         handwritten(page)  # refuse before minutes of measuring
+    if name in ("all", "report"):
+        html = html or stated["out"].with_suffix(".html")
     if name in SUITES or name == "all":
         on_any_device = name == "all" or "device" in SUITES[name].flags
         if wheels := stated.get("wheels"):

@@ -43,6 +43,7 @@ SHORTEST = 64
 LONGNET, WINDOW = "LongNet", "sliding window"
 _RATES = (1, 2, REPEATS)
 _LEARNED, _RECENT = 0.98, 100  # a lesson ends when this share of the recent answers is right
+_PASSED = 0.95  # the share of right answers in an examination that counts as recall
 _MOST_STEPS = 1500
 _WARMUP = 30
 _PLENTY = 256  # answers in a step
@@ -360,6 +361,9 @@ def run_recall(
     rows = [_cells(result) for result in results]
     for row in [_HEAD, *rows]:
         print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, _widths([_HEAD, *rows]))))
+    for result in results:
+        if result.accuracy < _PASSED:
+            print(_why_not_learned(result, task))
     if out is not None:
         head = {"machine": machine(device), "task": asdict(task), "settings": settings | {"seed": seed}}
         _write(out, head, records, results, task, rows)
@@ -381,6 +385,14 @@ def _cells(result: Result) -> list[str]:
         f"{result.steps:,}",
         f"{result.seconds:.0f}",
     ]
+
+
+def _why_not_learned(result: Result, task: Task) -> str:
+    words = f"{result.model} did not learn {result.tokens:,} tokens: "
+    words += f"{result.accuracy:.1%} right, {1 / task.values:.1%} by chance. "
+    if result.reach < result.tokens // 2:
+        return words + f"It cannot: it reaches {result.reach:,} tokens back, and facts are in the first half."
+    return words + "The time was too short for all lessons: give more --minutes, or shorter --tokens."
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -416,7 +428,7 @@ def _write(
     lines = [head, *records, *({"result": asdict(result)} for result in results)]
     (out / "recall.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = {name: _smooth([record for record in records if record["model"] == name]) for name in ATTENTIONS}
-    limits = {"by chance": 1 / task.values, "learned": 0.95}
+    limits = {"by chance": 1 / task.values, "learned": _PASSED}
     drawn = [("Right answers over steps, in lessons from short to long", plots.curves(curves, "step", "right", limits))]
     for tokens in sorted({result.tokens for result in results}):
         part = {

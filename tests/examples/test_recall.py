@@ -118,7 +118,10 @@ def test_a_longnet_learns_the_first_lesson() -> None:
 def test_both_models_take_the_same_lessons_and_leave_curves(tmp_path, capsys) -> None:
     results = run_recall("cpu", [256], minutes=0.02, tokens_per_step=512, d_model=32, out=tmp_path / "recall")
     assert [(result.model, result.tokens) for result in results] == [(LONGNET, 256), (WINDOW, 256)]
-    assert "keys per row" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "keys per row" in told
+    assert "LongNet did not learn 256 tokens" in told
+    assert "give more --minutes" in told
     head, *lines = map(json.loads, (tmp_path / "recall" / "recall.jsonl").read_text().splitlines())
     assert {"machine", "task", "settings"} == set(head)
     steps = [line for line in lines if "step" in line]

@@ -99,6 +99,10 @@ def test_the_command_prints_a_table_or_json(capsys) -> None:
     assert main(flags) == 0
     printed = capsys.readouterr().out
     assert "1,000,000,000 tokens on 64 GPUs, 15,625,000 per rank" in printed
+    assert (
+        "Verdict: does not fit in 80 GiB; 451 GiB are needed; shards of a multiple of 2,048 tokens would save"
+        in printed
+    )
     assert printed.index("COMPUTED") < printed.index("704.08 MiB") < printed.index("MODELLED") < printed.index(" ms")
     assert main([*flags, "--json", "--token-layout", "zigzag", "--layers", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -107,6 +111,8 @@ def test_the_command_prints_a_table_or_json(capsys) -> None:
     assert {*found["ranks"][0]} == {"computed", "modelled"}
     assert found["computed"]["branches"][1]["scheme"] == "gather"
     assert found["modelled"]["step_seconds"] > 0
+    assert main([*flags, "--gpu", "500"]) == 0
+    assert "Verdict: fits in 500 GiB, with 49 GiB to spare." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

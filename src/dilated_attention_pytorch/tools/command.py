@@ -49,7 +49,7 @@ def add_plan(commands: Any) -> None:
     for flag, kind, metavar, text in (
         ("--tokens", whole_number, "N", "tokens of the whole sequence, such as 1e9"),
         ("--model", str, "SIZE", "125m, 350m, 760m, 770m, 1.3b, 2.7b or 6b"),
-        ("--gpu", size_in_gib, "GIB", "with --model: memory of the GPU (default: 80)"),
+        ("--gpu", size_in_gib, "GIB", "memory of one GPU (default: 80)"),
         ("--host", size_in_gib, "GIB", "with --model: host memory to offload to (default: any)"),
         ("--vocabulary", whole_number, "V", "with --model: size of the vocabulary (default: 50304)"),
         ("--gpus", whole_number, "P", "GPUs that share the sequence"),
@@ -128,18 +128,18 @@ def _plan(arguments: argparse.Namespace) -> None:
         return
     if "gpus" not in given or "tokens" not in given:
         raise ValueError("plan needs --model SIZE for a training step, or --tokens N and --gpus P for attention")
-    if mine := sorted(given.keys() & {"gpu", "host", "vocabulary"}):
+    if mine := sorted(given.keys() & {"host", "vocabulary"}):
         raise ValueError(f"--{', --'.join(mine)} go with --model: name one, or leave them out")
     from dilated_attention_pytorch.tools.plan import as_json, text
 
-    layout = given.pop("layout", "interleaved")
+    gpu, layout = int(given.pop("gpu", 80) * 2**30), given.pop("layout", "interleaved")
     if given.keys() & {"segments", "rates"}:
         spec = DilatedSpec.of(given.pop("segments", []), given.pop("rates", []), layout)
     else:
         heads = given.get("kv_heads", given.get("heads", Job.heads))
         spec = DilatedSpec.for_length(given["tokens"], heads, head_layout=layout)
     plan = make_plan(Job(spec=spec, **given))
-    print(json.dumps(as_json(plan), indent=1) if as_data else "\n".join(text(plan)))
+    print(json.dumps(as_json(plan, gpu), indent=1) if as_data else "\n".join(text(plan, gpu)))
 
 
 def _plan_step(given: dict[str, Any], as_data: bool) -> None:

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dilated_attention_pytorch.core.reach import reach_lines
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.measuring import size
 from dilated_attention_pytorch.models.config import ModelConfig
-from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, Plan
+from dilated_attention_pytorch.parallel.plan import BACKWARD_WORK, Job, Plan, make_plan
 from dilated_attention_pytorch.parallel.wire import Traffic
 from dilated_attention_pytorch.train.fitting import Fit
 from dilated_attention_pytorch.train.footprint import KINDS, parameter_count
@@ -27,7 +29,7 @@ _WORDS = {
 }
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan, gpu_bytes: int) -> dict[str, Any]:
     """The plan as plain values: the job, each branch (bytes of the rank that receives most), each rank, the totals."""
     job = {name: value for name, value in vars(plan.job).items() if name != "spec"} | plan.job.spec.keywords
     modelled = ("sums", "workspace", "seconds_forward", "seconds_backward")
@@ -50,11 +52,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "reach": _reach(plan.job),
         },
         "modelled": {"peak_bytes": plan.fullest.peak, "step_seconds": plan.step_seconds},
+        "verdict": verdict(plan, gpu_bytes),
         "ranks": ranks,
     }
 
 
-def text(plan: Plan) -> list[str]:
+def text(plan: Plan, gpu_bytes: int) -> list[str]:
     """The plan as lines to read."""
     job, full = plan.job, plan.fullest
     most = max(rank.tokens for rank in plan.ranks)
@@ -65,6 +68,7 @@ def text(plan: Plan) -> list[str]:
     lines = [
         f"{job.tokens:,} tokens on {job.gpus:,} GPU{'s' * (job.gpus > 1)}, {most:,} per rank: {', '.join(words)}",
         "Attention alone: no parameters, projections or feed-forward layers.",
+        f"Verdict: {verdict(plan, gpu_bytes)}.",
         "",
         "COMPUTED, by the functions that the ranks use",
         "",
@@ -112,6 +116,28 @@ def text(plan: Plan) -> list[str]:
         f"  {'step, all layers':<36}{plan.step_seconds * 1e3:>14,.4g} ms",
     ]
     return lines
+
+
+def verdict(plan: Plan, gpu_bytes: int) -> str:
+    """Whether the fullest rank fits into a GPU; if not, what shards that end with segments would save."""
+    job, peak = plan.job, plan.fullest.peak
+    room = f"{gpu_bytes / GIB:g} GiB"
+    if peak <= gpu_bytes:
+        return f"fits in {room}, with {size(gpu_bytes - peak, 0)} to spare"
+    words = f"does not fit in {room}; {size(peak, 0)} are needed"
+    spec = job.spec
+    unit = math.lcm(*(w for w in spec.segment_lengths if w * job.gpus <= job.tokens))
+    tokens = -(-job.tokens // (job.gpus * unit)) * unit * job.gpus
+    if job.tokens < tokens < 1.1 * job.tokens:
+        lengths = [max(w, tokens) if w >= job.tokens else w for w in spec.segment_lengths]
+        spec = DilatedSpec.of(lengths, spec.dilation_rates, spec.head_layout)
+        aligned = make_plan(replace(job, spec=spec, tokens=tokens)).fullest.peak
+        if saved := max(0, peak - aligned) // GIB:
+            words += f"; shards of a multiple of {unit:,} tokens would save {saved:,} GiB"
+            peak = aligned
+    if peak <= gpu_bytes:
+        return words
+    return f"{words}; about {math.ceil(job.gpus * peak / gpu_bytes):,} GPUs would do"
 
 
 def fit_json(model: str, config: ModelConfig, fits: Sequence[Fit]) -> dict[str, Any]:
