@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dilated_attention_pytorch.tools.command import add_doctor, add_plan, add_show
+from dilated_attention_pytorch.tools.command import add_doctor, add_explore, add_plan, add_show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan(commands)
     add_show(commands)
+    add_explore(commands)
     add_doctor(commands)
     return parser
 

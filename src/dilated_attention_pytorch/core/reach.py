@@ -20,7 +20,7 @@ from dilated_attention_pytorch.core.checks import (
 from dilated_attention_pytorch.core.spec import DilatedSpec, warn_once
 
 COUNTED_TOKENS = 1 << 22  # `reach_shares` goes through all tokens of a sequence, up to this many
-_COUNTED = 1 << 21  # rows times tokens, if there is more than one row
+ROWS_TIMES_TOKENS = 1 << 21  # that `reach_shares` counts, if there is more than one row
 
 
 def reach_shares(
@@ -51,7 +51,7 @@ def reach_shares(
                 f"reach is counted up to {COUNTED_TOKENS:,} tokens that a pattern relates, got {min(tokens, period):,}"
             )
         tokens = period * (COUNTED_TOKENS // period)
-    count = min(tokens, max(1, _COUNTED // tokens))
+    count = min(tokens, max(1, ROWS_TIMES_TOKENS // tokens))
     rows = torch.linspace(tokens - 1, 0, count, dtype=torch.float64).round().long()
     seen = torch.zeros(count, tokens, dtype=torch.bool)
     seen[torch.arange(count), rows] = True

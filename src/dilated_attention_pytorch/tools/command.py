@@ -1,4 +1,4 @@
-"""The commands `show`, `plan` and `doctor`: their flags, and what they run."""
+"""The commands `show`, `explore`, `plan` and `doctor`: their flags, and what they run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import argparse
 import dataclasses
 import json
 import math
+import tempfile
+import webbrowser
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.spec import DilatedSpec
+from dilated_attention_pytorch.pages.explorer import write_explorer
 from dilated_attention_pytorch.pages.plots import write_density
 from dilated_attention_pytorch.parallel.plan import Job, make_plan
 from dilated_attention_pytorch.tools import show
@@ -34,6 +37,17 @@ def add_show(commands: Any) -> None:
     parser.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
     _add_fields(parser, SparsePatternConfig)
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
+
+
+def add_explore(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explore",
+        help="open a page on which you change a pattern and see its reach and cost",
+        description="Open a page in the browser on which you change a pattern and see who sees whom, its reach over "
+        "layers and its cost. The page is one file that computes everything itself.",
+    )
+    parser.set_defaults(command=_explore)
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the page there instead of opening it")
 
 
 def add_plan(commands: Any) -> None:
@@ -112,6 +126,14 @@ def _show(arguments: argparse.Namespace) -> None:
     if "out" in given:
         write_density(arguments.out, show.density(view, 128, 128).tolist(), view.title, show.summary(view))
         print(arguments.out)
+
+
+def _explore(arguments: argparse.Namespace) -> None:
+    path = arguments.out or Path(tempfile.mkdtemp(prefix="dilated-attention-")) / "explorer.html"
+    write_explorer(path)
+    print(path)
+    if arguments.out is None:
+        webbrowser.open(path.as_uri())
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
