@@ -353,7 +353,8 @@ function colours() {
   return { back: rgb("back"), ink: rgb("ink"), branches: pattern.branches.map((_, index) => rgb(colourName(index))) };
 }
 
-/** One line of cells as pixels: the colour of the branch that shows most, darker for a larger share. */
+/** One line of cells as pixels: the colour of the branch that shows most (the last of equals), darker for a larger
+ * share. */
 function paint(image, y, shares, { back, branches }) {
   const width = image.width;
   for (let x = 0; x < width; x++) {
@@ -361,7 +362,7 @@ function paint(image, y, shares, { back, branches }) {
     for (let index = 0; index < shares.length; index++) {
       const share = shares[index][x];
       total += share;
-      if (share > most) [most, best] = [share, index];
+      if (share && share >= most) [most, best] = [share, index];
     }
     // Even a small share is visible: a dilated branch covers few pairs of a cell.
     const ink = total > 0 ? Math.min(1, 0.2 + 0.8 * Math.sqrt(total)) : 0, colour = branches[best];
@@ -536,9 +537,11 @@ function drawReach(reached) {
   const follows = followsTiles(pattern) ? "" : tooMany;
   const which = pattern.causal ? "of the tokens up to a row's own" : `of ${number(tokens)} tokens`;
   const done = shown < layers ? ` More than ${shown} layer${shown > 1 ? "s" : ""} add nothing.` : "";
+  const rows = spreadRows(tokens, LIBRARY.reachWork).length;
+  const sample = rows < tokens ? ` Mean and least are over ${number(rows)} evenly spread rows.` : "";
   $("reach-note").textContent =
     `The tokens that row ${number(row)} depends on after each layer, through all heads; shares are ${which}.` +
-    done + follows;
+    done + sample + follows;
   reachNumbers();
 }
 
