@@ -117,7 +117,7 @@ def test_one_file_reads_environment_variables() -> None:
 
 
 def test_no_line_installs_a_distribution_that_is_another_projects() -> None:
-    # What PyPI has under this name is not this package.
+    # What PyPI has under this name is not this package, which is called longnet-dilated-attention there.
     repository = PACKAGE.parents[1]
     texts = [*PACKAGE.rglob("*.py"), *repository.glob("docs/**/*.md"), *repository.glob("*.md"), repository / "run"]
     assert len(texts) > 100
@@ -243,19 +243,17 @@ def test_modules_show_whether_pool_and_cache_are_on(path) -> None:
 
 
 def test_one_name_is_the_function_and_a_module_path() -> None:
-    script = f"""
-from {NAME} import dilated_attention
-import {NAME}.dilated_attention
-import {NAME}.dilated_attention as same
-from {NAME}.dilated_attention import DilatedAttention, MultiheadDilatedAttention
-import {NAME} as root, importlib, pickle
-assert dilated_attention is root.dilated_attention is root.functional.dilated_attention
-assert DilatedAttention is {NAME}.dilated_attention.DilatedAttention is same.DilatedAttention
-assert importlib.import_module("{NAME}.dilated_attention").DilatedAttention is DilatedAttention
-assert pickle.loads(pickle.dumps(dilated_attention)) is dilated_attention
-"""
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    import dilated_attention_pytorch.dilated_attention as same
+    from dilated_attention_pytorch.dilated_attention import DilatedAttention
+
+    from dilated_attention_pytorch import dilated_attention
+
+    root = dilated_attention_pytorch
+    module = importlib.import_module(f"{NAME}.dilated_attention")
+    assert dilated_attention is root.dilated_attention is root.functional.dilated_attention
+    assert DilatedAttention is root.dilated_attention.DilatedAttention is same.DilatedAttention
+    assert DilatedAttention is module.DilatedAttention is root.DilatedAttention
+    assert pickle.loads(pickle.dumps(dilated_attention)) is dilated_attention
 
 
 def test_the_kind_of_a_pool_that_is_off_is_refused() -> None:

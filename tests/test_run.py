@@ -42,6 +42,38 @@ def test_a_python_that_has_everything_is_used_as_it_is(script) -> None:
     assert script.prepare("test") == sys.executable
 
 
+def test_commands_share_one_installation(script, tmp_path, monkeypatch, capsys) -> None:
+    """On a machine without a GPU, with PyTorch's CPU wheels where they can be reached."""
+    installs, reachable = [], True
+    for name in ("pyproject.toml", "constraints-cpu.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    python = tmp_path / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    python.parent.mkdir(parents=True)
+    python.touch()
+
+    def run(command, **_) -> subprocess.CompletedProcess:
+        installs.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(script, "satisfied", lambda extras: False)
+    monkeypatch.setattr(script, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(script, "is_reachable", lambda url: reachable)
+    monkeypatch.setattr(script.subprocess, "run", run)
+    monkeypatch.setattr(script.sys, "platform", "linux")
+    for command in ("train", "slides", "bench"):
+        assert script.prepare(script.EXTRAS[command]) == str(python)
+    ((*_, extras, _, _, option, index),) = installs
+    assert (extras, option, index) == (".[all]", "--extra-index-url", script.CPU_WHEELS)
+    reachable = False
+    script.prepare("test")
+    assert installs[-1][-3:] == [".[test]", "-c", "constraints-cpu.txt"]
+    assert "may bring CUDA libraries of several GB" in capsys.readouterr().out
+    script.prepare("train")
+    assert len(installs) == 2
+
+
 def test_a_requirement_that_is_not_met_is_noticed(script, tmp_path, monkeypatch) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(text.replace('"torch>=2.6"', '"torch>=99"'))

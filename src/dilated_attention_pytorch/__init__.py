@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import warnings
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch._published_paths import publish
@@ -175,4 +177,20 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _warn_of_namesake() -> None:
+    """Warn if another project's distribution has written its files into the folder of this package."""
+    other = "dilated-attention-pytorch"
+    try:
+        installed = metadata.files(other) or []
+    except metadata.PackageNotFoundError:
+        return
+    if any(path.as_posix() == f"{__name__}/__init__.py" for path in installed):
+        warnings.warn(
+            f"the distribution {other}, another project whose package is also called {__name__}, is installed too, and "
+            f"each overwrites files of the other: pip uninstall {other}, then reinstall longnet-dilated-attention",
+            stacklevel=2,
+        )
+
+
+_warn_of_namesake()
 publish(sys.modules[__name__])

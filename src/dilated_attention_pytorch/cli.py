@@ -50,6 +50,7 @@ def _tells_errors(given: Sequence[str]) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dilated-attention", description="Dilated attention for very long sequences.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {sys.modules[str(__package__)].__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     # Listed here; `train.command` parses its flags. `rank` is what `train --ranks` starts on each process.

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+DISTRIBUTION = "longnet-dilated-attention"  # the name for pip, which differs from that of the package
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -114,7 +116,7 @@ def machine(device: str) -> dict[str, Any]:
         found["cpu"] = processor()
         found["threads"] = torch.get_num_threads()
     found |= {"torch": torch.__version__, "python": platform.python_version()}
-    for package in ("triton", "dilated-attention-pytorch"):
+    for package in ("triton", DISTRIBUTION):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

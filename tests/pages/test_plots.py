@@ -69,7 +69,9 @@ def test_figures_that_differ_by_rounding_alone_are_drawn() -> None:
 
 def test_a_missing_matplotlib_is_named_with_its_installation(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"a chart needs matplotlib: pip install '\.\[viz\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"a chart needs matplotlib: pip install 'longnet-dilated-attention\[viz\]'"
+    ):
         plots.curves({"a": [(1, 1.0)]}, "step", "loss")
     with pytest.raises(ModuleNotFoundError, match="a chart needs matplotlib"):
         plots.check_picture(tmp_path / "picture.svg")

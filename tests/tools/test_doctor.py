@@ -111,21 +111,21 @@ def test_a_missing_extra_is_named_with_the_line_that_gets_it(monkeypatch) -> Non
     def version(name: str) -> str:
         if name == "matplotlib":
             raise room.PackageNotFoundError(name)
-        return "0.3.9" if name == "safetensors" else "99"
+        return "0.9" if name == "tyro" else "99"
 
     monkeypatch.setattr(room, "version", version)
     missing = missing_extras()
-    assert missing == {"train": ["safetensors>=0.4"], "viz": ["matplotlib>=3.7"]}
+    assert missing == {"train": ["tyro>=1.0"], "viz": ["matplotlib>=3.7"]}
     report = doctor()
     (found,) = [one for one in report.findings if "the extra viz" in one.measured]
-    assert found.way_out.startswith("pip install '.[viz]' in a checkout of the repository, here /")
+    assert found.way_out.startswith("pip install 'longnet-dilated-attention[viz]', or '.[viz]' in a checkout, here /")
     monkeypatch.setattr(room, "_checkout", lambda: None)
     monkeypatch.setattr(
         room, "requires", lambda name: ["torch>=2.6", "matplotlib>=3.7; extra == 'viz'", 'ruff; extra == "test"']
     )
     assert missing_extras() == {"viz": ["matplotlib>=3.7"]}
     (found,) = [one for one in doctor().findings if "the extra viz" in one.measured]
-    assert found.way_out == "pip install '.[viz]' in a checkout of the repository"
+    assert found.way_out == "pip install 'longnet-dilated-attention[viz]', or '.[viz]' in a checkout"
 
 
 def test_without_packaging_its_extra_is_what_is_missing(monkeypatch) -> None:

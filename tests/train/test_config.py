@@ -307,7 +307,7 @@ def test_flags_that_are_wrong_are_told_before_anything_runs(started, capsys, mon
         assert message in " ".join(capsys.readouterr().err.replace("│", "").split())
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["train", "--steps", "3"]) == 1
-    assert "the command train needs tyro: pip install '.[train]'" in capsys.readouterr().err
+    assert "the command train needs tyro: pip install 'longnet-dilated-attention[train]'" in capsys.readouterr().err
     assert not started
 
 

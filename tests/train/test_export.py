@@ -62,4 +62,4 @@ def test_export_says_what_is_missing(tmp_path, capsys, monkeypatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["export", str(tmp_path), "--hf", str(tmp_path / "hf")]) == 1
-    assert "models.hf needs transformers: pip install '.[hf]'" in capsys.readouterr().err
+    assert "models.hf needs transformers: pip install 'longnet-dilated-attention[hf]'" in capsys.readouterr().err

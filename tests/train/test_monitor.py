@@ -127,7 +127,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, kind, 
         if name.split(".")[0] == package:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    with pytest.raises(ModuleNotFoundError, match=rf"pip install '\.\[{extra}\]' in a checkout"):
+    with pytest.raises(ModuleNotFoundError, match=rf"or '\.\[{extra}\]' in a checkout"):
         open_all([kind], tmp_path)
 
 

@@ -23,6 +23,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.measuring import DISTRIBUTION
+
 MOST_TOKENS = 2**48  # of lengths, positions and rates: a product with a number of heads stays exact in int64
 MOST_LISTED = 2**31  # of tokens in a list
 MOST_ENTRIES = 2**20  # of ranks and heads, for each of which a table has an entry
@@ -398,12 +400,12 @@ def _refused(error: type[Exception], name: str, rule: str, value: Any) -> Except
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs an extra, for errors. On PyPI, the name of this package is another project's.
+    """The command that installs an extra, for errors.
 
     >>> install_extra("viz")
-    "pip install '.[viz]' in a checkout of the repository"
+    "pip install 'longnet-dilated-attention[viz]', or '.[viz]' in a checkout"
     """
-    return f"pip install '.[{extra}]' in a checkout of the repository"
+    return f"pip install '{DISTRIBUTION}[{extra}]', or '.[{extra}]' in a checkout"
 
 
 def import_optional(module: str, extra: str, user: str) -> Any:

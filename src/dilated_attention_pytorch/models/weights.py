@@ -165,4 +165,6 @@ def untied_names(model: nn.Module) -> list[str]:
 
 
 def _safetensors() -> Any:
-    return import_optional("safetensors.torch", "train", "saving and loading weights")
+    import safetensors.torch  # loaded when weights are
+
+    return safetensors.torch

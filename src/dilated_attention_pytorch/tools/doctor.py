@@ -23,14 +23,12 @@ from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import get_global_memory_pool
 from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
 from dilated_attention_pytorch.functional import backends, dilated_attention
-from dilated_attention_pytorch.measuring import host_memory, machine, processor_flags, size, usable_cores
+from dilated_attention_pytorch.measuring import DISTRIBUTION, host_memory, machine, processor_flags, size, usable_cores
 from dilated_attention_pytorch.tools.diagnose import SLOW, debug_settings, slow_processor, unused_kernels
 from dilated_attention_pytorch.tools.report import LEVELS, Finding, Report, broken, option, pitfall, under
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-
-PACKAGE = "dilated-attention-pytorch"
 
 # The kernels' error budget in float32 against float64, with room for TF32 where it is on.
 _TOLERANCE = 2e-3
@@ -125,14 +123,14 @@ def _requirements() -> Iterator[tuple[str, Requirement]]:
         stated = [(extra, Requirement(line)) for extra, lines in extras.items() for line in lines]
     else:
         try:
-            lines = [Requirement(line) for line in requires(PACKAGE) or []]
+            lines = [Requirement(line) for line in requires(DISTRIBUTION) or []]
         except PackageNotFoundError:
             return
         named = [(re.search(r'extra == "([\w-]+)"', str(line.marker)), line) for line in lines]
         stated = [(extra[1], line) for extra, line in named if extra is not None]
     for extra, requirement in stated:
         is_for_here = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-        if extra != "test" and requirement.name != PACKAGE and is_for_here:
+        if extra != "test" and requirement.name != DISTRIBUTION and is_for_here:
             yield extra, requirement
 
 
