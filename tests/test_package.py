@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.metadata import Metadata
 
 import dilated_attention_pytorch as package
@@ -94,3 +96,24 @@ def test_importing_warns_of_the_other_project_with_this_name(monkeypatch) -> Non
     monkeypatch.setattr(metadata, "files", lambda name: [metadata.PackagePath("dilated_attention_pytorch/__init__.py")])
     with pytest.warns(UserWarning, match="pip uninstall dilated-attention-pytorch"):
         package._warn_of_namesake()
+
+
+def test_workflows_run_commands_and_tests_that_exist() -> None:
+    listed = (ROOT / "run").read_text()
+    texts = {path.name: path.read_text() for path in (ROOT / ".github").rglob("*.yml")}
+    assert {"test.yml", "release.yml", "bug.yml", "feature.yml"} <= texts.keys()
+    for text in texts.values():
+        assert yaml.safe_load(text)
+        for command in re.findall(r"python run ([\w-]+)", text):
+            assert f"./run {command}" in listed
+        for path in re.findall(r"tests/[\w./]+", text):
+            assert (ROOT / path).exists()
+    versions = yaml.safe_load(texts["test.yml"])["jobs"]["test"]["strategy"]["matrix"]["python"]
+    classified = re.findall(r"Programming Language :: Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert versions == classified
+
+
+def test_the_citation_names_what_a_citation_needs() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "license"} <= cited.keys()
+    assert cited["references"][0]["url"] in (ROOT / "pyproject.toml").read_text()
