@@ -52,9 +52,9 @@ def test_wheel_and_sdist_hold_the_package_and_valid_metadata(built) -> None:
         (metadata,) = [name for name in files if name.endswith(".dist-info/METADATA")]
         described = Metadata.from_email(archive.read(metadata), validate=True)
     source = ROOT / "src"
-    expected = {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
-    assert {name for name in files if name.endswith(".py")} == expected
-    assert "dilated_attention_pytorch/py.typed" in files
+    found = [path for path in (source / package.__name__).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    expected = {path.relative_to(source).as_posix() for path in found}
+    assert {name for name in files if ".dist-info/" not in name} == expected
     assert (described.name, str(described.version)) == ("longnet-dilated-attention", package.__version__)
     assert described.description_content_type == "text/markdown"
     assert {one.name for one in described.requires_dist if one.marker is None} == {"torch", "safetensors"}
