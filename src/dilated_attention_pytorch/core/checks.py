@@ -150,10 +150,13 @@ def check_tensor(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise _refused(TypeError, name, "a tensor", value)
     if value.is_nested:
-        raise TypeError(
-            f"{name} must be a dense tensor, got a nested one: pack its rows into a single row of the batch "
-            "(nested.values().unsqueeze(0)), and pass cu_seqlens=nested.offsets()"
-        )
+        way_out = "pad its rows (nested.to_padded_tensor(0.0)), and pass their lengths as seqlens"
+        if value.layout is torch.jagged:
+            way_out = (
+                "pack its rows into a single row of the batch (nested.values().unsqueeze(0)), and pass "
+                "cu_seqlens=nested.offsets()"
+            )
+        raise TypeError(f"{name} must be a dense tensor, got a nested one: {way_out}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout}: convert with .to_dense()")
     return value
