@@ -18,10 +18,11 @@ def main(head_dim: str, tokens: str, batch: str = "1") -> None:
     for module, names in (
         (decode, ("append_kernel", "split_kernel", "combine_kernel")),
         (cache_chunks, ("store_kernel", "after_cached_kernel")),
-        (step, ("embed_kernel", "linear_kernel", "token_kernel")),
+        (step, ("embed_kernel", "linear_kernel", "norm_kernel", "token_kernel")),
     ):
         for name in names:
             compile_instead(module, name)
+    step.overlap = lambda device: {"OVERLAP": True, "launch_pdl": True}  # as on such a GPU
     spec = DilatedSpec.of([2048, 4096], [1, 2])
     rows = CacheRows(spec, spec.offsets(4))
     if tokens == "step":

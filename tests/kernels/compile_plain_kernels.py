@@ -23,7 +23,7 @@ class CompilesInstead:
     def __getitem__(self, grid):
         return self.compile
 
-    def compile(self, *arguments, num_warps=4, num_stages=3, **constants) -> None:
+    def compile(self, *arguments, num_warps=4, num_stages=3, launch_pdl=False, **constants) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -39,7 +39,7 @@ class CompilesInstead:
         }
         signature = types | dict.fromkeys(constants, "constexpr")
         source = ASTSource(self.kernel, signature, {place[name]: x for name, x in constants.items()}, aligned)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert len(compiled.asm["cubin"]) > 0
         print(self.kernel.__name__, "mma" if "mma" in compiled.asm["ptx"] else "plain", flush=True)

@@ -1,14 +1,19 @@
 """One token per row through a transformer layer in five launches: what it takes is reading the weights.
 
 `embed_kernel` begins a step: embeddings, and the angles of the new positions. `linear_kernel` computes
-`residual + activation(norm(x) W' + b)` for up to three matrices side by side; every program normalises the rows again,
-which costs less than a launch. `token_kernel` rotates the new query and key, stores key and value on the grids that
-they are on, and attends to the cache; the split that ends last combines all splits of a head:
+`residual + activation(norm(x) W' + b)` for up to three matrices side by side. Every program normalises a single row
+again, which costs less than a launch; `norm_kernel` normalises several rows first. `token_kernel` rotates the new query
+and key, stores key and value on the grids that they are on, and attends to the cache; the split that ends last combines
+all splits of a head:
 
     lse_s = log sum_t exp(scale * q.k_t),    out_s = sum_t exp(scale * q.k_t - lse_s) v_t
     lse = log sum_s exp(lse_s),              out = sum_s exp(lse_s - lse) out_s
 
 The splits are combined in their order, whichever ends last, so results are the same every time.
+
+From compute capability 9.0 on, every kernel starts while the one before it still runs, loads what no kernel of the step
+writes, such as weights, and then waits for the results of the one before. It stores nothing before it has waited. A
+kernel ends after it has waited, so whatever is launched later finds all earlier results.
 """
 
 # mypy: ignore-errors
@@ -21,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda as tl_cuda
 
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheState
@@ -33,7 +39,27 @@ from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, lo
 _MOST_ROWS = 64  # of a tile; more rows read the weights again
 _PROGRAMS = 132  # one for each multiprocessor of an H200
 _NORMS = {None: 0, "layer": 1, "rms": 2}
+_ROW_TILE = 32_768  # numbers of W that a program of one row holds at once
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Settings of a kernel that may start while the one before it still runs."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0) or not hasattr(tl_cuda, "gdc_wait"):
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}
+
+
+@triton.jit
+def _wait_for_the_kernel_before(OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl_cuda.gdc_wait()
+
+
+@triton.jit
+def _let_the_next_kernel_start(OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl_cuda.gdc_launch_dependents()
 
 
 def embed(tokens, embedding, factor, lengths, turns):
@@ -46,7 +72,7 @@ def embed(tokens, embedding, factor, lengths, turns):
 
     def make():
         settings = {"BLOCK_E": triton.next_power_of_2(E), "HALF": half, "XPOS": xpos, "SCALE_BASE": base}
-        settings |= {"BLOCK_H": triton.next_power_of_2(max(half, 1)), "num_warps": 4}
+        settings |= {"BLOCK_H": triton.next_power_of_2(max(half, 1)), "num_warps": 4, **overlap(device)}
         return _Launches(Launch(embed_kernel, B, (E, factor, period), settings))
 
     x = torch.empty(B, E, dtype=embedding.dtype, device=device)
@@ -63,7 +89,12 @@ def embed(tokens, embedding, factor, lengths, turns):
 def embed_kernel(
     Tokens, Embedding, lengths, Frequencies, Zeta, X, Angles, E, factor, period,
     BLOCK_E: tl.constexpr, HALF: tl.constexpr, XPOS: tl.constexpr, SCALE_BASE: tl.constexpr, BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    # Kernels before this one, such as those that choose a token, may not let others start early: whatever starts after
+    # this wait finds what they wrote.
+    _wait_for_the_kernel_before(OVERLAP)
+    _let_the_next_kernel_start(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     B = tl.num_programs(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
@@ -97,6 +128,8 @@ def linear(
 ) -> Tensor:
     """See `kernels.decode.linear_rows`."""
     (M, K), dtype = x.shape, x.dtype
+    if norm is not None and M > 1:
+        x, norm = _normed_rows(x, *norm), None
     gated = activation == "swiglu"
     sizes = [weight.shape[0] for weight in weights]
     kind, gain, shift, eps = norm or (None, None, None, 0.0)
@@ -106,7 +139,11 @@ def linear(
         "PRECISION": precision_of(dtype == torch.float32 and allows_tf32(None)),
     }  # fmt: skip
     key = (linear, M, K, *sizes, eps, dtype, x.device, *settings.values())
-    launch = plans.remember("decode table", key, lambda: _Launches(_linear_launch(M, K, sizes, gated, eps, settings)))
+
+    def make():
+        return _Launches(_linear_launch(M, K, sizes, gated, eps, settings | overlap(x.device)))
+
+    launch = plans.remember("decode table", key, make)
     y = torch.empty(M, sizes[0] if gated else sum(sizes), dtype=dtype, device=x.device)
     three = [*weights, *weights[:1] * (3 - len(weights))]
     biases = [x if bias is None else bias for bias in (*biases, *[None] * (3 - len(biases)))]
@@ -123,16 +160,63 @@ class _Launches:
         self.one = one
 
 
+def _normed_rows(x: Tensor, kind: str, gain: Tensor, shift: Tensor | None, eps: float) -> Tensor:
+    M, K = x.shape
+    settings = {"NORM": _NORMS[kind], "SHIFT": shift is not None, "BLOCK_K": triton.next_power_of_2(K), "num_warps": 4}
+    key = (_normed_rows, M, K, eps, x.dtype, x.device, *settings.values())
+    launch = plans.remember(
+        "decode table", key, lambda: _Launches(Launch(norm_kernel, M, (K, eps), settings | overlap(x.device)))
+    )
+    y = torch.empty_like(x)
+    launch.one(x, gain, gain if shift is None else shift, y)
+    return y
+
+
+@triton.jit
+def norm_kernel(X, Gain, Shift, Y, K, eps, NORM: tl.constexpr, SHIFT: tl.constexpr, BLOCK_K: tl.constexpr,
+                OVERLAP: tl.constexpr):  # fmt: skip
+    _let_the_next_kernel_start(OVERLAP)
+    k = tl.arange(0, BLOCK_K)
+    gain, shift = _gain_and_shift(Gain, Shift, k, K, NORM, SHIFT)
+    _wait_for_the_kernel_before(OVERLAP)
+    place = tl.program_id(0).to(tl.int64) * K + k
+    x = tl.load(X + place, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(Y + place, _normed(x, gain, shift, k < K, K, eps, NORM).to(Y.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def _gain_and_shift(Gain, Shift, k, K, NORM: tl.constexpr, SHIFT: tl.constexpr):
+    gain = tl.zeros(k.shape, Gain.dtype.element_ty)
+    shift = gain
+    if NORM:
+        gain = tl.load(Gain + k, mask=k < K, other=0.0)
+        if SHIFT:
+            shift = tl.load(Shift + k, mask=k < K, other=0.0)
+    return gain, shift
+
+
+@triton.jit
+def _normed(x, gain, shift, real, K, eps, NORM: tl.constexpr):
+    mean = 0.0
+    if NORM == 1:
+        mean = tl.sum(x, 0) / K
+    away = tl.where(real, x - mean, 0.0)
+    return away * tl.rsqrt(tl.sum(away * away, 0) / K + eps) * gain.to(tl.float32) + shift.to(tl.float32)
+
+
 def _linear_launch(M: int, K: int, sizes: list[int], gated: bool, eps: float, settings: dict) -> Launch:
     parts = sizes[:1] if gated else sizes
-    if M == 1:  # the whole row at once: 8,192 numbers of W per program, and as many in flight
+    if M == 1:  # whole rows of W at once, all in flight before the program waits
         block_k = triton.next_power_of_2(K)
-        blocks = {"BLOCK_M": 1, "BLOCK_K": block_k, "BLOCK_N": max(1, min(16, 8192 // block_k)), "num_warps": 4}
+        most = max(1, min(16, _ROW_TILE // block_k // (2 if gated else 1)))
+        block_n = next((n for n in (16, 8, 4, 2) if n <= most and sum(parts) // n >= _PROGRAMS - 4), 1)
+        warps = 8 if block_n * block_k > 8192 else 4
+        blocks = {"BLOCK_M": 1, "BLOCK_K": block_k, "BLOCK_N": block_n, "num_warps": warps}
     else:
         block_m = max(16, min(_MOST_ROWS, triton.next_power_of_2(M)))
-        # Wide tiles norm rows less often; narrow ones keep all multiprocessors busy.
+        # Wide tiles read the rows less often; narrow ones keep all multiprocessors busy.
         block_n = next((n for n in (64, 32) if sum(parts) // n >= _PROGRAMS), 16)
-        blocks = {"BLOCK_M": block_m, "BLOCK_K": 64, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 4}
+        blocks = {"BLOCK_M": block_m, "BLOCK_K": 128, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 4}
     tiles = [triton.cdiv(size, blocks["BLOCK_N"]) for size in parts]
     numbers = (*sizes, *[0] * (3 - len(sizes)), K, M, sum(tiles), sum(parts), eps)
     shared = {"PARTS": len(parts), "ONE_ROW": M == 1}
@@ -144,8 +228,9 @@ def linear_kernel(
     X, W0, W1, W2, B0, B1, B2, Gain, Shift, Residual, Y, N0, N1, N2, K, M, tiles, columns, eps,
     PARTS: tl.constexpr, ONE_ROW: tl.constexpr, NORM: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    _let_the_next_kernel_start(OVERLAP)
     pid = tl.program_id(0)
     tile = pid % tiles
     m = pid // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -161,67 +246,48 @@ def linear_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = n[:, None].to(tl.int64) * K
     dtype = X.dtype.element_ty
+    bias, gate_bias = 0.0, 0.0
+    if BIAS:
+        bias = tl.load(B + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == 4:
+            gate_bias = tl.load(B1 + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    place = m[:, None].to(tl.int64) * columns + (first + n)[None, :]
+    stored = (m[:, None] < M) & (n[None, :] < N)
     if ONE_ROW:
         k = tl.arange(0, BLOCK_K)
-        real = k < K
-        w = tl.load(W + rows + k[None, :], mask=(n[:, None] < N) & real[None, :], other=0.0)
-        x = tl.load(X + k, mask=real, other=0.0).to(tl.float32)
+        here = (n[:, None] < N) & (k < K)[None, :]
+        w = tl.load(W + rows + k[None, :], mask=here, other=0.0)
+        if ACTIVATION == 4:
+            w1 = tl.load(W1 + rows + k[None, :], mask=here, other=0.0)
+        gain, shift = _gain_and_shift(Gain, Shift, k, K, NORM, SHIFT)
+        _wait_for_the_kernel_before(OVERLAP)
+        x = tl.load(X + k, mask=k < K, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            residual = tl.load(Residual + place, mask=stored, other=0.0).to(tl.float32)
         if NORM:
-            mean = 0.0
-            if NORM == 1:
-                mean = tl.sum(x, 0) / K
-            away = tl.where(real, x - mean, 0.0)
-            x = away * tl.rsqrt(tl.sum(away * away, 0) / K + eps) * tl.load(Gain + k, mask=real, other=0.0)
-            if SHIFT:
-                x += tl.load(Shift + k, mask=real, other=0.0)
-            x = x.to(dtype).to(tl.float32)
+            x = _normed(x, gain, shift, k < K, K, eps, NORM).to(dtype).to(tl.float32)
         y = tl.sum(w.to(tl.float32) * x[None, :], 1)[None, :]
         gate = y
         if ACTIVATION == 4:
-            w = tl.load(W1 + rows + k[None, :], mask=(n[:, None] < N) & real[None, :], other=0.0)
-            gate = tl.sum(w.to(tl.float32) * x[None, :], 1)[None, :]
+            gate = tl.sum(w1.to(tl.float32) * x[None, :], 1)[None, :]
     else:
+        _wait_for_the_kernel_before(OVERLAP)
+        if RESIDUAL:
+            residual = tl.load(Residual + place, mask=stored, other=0.0).to(tl.float32)
         x_rows = X + m[:, None].to(tl.int64) * K
-        here = m[:, None] < M
-        mean = tl.zeros([BLOCK_M], tl.float32)
-        scale = mean + 1.0
-        if NORM:
-            # Squares of what is left after taking off the first number, which is near enough to the mean.
-            about = tl.load(X + m.to(tl.int64) * K, mask=m < M, other=0.0).to(tl.float32)
-            if NORM == 2:
-                about = mean
-            total, squares = mean, mean
-            for start in tl.range(0, K, BLOCK_K):
-                k = start + tl.arange(0, BLOCK_K)
-                x = tl.load(x_rows + k[None, :], mask=here & (k[None, :] < K), other=0.0).to(tl.float32)
-                away = tl.where(k[None, :] < K, x - about[:, None], 0.0)
-                total += tl.sum(away, 1)
-                squares += tl.sum(away * away, 1)
-            if NORM == 1:
-                mean = about + total / K
-                squares -= total * total / K
-            scale = tl.rsqrt(tl.maximum(squares, 0.0) / K + eps)
         y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             real = k[None, :] < K
-            x = tl.load(x_rows + k[None, :], mask=here & real, other=0.0)
-            if NORM:
-                normed = (x.to(tl.float32) - mean[:, None]) * scale[:, None]
-                normed *= tl.load(Gain + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-                if SHIFT:
-                    normed += tl.load(Shift + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-                x = normed.to(dtype)
+            x = tl.load(x_rows + k[None, :], mask=(m[:, None] < M) & real, other=0.0)
             w = tl.load(W + rows + k[None, :], mask=(n[:, None] < N) & real, other=0.0)
             y = tl.dot(x, w.T, y, input_precision=PRECISION)
             if ACTIVATION == 4:
                 w = tl.load(W1 + rows + k[None, :], mask=(n[:, None] < N) & real, other=0.0)
                 gate = tl.dot(x, w.T, gate, input_precision=PRECISION)
-    if BIAS:
-        y += tl.load(B + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION == 4:
-            gate += tl.load(B1 + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    y += bias
+    gate += gate_bias
     # Rounded where PyTorch's operators round.
     y = y.to(dtype).to(tl.float32)
     if ACTIVATION == 1:
@@ -233,11 +299,9 @@ def linear_kernel(
     if ACTIVATION == 4:
         gate = gate.to(dtype).to(tl.float32)
         y = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * y
-    place = m[:, None].to(tl.int64) * columns + (first + n)[None, :]
-    real = (m[:, None] < M) & (n[None, :] < N)
     if RESIDUAL:
-        y = y.to(dtype).to(tl.float32) + tl.load(Residual + place, mask=real, other=0.0).to(tl.float32)
-    tl.store(Y + place, y.to(dtype), mask=real)
+        y = y.to(dtype).to(tl.float32) + residual
+    tl.store(Y + place, y.to(dtype), mask=stored)
 
 
 def attend_token(
@@ -267,7 +331,7 @@ def attend_token(
             "BLOCK_M": max(16, triton.next_power_of_2(group)), "BLOCK_N": min(64, split_rows),
             "BLOCK_S": triton.next_power_of_2(len(splits)), "STEP": min(16, triton.next_power_of_2(len(splits))),
             "ROTATED": rotations is not None, "NORMED": qk_norm is not None, "PRECISION": precision_of(tf32),
-            "num_warps": 4, "num_stages": 2,
+            "num_warps": 4, "num_stages": 2, **overlap(qkv.device),
         }  # fmt: skip
         numbers = (rows.total, branches, kv_heads, len(splits), split_rows, scale, eps)
         listed = lasting(qkv.device, lambda: table(splits, qkv.device))
@@ -318,7 +382,9 @@ def token_kernel(
     CosQ, SinQ, CosK, SinK, GainQ, GainK, rows, branch_count, Hkv, split_count, split_rows, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, STEP: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    _let_the_next_kernel_start(OVERLAP)
     pid = tl.program_id(0)
     split = pid % split_count
     kv_head = (pid // split_count) % Hkv
@@ -327,6 +393,7 @@ def token_kernel(
     first_row = tl.load(splits + split * 2 + 1)
     W, rate, M, C, offset, first = ring_of(branches, heads, branch, kv_head, Hkv)
     position = tl.load(lengths + b)
+    _wait_for_the_kernel_before(OVERLAP)
     dtype: tl.constexpr = QKV.dtype.element_ty
 
     lines = tl.arange(0, BLOCK_M)
