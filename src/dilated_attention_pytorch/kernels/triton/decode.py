@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
-from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, decode_table
+from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState, decode_table
 from dilated_attention_pytorch.core.entries import lasting
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.modes import tf32
@@ -115,7 +115,7 @@ def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device
     )
     combine_settings = {
         "BLOCK_S": triton.next_power_of_2(len(splits)),
-        "STEP": min(16, triton.next_power_of_2(len(splits))),
+        "STEP": combining_step(len(splits)),
     }
     return _Plan(
         Launch(append_kernel, B * m * kv_heads * stored[1], (*k_strides, *v_strides, *stored), shared),
@@ -126,19 +126,17 @@ def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device
     )
 
 
-def splits_of(rows: CacheRows, programs_per_split: int) -> tuple[list[tuple[int, int]], int]:
-    """`(branch, first row)` of every split, and the rows of one."""
-    split_rows = _rows_per_split(rows.branches, programs_per_split)
-    splits = [(i, first) for i, branch in enumerate(rows.branches) for first in range(0, branch.rows, split_rows)]
-    return splits or [(0, 0)], split_rows
+def splits_of(
+    rows: CacheRows, programs_per_split: int, lengths: Sequence[int] = _SPLIT_ROWS
+) -> tuple[list[tuple[int, int]], int]:
+    """`(branch, first row)` of every split, and the rows of one: the longest splits that still keep the GPU busy."""
 
+    def programs(length: int) -> int:
+        return programs_per_split * sum(triton.cdiv(branch.rows, length) for branch in rows.branches)
 
-def _rows_per_split(branches: Sequence[BranchRows], programs_per_split: int) -> int:
-    """The longest splits that still keep the GPU busy."""
-    for rows in _SPLIT_ROWS:
-        if programs_per_split * sum(triton.cdiv(branch.rows, rows) for branch in branches) >= _PROGRAMS:
-            return rows
-    return _SPLIT_ROWS[-1]
+    length = next((length for length in lengths if programs(length) >= _PROGRAMS), lengths[-1])
+    splits = [(i, first) for i, branch in enumerate(rows.branches) for first in range(0, branch.rows, length)]
+    return splits or [(0, 0)], length
 
 
 def ring_tables(rows: CacheRows, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,6 +286,11 @@ def combine_kernel(
     tl.store(Lse + line, lse)
 
 
+def combining_step(splits: int) -> int:
+    """How many splits a program reads at once."""
+    return min(64, triton.next_power_of_2(splits))
+
+
 @triton.jit
 def combined(
     Partial, PartialLse, line, split_count,
@@ -309,10 +312,10 @@ def combined(
         split = start + tl.arange(0, STEP)
         share = tl.load(lines + split, mask=split < split_count, other=-float("inf"), cache_modifier=".cg")
         weight = tl.exp2((share - against) * LOG2_E)
-        real = (split[:, None] < split_count) & (share[:, None] != -float("inf")) & (columns[None, :] < D)
+        real = (split[:, None] < split_count) & (columns[None, :] < D)
         place = (line * split_count + split[:, None]) * D + columns[None, :]
-        partial = tl.load(Partial + place, mask=real, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(weight[:, None] * partial, 0)
+        partial = tl.load(Partial + place, mask=real, other=0.0, cache_modifier=".cg")  # does not wait for the share
+        acc += tl.sum(weight[:, None] * tl.where(share[:, None] != -float("inf"), partial, 0.0), 0)
     seen = total != 0
     some = tl.where(seen, total, 1.0)
     return acc / some, tl.where(seen, against + tl.log2(some) * LN_2, -float("inf"))

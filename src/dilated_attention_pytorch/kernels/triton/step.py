@@ -31,13 +31,22 @@ from triton.language.extra import cuda as tl_cuda
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.cache_rows import CacheState
 from dilated_attention_pytorch.core.entries import lasting
-from dilated_attention_pytorch.kernels.triton.decode import combined, ring_of, ring_tables, splits_of, table
+from dilated_attention_pytorch.kernels.triton.decode import (
+    combined,
+    combining_step,
+    ring_of,
+    ring_tables,
+    splits_of,
+    table,
+)
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32, precision_of
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
 
 _MOST_ROWS = 64  # of a tile; more rows read the weights again
 _PROGRAMS = 132  # one for each multiprocessor of an H200
+_FEW_HEADS = 128  # of all rows together: then splits are short, and their programs hold them at once
+_SPLIT_ROWS = {True: (128, 64), False: (512,)}
 _NORMS = {None: 0, "layer": 1, "rms": 2}
 _ROW_TILE = 32_768  # numbers of W that a program of one row holds at once
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3, "swiglu": 4}
@@ -324,12 +333,13 @@ def attend_token(
     kind = (attend_token, rows, B, H, D, qkv.dtype, qkv.device, scale, tf32, rotations is None, qk_norm is None, eps)
 
     def make() -> tuple[_Launches, Tensor, Tensor, Tensor]:
-        splits, split_rows = splits_of(rows, B * kv_heads)
+        at_once = B * kv_heads <= _FEW_HEADS
+        splits, split_rows = splits_of(rows, B * kv_heads, _SPLIT_ROWS[at_once])
         group, branches = H // kv_heads, max(1, len(rows.branches))
         settings = {
             "D": D, "BLOCK_D": triton.next_power_of_2(D), "GROUP": group,
-            "BLOCK_M": max(16, triton.next_power_of_2(group)), "BLOCK_N": min(64, split_rows),
-            "BLOCK_S": triton.next_power_of_2(len(splits)), "STEP": min(16, triton.next_power_of_2(len(splits))),
+            "BLOCK_M": max(16, triton.next_power_of_2(group)), "BLOCK_N": split_rows if at_once else 64,
+            "BLOCK_S": triton.next_power_of_2(len(splits)), "STEP": combining_step(len(splits)), "AT_ONCE": at_once,
             "ROTATED": rotations is not None, "NORMED": qk_norm is not None, "PRECISION": precision_of(tf32),
             "num_warps": 4, "num_stages": 2, **overlap(qkv.device),
         }  # fmt: skip
@@ -376,13 +386,30 @@ def _head_vector(X, Cos, Sin, Gain, eps, D: tl.constexpr, BLOCK_D: tl.constexpr,
     return x
 
 
+@triton.jit
+def _places(t, begins_at, end, C):
+    """Where the rows t of the open segment are in a ring; those from `end` on are beyond it, and not loaded."""
+    place = begins_at + t
+    return tl.where(t < end, tl.where(place >= C, place - C, place), C)
+
+
+@triton.jit
+def _attend_rows(q, k, v, seen, highest, total, acc, scale, PRECISION: tl.constexpr):
+    s = tl.where(seen[None, :], tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2_E), -float("inf"))
+    higher = tl.maximum(highest, tl.max(s, 1))
+    p = tl.exp2(s - higher[:, None])
+    alpha = tl.exp2(highest - higher)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return higher, total * alpha + tl.sum(p, 1), acc
+
+
 @triton.jit(do_not_specialize=("rows", "branch_count", "Hkv", "split_count", "split_rows"))
 def token_kernel(
     QKV, Keys, Values, Partial, PartialLse, Out, counters, lengths, branches, heads, splits,
     CosQ, SinQ, CosK, SinK, GainQ, GainK, rows, branch_count, Hkv, split_count, split_rows, scale, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr, STEP: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     _let_the_next_kernel_start(OVERLAP)
     pid = tl.program_id(0)
@@ -393,7 +420,6 @@ def token_kernel(
     first_row = tl.load(splits + split * 2 + 1)
     W, rate, M, C, offset, first = ring_of(branches, heads, branch, kv_head, Hkv)
     position = tl.load(lengths + b)
-    _wait_for_the_kernel_before(OVERLAP)
     dtype: tl.constexpr = QKV.dtype.element_ty
 
     lines = tl.arange(0, BLOCK_M)
@@ -404,6 +430,15 @@ def token_kernel(
     newest = (within // rate).to(tl.int32)  # the row of the new token, if it is on the grid
     sees = (position >= 0) & (offset >= 0) & (within % rate == offset) & (first_row <= newest)
     if sees:
+        columns = tl.arange(0, BLOCK_D)
+        ring = (b * rows + first) * D
+        begins_at = (segment * M % C).to(tl.int32)
+        end = tl.minimum(first_row + split_rows, newest)
+        if AT_ONCE:
+            place = _places(first_row + tl.arange(0, BLOCK_N), begins_at, end, C)
+            keys = load_rows(Keys + ring, place, D, D, BLOCK_D, C, True)
+            values = load_rows(Values + ring, place, D, D, BLOCK_D, C, True)
+        _wait_for_the_kernel_before(OVERLAP)
         q_rows = QKV + b * ((GROUP + 2) * Hkv * D) + head[:, None] * D
         q_rows = tl.where(lines[:, None] < GROUP, q_rows, QKV)
         angles = b * (D // 2)
@@ -411,43 +446,34 @@ def token_kernel(
         highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        columns = tl.arange(0, BLOCK_D)
-        ring = (b * rows + first) * D
-        begins_at = (segment * M % C).to(tl.int32)
         if newest < first_row + split_rows:  # the new token is one of these rows: from registers, and stored
             one = tl.zeros([1, 1], tl.int32)
             k_row = QKV + b * ((GROUP + 2) * Hkv * D) + (GROUP * Hkv + kv_head) * D + one
             k = _head_vector(k_row, CosK + angles, SinK + angles, GainK, eps, D, BLOCK_D, ROTATED, NORMED, dtype)
             v_row = QKV + b * ((GROUP + 2) * Hkv * D) + ((GROUP + 1) * Hkv + kv_head) * D
             v = tl.load(v_row + columns[None, :], mask=columns[None, :] < D, other=0.0)
-            place = begins_at + newest
-            place = ring + tl.where(place >= C, place - C, place) * D
-            tl.store(Keys + place + columns[None, :], k.to(dtype), mask=columns[None, :] < D)
-            tl.store(Values + place + columns[None, :], v, mask=columns[None, :] < D)
+            own = ring + _places(newest, begins_at, newest + 1, C) * D + columns[None, :]
+            tl.store(Keys + own, k.to(dtype), mask=columns[None, :] < D)
+            tl.store(Values + own, v, mask=columns[None, :] < D)
             highest = tl.sum(q * k, 1) * (scale * LOG2_E)
             total += 1.0
             acc += v.to(tl.float32)
         q = q.to(dtype)
-        end = tl.minimum(first_row + split_rows, newest)
-        for row in tl.range(first_row, end, BLOCK_N):
-            t = row + tl.arange(0, BLOCK_N)
-            place = begins_at + t
-            place = tl.where(place >= C, place - C, place)
-            place = tl.where(t < end, place, C)  # beyond the ring: not loaded
-            k = load_rows(Keys + ring, place, D, D, BLOCK_D, C, True)
-            s = tl.dot(q, k.T, input_precision=PRECISION) * (scale * LOG2_E)
-            s = tl.where(t[None, :] < end, s, -float("inf"))
-            higher = tl.maximum(highest, tl.max(s, 1))
-            p = tl.exp2(s - higher[:, None])
-            alpha = tl.exp2(highest - higher)
-            total = total * alpha + tl.sum(p, 1)
-            v = load_rows(Values + ring, place, D, D, BLOCK_D, C, True)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-            highest = higher
+        if AT_ONCE:
+            t = first_row + tl.arange(0, BLOCK_N)
+            highest, total, acc = _attend_rows(q, keys, values, t < end, highest, total, acc, scale, PRECISION)
+        else:
+            for row in tl.range(first_row, end, BLOCK_N):
+                t = row + tl.arange(0, BLOCK_N)
+                place = _places(t, begins_at, end, C)
+                k = load_rows(Keys + ring, place, D, D, BLOCK_D, C, True)
+                v = load_rows(Values + ring, place, D, D, BLOCK_D, C, True)
+                highest, total, acc = _attend_rows(q, k, v, t < end, highest, total, acc, scale, PRECISION)
         real = (lines < GROUP)[:, None] & (columns[None, :] < D)
         tl.store(PartialLse + line + split, (highest + tl.log2(total)) * LN_2, mask=lines < GROUP)
         tl.store(Partial + (line + split)[:, None] * D + columns[None, :], acc / total[:, None], mask=real)
     else:
+        _wait_for_the_kernel_before(OVERLAP)
         tl.store(PartialLse + line + split, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=lines < GROUP)
 
     # The program that ends last finds the results of all others in L2, where stores and the counter meet.
