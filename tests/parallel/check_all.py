@@ -17,7 +17,7 @@ from .check_block_sparse import check_block_sparse
 from .check_different_calls import check_different_calls
 from .check_invariance import check_invariance
 from .check_names import check_names
-from .check_parallelize import check_parallelize
+from .check_parallelize import check_parallelize, check_slides
 from .check_plan import check_plan
 from .check_resources import check_resources
 from .check_snippets import check_snippets
@@ -41,6 +41,7 @@ def main() -> None:
     if size in (2, 3):
         passed(f"block-sparse on {size}", lambda: check_block_sparse(seed))
         passed(f"resources on {size}", check_resources)
+        passed(f"slides on {size}", check_slides)
     if size in (2, 4):
         passed(f"names on {size}", check_names)
     if size == 4:

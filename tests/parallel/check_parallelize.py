@@ -17,16 +17,19 @@ from dilated_attention_pytorch import (
     DilatedAttention,
     ImprovedMultiheadDilatedAttention,
     LongNet,
+    LongNetEncoder,
     LongNetLM,
     MultiheadDilatedAttention,
     RingAdvancedDistributedDilatedAttention,
     RingMultiheadDilatedAttention,
     parallelize,
+    patch_gigapath,
 )
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of
 
+from ..models.test_torchscale import SlideEncoder
 from .check_block_sparse import check_schedule_is_shared
 
 SPEC = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4)}
@@ -88,8 +91,8 @@ def check_gradients(mesh: DeviceMesh, model: nn.Module, plain: nn.Module, loss: 
         torch.testing.assert_close(
             grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
         )
-        # What all keys have in common changes no softmax.
-        assert theirs.grad.abs().max() > 1e-6 or name.endswith("k_proj.bias"), name
+        # What all keys, or all pooled rows, have in common changes no softmax.
+        assert theirs.grad.abs().max() > 1e-6 or name.endswith(("k_proj.bias", "score.bias")), name
 
 
 def language_loss(**lengths) -> Callable[..., Tensor]:
@@ -296,6 +299,53 @@ def check_recomputed_layers_keep_their_lengths(mesh: DeviceMesh) -> None:
             grads.append([x.grad for x in model.parameters()])
         for one, other in zip(*grads):
             torch.testing.assert_close(one, other)
+
+
+def check_slides() -> None:
+    """Models that pool rows: every rank has the whole sequences, their predictions and the gradients of one device."""
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(B, N, 12, dtype=torch.float64, generator=draw)
+    places, lengths = torch.randint(20 * 256, (B, N, 2), generator=draw), torch.tensor([N, 20, 7, 33])
+    sizes = {key: SIZES[key] for key in ("d_model", "num_heads", "num_layers")} | {"input_dim": 12, "num_classes": 3}
+
+    def encoder(**fields) -> nn.Module:
+        return built(LongNetEncoder, **sizes, **SPEC, **fields)
+
+    masked = {"key_padding_mask": torch.arange(N) < (N - lengths)[:, None]}
+    cases = [
+        (encoder, {"positions": "coordinates", "cls_rows": 1}, x, {"coordinates": places, "seqlens": lengths}),
+        (encoder, {"positions": "rotary", "pooling": "attention"}, x, masked),
+        (lambda: built(lambda: patch_gigapath(SlideEncoder())), {}, x, {"coords": places}),
+        (encoder, {"pooling": "cls"}, x[:1], {"cu_seqlens": torch.tensor([0, 3, 20, N])}),
+    ]
+    size = dist.get_world_size()
+    for make, fields, rows, given in cases:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("sequence",))
+        model = parallelize(make(**fields), mesh)
+        if fields.get("pooling") == "attention":
+            model.gradient_checkpointing_enable()
+        check_pooled(mesh, make(**fields), model, rows, given)
+        several = parallelize(make(**fields).float(), mesh, shard_parameters=False)
+        single = make(**fields).float()(rows.float(), **given)
+        torch.testing.assert_close(several(rows.float(), **given), single, rtol=1e-5, atol=1e-5)
+        if size == 2 and len(rows) == B:  # one rank along the axis
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "sequence"))
+            check_pooled(mesh, make(**fields), parallelize(make(**fields), mesh), rows, given)
+    with pytest.raises(ValueError, match="whole sequences="):
+        several(rows[:, dist.get_rank() :].float())
+
+
+def check_pooled(mesh: DeviceMesh, plain: nn.Module, model: nn.Module, x: Tensor, given: dict[str, Tensor]) -> None:
+    rank, parts = place(mesh, "data")
+
+    def loss(which: nn.Module, _: object) -> Tensor:
+        if which is plain:
+            return plain(x, **given).square().sum()
+        mine = {name: value.chunk(parts)[rank] for name, value in given.items()}
+        out = model(x.chunk(parts)[rank], **(mine if parts > 1 else given))
+        return out.square().sum() / place(mesh, "sequence")[1]  # every rank has the whole loss
+
+    check_gradients(mesh, model, plain, loss)
 
 
 def check_parallelize() -> None:

@@ -46,6 +46,11 @@ def test_models_on_a_mesh_have_the_losses_and_gradients_of_one_device() -> None:
     check_passed("parallelize", 4)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_models_that_pool_rows_have_the_outputs_and_gradients_of_one_device(ranks) -> None:
+    check_passed(f"slides on {ranks}", ranks)
+
+
 def test_what_is_planned_is_what_travels_and_is_held() -> None:
     check_passed("plan", 4)
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import check_tensor
 from dilated_attention_pytorch.core.modes import is_plain
-from dilated_attention_pytorch.core.spans import documents
+from dilated_attention_pytorch.core.spans import document_spans, documents
 from dilated_attention_pytorch.core.spec import warn_once
 from dilated_attention_pytorch.models.config import EncoderConfig
 from dilated_attention_pytorch.models.longnet import Pretrained, gain_alone
 from dilated_attention_pytorch.nn.multihead import NORMS
-from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, SlidePositions
+from dilated_attention_pytorch.nn.positions import RotaryPositions, SlidePositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer, check_features
 
 if TYPE_CHECKING:
@@ -175,11 +175,6 @@ class LongNetEncoder(Pretrained):
     ) -> tuple[Tensor, Tensor | None]:
         """The final state of every row, CLS rows included, and the spans of sequences among them."""
         check_features("x", x, self.config.input_dim, dims=(3,))
-        if type(self.spans) is not DocumentSpans:
-            raise ValueError(
-                "a LongNetEncoder pools all rows of a sequence, and here ranks share them: use a mesh without the axis "
-                "'sequence'"
-            )
         hidden = self.input(x)
         if self.table is None:
             if coordinates is not None:
@@ -189,15 +184,17 @@ class LongNetEncoder(Pretrained):
                 )
         else:
             hidden = hidden + self.table.at(*self._grid(x, coordinates)).to(hidden.dtype)
-        spans = self.spans(*x.shape[:2], **lengths, cache=self._pattern_cache if is_plain(x) else None)
+        stated: dict[str, Any] = {**lengths, "cache": self._pattern_cache if is_plain(x) else None}
+        spans = document_spans(x.shape[0], x.shape[1], **stated)
         if not x.shape[1] or (spans is not None and bool((spans[:, 0] == spans[:, 1]).any())):
             raise ValueError("a sequence has at least one row, got one without any: leave it out of the batch")
         if self.cls is not None:
             hidden, spans = self._with_cls(hidden, spans)
+        hidden = self.spans.own(hidden)
         hidden, placed = self.dropout(hidden), self._placed(hidden, spans=spans)
         for layer in self._groups(self.layers):
             hidden = self._run(layer, hidden, **placed)
-        return self.norm(hidden), spans
+        return self.spans.whole(self.norm(hidden)), spans
 
     def _grid(self, x: Tensor, coordinates: Tensor | None) -> tuple[Tensor, Tensor]:
         """Column and row of each tile, `(B, N)`, in tiles."""

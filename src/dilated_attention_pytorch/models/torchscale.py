@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.checks import checked
@@ -22,7 +23,7 @@ from dilated_attention_pytorch.models.longnet import LongNet, LongNetLM
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
 from dilated_attention_pytorch.models.weights import misfits
 from dilated_attention_pytorch.nn.attention import DilatedAttention
-from dilated_attention_pytorch.nn.positions import SlidePositions
+from dilated_attention_pytorch.nn.positions import DocumentSpans, SlidePositions
 from dilated_attention_pytorch.nn.replacement import replace_parts
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -63,7 +64,45 @@ def patch_gigapath(model: Module, exact_torchscale: Exact = False, *, backend: s
         )
     replace_parts(model, lambda part: _swap(part, exact_torchscale, backend) if fits(part) else part)
     compute_positions(model)
+    for part in model.modules():
+        layers = getattr(part, "layers", None)
+        if isinstance(layers, nn.ModuleList) and not hasattr(part, "spans") and list(_attentions(layers)):
+            part.spans = DocumentSpans()  # which `parallelize` replaces
+            part.register_forward_pre_hook(_take_own_rows, with_kwargs=True)
+            part.register_forward_hook(_return_all_rows)
     return model
+
+
+def _attentions(layers: nn.Module) -> Iterator[TorchscaleAttention]:
+    return (part for part in layers.modules() if isinstance(part, TorchscaleAttention))
+
+
+def _take_own_rows(encoder: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Where ranks share the rows of a sequence, give the layers those of this rank; on one rank, do nothing."""
+    attention: Any = next(_attentions(encoder)).attention
+    if getattr(attention, "heads", None) is not None and attention.heads.ranks().size > 1:
+        raise ValueError("torchscale's layers hold all heads: use a mesh without the axis 'tensor'")
+    spans: Any = encoder.spans
+    if type(spans) is DocumentSpans:
+        return None
+    if getattr(encoder, "embed_positions", None) is not None or any(part.xpos for part in _attentions(encoder)):
+        raise ValueError("torchscale's layers count positions from the rank's own rows: use a LongNetLM or LongNet")
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            return x
+        if x.dtype == torch.bool and bool(x.any()):
+            raise ValueError("a padded batch of torchscale's cannot be shared by ranks: pass one slide at a time")
+        return spans.own(x)
+
+    return tree_map(own, (args, kwargs))
+
+
+def _return_all_rows(encoder: nn.Module, args: Any, output: Any) -> Any:
+    spans: Any = encoder.spans
+    if type(spans) is DocumentSpans:
+        return None
+    return tree_map(lambda x: spans.whole(x) if isinstance(x, Tensor) and x.dim() > 1 else x, output)
 
 
 def is_torchscale_attention(module: nn.Module) -> bool:
@@ -152,7 +191,7 @@ class TorchscaleAttention(nn.Module):
         if getattr(self.args, "seq_parallel", False) and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 "this attention sees the tokens of its own rank only, and seq_parallel asks for those of others: "
-                "set it to False, and give the modules of dilated_attention_pytorch.parallel the shards instead"
+                "set it to False, and use parallelize(model, mesh), which takes whole sequences"
             )
         q, k, v = self.project(query, key, value)
         spans = self.spans(key_padding_mask, *query.shape[:2])

@@ -34,6 +34,14 @@ class DocumentSpans(nn.Module):
     def forward(self, batch: int, tokens: int, **lengths: Any) -> Tensor | None:
         return document_spans(batch, tokens, **lengths)
 
+    def own(self, rows: Tensor) -> Tensor:
+        """The rows that this rank computes, of whole sequences `(B, N, ...)`."""
+        return rows
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """The whole sequences, of which `rows` are this rank's."""
+        return rows
+
 
 class RotaryPositions(nn.Module):
     """Rotary position embedding: pairs of query and key dimensions turn by `position * base ** (-2i/D)`.

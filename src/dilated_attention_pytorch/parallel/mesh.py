@@ -25,7 +25,7 @@ from dilated_attention_pytorch.parallel.group import Place, RankGroup, check_mes
 from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.names import RingAdvancedDistributedDilatedAttention
 from dilated_attention_pytorch.parallel.schemes import MEMORY_BUDGET, Scheme, check_scheme
-from dilated_attention_pytorch.parallel.sharding import Shards
+from dilated_attention_pytorch.parallel.sharding import Shards, even_lengths
 from dilated_attention_pytorch.parallel.tensor_parallel import indivisible, share_features
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ def parallelize(
 
     Gradients are averages over the ranks of `data` and `sequence`, so the loss of a rank must be the sum over its own
     tokens, divided by the mean number of tokens per rank. Ranks along `tensor` must draw the same random numbers.
+
+    A `LongNetEncoder`, and a model after `patch_gigapath`, pool rows: along `sequence`, every rank passes the whole
+    sequences and gets their whole outputs, and the loss of each rank is that of the whole. The ranks share the rows
+    within the layers.
     """
     check_mesh(mesh)
     found, error = {}, None
@@ -218,6 +222,17 @@ class SpansAcrossRanks(DocumentSpans):
         ranks.lengths = agreed.lengths
         spans = spans_of_all(batch, Shards(agreed.lengths), given, agreed.own)
         return None if spans is None else spans.to(next(iter(given.values())).device)
+
+    def own(self, rows: Tensor) -> Tensor:
+        ranks = self.sequence.ranks()
+        first, last = Shards(even_lengths(rows.shape[1], ranks.size)).bounds(ranks.rank)
+        ranks.lengths = ranks.agree({"whole sequences": tuple(rows.shape[:2])}, last - first).lengths
+        return rows[:, first:last]
+
+    def whole(self, rows: Tensor) -> Tensor:
+        ranks = self.sequence.ranks()
+        assert ranks.lengths is not None  # since `own`
+        return _Gather.apply(rows, ranks, ranks.lengths)
 
 
 class PositionsAcrossRanks(nn.Module):
