@@ -194,4 +194,4 @@ def test_the_command_trains_embeds_maps_and_reports(study, tmp_path, capsys, mon
     page = (tmp_path / "run/report.html").read_text()
     for words in ("ROC", "Calibration", "true a", "fold-2", "standard deviation", "without attention", "Worst slides"):
         assert words in page
-    assert page.count("<svg") == 3 + 1 + 2
+    assert page.count("<svg") == 3 + 2 + 2

@@ -60,6 +60,7 @@ body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, san
   margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--faint); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 .wide, pre { overflow-x: auto; }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem; }

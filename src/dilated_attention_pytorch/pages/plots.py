@@ -120,17 +120,19 @@ def curves(
     dots: Sequence[str] = (),
     series: Sequence[str] = (),
     log: bool = False,
+    shares: bool = False,
     width: float = 6.4,
 ) -> Figure:
     """Named curves over linear or logarithmic axes; tooltips show the figures.
 
     `limits` are named dashed lines. Curves named in `dots` show their points. `series` is the order of colours, for
-    charts that share some curves.
+    charts that share some curves. With `shares`, both axes go from 0 to 1.
     """
     figure, axes = new_figure(width, 3.4)
     order = list(series or curves)
     for name, points in curves.items():
-        colour, points = SERIES[order.index(name) % len(SERIES)], sorted(points)
+        colour = SERIES[order.index(name) % len(SERIES)]
+        points = sorted(points, key=lambda point: point[0])  # points above each other stay in their order
         shown = 1.0 if name in dots else 0.0  # a hidden point still has a tooltip
         x, y = zip(*points)
         [line] = axes.plot(x, y, color=colour, label=name, marker="o", markersize=5, linewidth=1.5)
@@ -141,6 +143,8 @@ def curves(
         line.set_gid(f"{TIP}{name}: {level:.4g} {y_unit}")
     axes.set(xlabel=x_unit, ylabel=y_unit)
     axes.grid()
+    if shares:
+        axes.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
     if log:
         lengths = sorted({x for points in curves.values() for x, _ in points})
         axes.set(xscale="log", yscale="log")
@@ -254,19 +258,45 @@ def write_slide(
     title: str = "attention of the CLS token",
 ) -> None:
     """Draw weights of tiles, `(tiles,)`, on the slide: each tile at its place, darker for larger weights."""
+    check_picture(Path(path))
+    figure = slide_figure(weights, coordinates, tile_size, unit="weight", width=8)
+    figure.suptitle(f"{title}: {weights.numel():,} tiles", x=0.01, ha="left", fontsize=10)
+    save(Path(path), figure)
+
+
+@styled
+def slide_figure(
+    weights: Tensor, coordinates: Tensor, tile_size: int, *, unit: str, least: float = 0.0, width: float = 4.2
+) -> Figure:
+    """Weights of tiles, `(tiles,)`, on the slide, with a colour bar that begins at `least`; elsewhere it is empty.
+
+    A large slide is drawn in 192 x 192 cells, each as dark as its darkest tile.
+    """
     if weights.dim() != 1:
         raise ValueError(
             f"a picture shows one weight per tile, got {tuple(weights.shape)}: take one layer and head, or a mean"
         )
-    grid = on_slide(weights.detach().float().cpu(), coordinates.cpu(), tile_size)
-    notes = [f"{weights.numel():,} tiles, {grid.shape[0]:,} rows by {grid.shape[1]:,} columns"]
-    write_density(Path(path), slide_shares(grid), title, notes, ("rows of tiles", "columns of tiles"))
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
-
-def slide_shares(grid: Tensor, most: int = 192) -> list[list[float]]:
-    """The largest weight in each of at most `most` x `most` cells, divided by the largest of all."""
-    shown = F.adaptive_max_pool2d(grid[None], (min(grid.shape[0], most), min(grid.shape[1], most)))[0]
-    return (shown / shown.max().clamp_min(torch.finfo(torch.float32).tiny)).tolist()
+    both = torch.stack((weights.detach().float().cpu(), torch.ones(len(weights))))
+    grids = on_slide(both, coordinates.cpu(), tile_size)  # weights, and numbers of tiles: (2, rows, columns)
+    rows, columns = grids.shape[1:]
+    grid, tiles = F.adaptive_max_pool2d(grids, (min(rows, 192), min(columns, 192)))
+    figure, axes = new_figure(width, min(1.5 * width, 0.8 + (width - 1.2) * rows / columns))
+    most = max(float(grid.max()), least * 1.001, 1e-30)
+    drawn = axes.imshow(
+        grid.masked_fill(tiles == 0, torch.nan).clamp_min(least).numpy(),
+        cmap=LinearSegmentedColormap.from_list("tiles", ["#e3eef9", COLOURS["s0"], "#08306b"]),
+        norm=PowerNorm(1.0 if least else 0.5, vmin=least, vmax=most),  # from 0 on, small weights are seen too
+        extent=(0, columns, rows, 0),
+        interpolation="nearest",
+    )
+    axes.set(xlabel="column of tiles", ylabel="row of tiles")
+    axes.locator_params(integer=True, nbins=6)
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(drawn, ax=axes, label=unit, shrink=0.8, aspect=30)
+    bar.outline.set_visible(False)
+    return figure
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:

@@ -192,7 +192,7 @@ def _map(arguments: argparse.Namespace) -> None:
     for name in arguments.slide:
         bag = read_bag(find_file(arguments.features, name), arguments.tile_pixels)
         weights = tile_weights(model, bag, arguments.kind, arguments.class_number)
-        for path in write_map(arguments.out, name, weights, bag, f"{arguments.kind} on {name}"):
+        for path in write_map(arguments.out, name, weights, bag, arguments.kind):
             print(path)
 
 

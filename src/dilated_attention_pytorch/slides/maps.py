@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ from torch import Tensor
 from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.models.attention_map import Rows, attention_map, gradient_map
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
-from dilated_attention_pytorch.pages.plots import write_slide
+from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.slides.features import TILE, Bag
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Kind = Literal["attention", "gradient", "pooling"]
 
@@ -50,20 +53,21 @@ def tile_weights(model: LongNetEncoder, bag: Bag, kind: Kind = "attention", outp
     return weights / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
-def above_average(weights: Tensor) -> Tensor:
-    """The part of each weight that exceeds their mean: in a long sequence, most of the attention is spread evenly."""
-    return (weights - weights.mean()).clamp_min(0.0)
+def map_figure(weights: Tensor, bag: Bag, kind: str = "attention", width: float = 4.2) -> Figure:
+    """A picture of the tiles above the mean weight: in a long sequence, most of the weight is spread evenly."""
+    assert bag.coordinates is not None
+    relative, unit = weights * len(weights), f"{kind}, relative to a mean tile"
+    return plots.slide_figure(relative, bag.coordinates, int(TILE), unit=unit, least=1.0, width=width)
 
 
-def write_map(folder: Path, name: str, weights: Tensor, bag: Bag, title: str) -> list[Path]:
-    """Write `NAME.png` and `NAME.geojson` into a folder; returns their paths.
-
-    The picture shows the weight that a tile has above an average one.
-    """
+def write_map(folder: Path, name: str, weights: Tensor, bag: Bag, kind: str) -> list[Path]:
+    """Write `NAME.png` and `NAME.geojson` into a folder; returns their paths."""
     if bag.coordinates is None:
         raise ValueError(f"{name} has no coords: a map needs the place of each tile")
     picture, places = folder / f"{name}.png", folder / f"{name}.geojson"
-    write_slide(picture, above_average(weights), bag.coordinates, int(TILE), title)
+    figure = map_figure(weights, bag, kind, width=8)
+    figure.suptitle(f"{name}: {len(weights):,} tiles", x=0.01, ha="left", fontsize=10)
+    plots.save(picture, figure)
     write_whole(places, lambda path: path.write_text(json.dumps(geojson(weights, bag))))
     return [picture, places]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,20 +14,23 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
-from dilated_attention_pytorch.models.slide_attention import on_slide
 from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
 from dilated_attention_pytorch.slides.config import SlidesConfig
-from dilated_attention_pytorch.slides.features import TILE, find_file, read_bag
+from dilated_attention_pytorch.slides.features import find_file, read_bag
 from dilated_attention_pytorch.slides.loop import MODEL, PREDICTIONS, RESULTS, STUDY
-from dilated_attention_pytorch.slides.maps import above_average, tile_weights
+from dilated_attention_pytorch.slides.maps import map_figure, tile_weights
 from dilated_attention_pytorch.slides.objectives import Objective, curve_of_thresholds
 from dilated_attention_pytorch.train import run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from dilated_attention_pytorch.pages.plots import Points
+
 _BINS = 10  # of a calibration
+_WIDTH = 4.2  # inches of a chart, which a telephone shows without making it smaller
+_TITLES = {"auc": "AUC", "r2": "R²", "mae": "mean absolute error", "c_index": "C-index"}
 
 
 class Prediction(NamedTuple):
@@ -66,13 +70,18 @@ def write_report(run: Path, out: Path | None = None, worst: int = 4) -> Path:
     others = [path.parent for path in run.glob(f"*/{run_folder.CONFIG}") if (path.parent / RESULTS).is_file()]
     beside = {one.name.replace("-", " "): one for one in others}
     body = ["<h2>Figures of the test split</h2>", _fold_table(folders, beside)]
+    charts: dict[str, Figure] = {}
+    confusion = ""
     if objective.task == "classification":
-        body += _classification(objective, found)
+        charts, confusion = _classification(objective, found)
     elif objective.task == "regression":
         points = [(float(one.label), one.predicted[0]) for one in found]
-        drawn = plots.curves({"predicted": points}, "label", "predicted", dots=["predicted"])
-        body += ["<h2>Predicted and true</h2>", figures([("Predictions over labels", drawn)])]
-    body += _training(folders)
+        drawn = plots.curves({"predicted": points}, "label", "predicted", dots=["predicted"], width=_WIDTH)
+        drawn.axes[0].lines[0].set_linestyle("none")  # the dots alone
+        charts = {"Predictions over labels": drawn}
+    body += ["<h2>Curves</h2>", figures((charts | _training(folders)).items())]
+    if confusion:
+        body += ["<h2>Confusion in the test split</h2>", confusion]
     if worst and objective.task != "survival":
         body += _worst(config, objective, found, worst)
     settings = [[f"`{name}`", str(value)] for name, value in json.loads(config.to_json()).items()]
@@ -95,7 +104,7 @@ def _fold_table(folders: Sequence[Path], beside: Mapping[str, Path]) -> str:
     """One line per fold, then mean and standard deviation; then the other runs in the folder, such as a baseline."""
     read = [json.loads((folder / RESULTS).read_text()) for folder in folders]
     names = list(read[0]["test"])
-    head = ["", *(name.replace("_", " ") for name in names), "best step"]
+    head = ["", *(_TITLES.get(name, name.replace("_", " ")) for name in names), "best step"]
     rows = [
         [folder.name, *(f"{one['test'][name]:.3f}" for name in names), f"{one['best_step']:,}"]
         for folder, one in zip(folders, read)
@@ -110,7 +119,8 @@ def _fold_table(folders: Sequence[Path], beside: Mapping[str, Path]) -> str:
     return table(head, rows)
 
 
-def _classification(objective: Objective, found: Sequence[Prediction]) -> list[str]:
+def _classification(objective: Objective, found: Sequence[Prediction]) -> tuple[dict[str, Figure], str]:
+    """The charts of the test split by their names, and the table of confusions."""
     classes = objective.classes
     truth = torch.tensor([classes.index(one.label) for one in found])
     scores = torch.tensor([one.predicted for one in found], dtype=torch.float64)
@@ -122,22 +132,19 @@ def _classification(objective: Objective, found: Sequence[Prediction]) -> list[s
         precision[classes[c]] = [(y, p) for _, y, p in points]
         calibration[classes[c]] = _calibration(scores[:, c], truth == c)
     diagonal = [(0.0, 0.0), (1.0, 1.0)]
-    charts = [
-        ("ROC", plots.curves(roc | {"chance": diagonal}, "false positive rate", "true positive rate", width=4.2)),
-        ("Precision and recall", plots.curves(precision, "recall", "precision", width=4.2)),
-        (
-            "Calibration",
-            plots.curves(
-                calibration | {"exact": diagonal}, "predicted probability", "share that is true",
-                dots=list(calibration), width=4.2,
-            ),
+    drawn = functools.partial(plots.curves, shares=True, width=_WIDTH)
+    charts = {
+        "ROC": drawn(roc | {"chance": diagonal}, "false positive rate", "true positive rate"),
+        "Precision and recall": drawn(precision, "recall", "precision"),
+        "Calibration": drawn(
+            calibration | {"exact": diagonal}, "predicted probability", "share that is true", dots=list(calibration)
         ),
-    ]  # fmt: skip
+    }
     counts = torch.zeros(len(classes), len(classes), dtype=torch.int64)
     counts.index_put_((truth, scores.argmax(1)), torch.tensor(1), accumulate=True)
     rows = [[f"true {one}", *map(str, row)] for one, row in zip(classes, counts.tolist())]
     confusion = table(["", *(f"predicted {one}" for one in classes)], rows)
-    return ["<h2>Curves of the test split</h2>", figures(charts), "<h2>Confusion</h2>", confusion]
+    return charts, confusion
 
 
 def _calibration(scores: Tensor, positive: Tensor) -> list[tuple[float, float]]:
@@ -147,16 +154,19 @@ def _calibration(scores: Tensor, positive: Tensor) -> list[tuple[float, float]]:
     return [(float(scores[one].mean()), float(positive[one].double().mean())) for one in bins]
 
 
-def _training(folders: Sequence[Path]) -> list[str]:
-    losses: dict[str, list[tuple[float, float]]] = {}
+def _training(folders: Sequence[Path]) -> dict[str, Figure]:
+    """The losses over steps; of folds, those in training and in validation apart."""
+    losses: dict[str, dict[str, Points]] = {"training": {}, "validation": {}}
     for folder in folders:
         records = run_folder.read_metrics(folder)
-        before = f"{folder.name}, " if len(folders) > 1 else ""
         smooth = [(one["step"], one["loss_ema"]) for one in records if "loss_ema" in one]
-        losses[f"{before}training"] = plots.thinned(smooth)
-        losses[f"{before}validation"] = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
-    drawn = plots.curves({name: points for name, points in losses.items() if points}, "step", "loss", width=9)
-    return ["<h2>Training</h2>", figures([("Loss over steps", drawn)])]
+        losses["training"][folder.name] = plots.thinned(smooth)
+        known = [(one["step"], one["validation_loss"]) for one in records if "validation_loss" in one]
+        losses["validation"][folder.name] = known
+    if len(folders) == 1:
+        alone = {kind: found[folders[0].name] for kind, found in losses.items()}
+        return {"Loss over steps": plots.curves(alone, "step", "loss", width=_WIDTH)}
+    return {f"Loss in {kind}": plots.curves(one, "step", "loss", width=_WIDTH) for kind, one in losses.items()}
 
 
 def _worst(config: SlidesConfig, objective: Objective, found: Sequence[Prediction], count: int) -> list[str]:
@@ -175,17 +185,8 @@ def _worst(config: SlidesConfig, objective: Objective, found: Sequence[Predictio
         bag = read_bag(find_file(Path(config.features), one.slide), config.tile_pixels)
         if bag.coordinates is not None:
             weights = tile_weights(LongNetEncoder.from_pretrained(one.run / MODEL).eval(), bag)
-            maps.append((f"{one.slide}: {one.label}, predicted {said}", _map_figure(weights, bag.coordinates)))
+            maps.append((f"{one.slide}: {one.label}, predicted {said}", map_figure(weights, bag)))
     predicted = " / ".join(objective.classes) or "predicted"
-    words = "A tile is darker the more attention it gets above an average tile, over all layers and heads."
+    words = "A tile is darker the more attention it gets, over all layers and heads."
     body = ["<h2>Worst slides</h2>", table(["slide", "truth", predicted, "error"], rows)]
     return [*body, f"<p>{marked(words)}</p>", figures(maps)] if maps else body
-
-
-@plots.styled
-def _map_figure(weights: Tensor, coordinates: Tensor) -> Figure:
-    grid = on_slide(above_average(weights.float()), coordinates, int(TILE))
-    figure, axes = plots.new_figure(4.2, min(6.0, 0.6 + 3.8 * grid.shape[0] / grid.shape[1]))
-    axes.imshow(plots.slide_shares(grid), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    axes.set(xticks=[], yticks=[])
-    return figure
