@@ -14,6 +14,7 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.slides.features import read_bag
 from dilated_attention_pytorch.slides.maps import tile_weights
+from examples.slides import few_labels
 from examples.slides.__main__ import LABELS, REGION, SETTINGS, make_slide, write_slides
 from examples.slides.__main__ import main as make_slides
 
@@ -68,3 +69,13 @@ def test_the_encoder_learns_in_miniature_and_its_map_shows_both_regions(tmp_path
     page = (run / "report.html").read_text()
     assert "without attention" in page
     assert page.count("<svg") == 3 + 1 + 1
+
+
+def test_pretraining_is_compared_in_miniature(tmp_path) -> None:
+    found = few_labels.compare(tmp_path / "few", [3], slides=20, labels=12, test=8, pretraining=1, training=1)
+    assert [len(found[name]) for name in ("with", "without")] == [1, 1]
+    tables = [(tmp_path / f"few/{name}.csv").read_text() for name in ("unlabelled", "labels-3")]
+    assert "label" not in tables[0]
+    assert [tables[1].count(f",{split}\n") for split in ("train", "validation", "test")] == [12, 6, 8]
+    tested = {line.split(",")[0] for line in tables[1].splitlines() if line.endswith(",test")}
+    assert not any(name in tables[0] for name in tested)

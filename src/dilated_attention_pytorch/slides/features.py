@@ -76,7 +76,9 @@ def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
         rows = _tensor(features)
         if not bool(rows.isfinite().all()):
             count = int((~rows.isfinite()).any(1).sum())
-            raise BrokenFile(f"{path}: {count} of {len(rows)} rows have features that are NaN or infinite")
+            raise BrokenFile(
+                f"{path}: {count} of {len(rows)} rows have features that are NaN or infinite: compute them again"
+            )
         if coords is None:
             return Bag(rows, None)
         places = _tensor(coords).double()
