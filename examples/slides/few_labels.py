@@ -2,7 +2,7 @@
 
 It makes small synthetic slides, pretrains an encoder on the features of `SLIDES` of them by predicting hidden tiles,
 and then trains with `LABELS` labels, from these weights and from scratch. This is repeated with other labelled slides
-and other first weights (`--seeds`); the test slides are always the same, and no other step has seen them.
+and other first weights (`--seeds`), after one pretraining and on the same test slides, which no other step has seen.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SMALL: dict[str, Any] = {
 
 
 def compare(
-    folder: Path, seeds: Sequence[int], *, slides: int = SLIDES, labels: int = LABELS, test: int = TEST,
-    pretraining: int = 15, training: int = 25,
+    folder: Path, seeds: Sequence[int], *, seed_of_slides: int = 0, slides: int = SLIDES, labels: int = LABELS,
+    test: int = TEST, pretraining: int = 15, training: int = 25,
 ) -> dict[str, list[float]]:  # fmt: skip
     """The AUC on the test slides for each seed, with and without pretraining."""
-    table = write_slides(folder, slides + test, 1, shortest=64, longest=96)
+    table = write_slides(folder, slides + test, seed_of_slides, shortest=64, longest=96)
     with table.open(newline="") as stream:
         cases = list(csv.DictReader(stream))
     common = {**SMALL, "features": str(folder / "features")}
@@ -69,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.slides.few_labels", description=__doc__)
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: 5")
+    parser.add_argument("--slides-seed", type=int, default=0, metavar="N", help="seed of the slides (default: 0)")
     given = parser.parse_args(arguments)
-    found = compare(given.folder, range(given.seeds))
+    found = compare(given.folder, range(given.seeds), seed_of_slides=given.slides_seed)
     print(f"AUC on {TEST} test slides, {LABELS} labels, {given.seeds} seeds")
     for name, values in found.items():
         spread = f", standard deviation {statistics.stdev(values):.3f}" if len(values) > 1 else ""

@@ -79,12 +79,12 @@ def test_a_map_is_that_of_a_dense_softmax(case) -> None:
         model, lambda: model(**inputs) if isinstance(inputs, dict) else
         model(inputs) if torch.is_tensor(inputs) else model(*inputs), spec, heads, causal,
     )  # fmt: skip
-    rows = [0, 17, 39]
+    rows, hooks = [0, 17, 39], [len(part._forward_pre_hooks) for part in model.modules()]
     torch.testing.assert_close(attention_map(model, inputs, rows=rows), expected[:, :, rows].transpose(1, 2))
     torch.testing.assert_close(attention_map(model, inputs, rows="all")[:, 0], expected.mean(2))
     (last,) = attention_map(model, inputs, rows=[5], layers=[1])
     torch.testing.assert_close(last[0], expected[1, :, 5])
-    assert not any(part._forward_pre_hooks for part in model.modules())
+    assert hooks == [len(part._forward_pre_hooks) for part in model.modules()]
 
 
 def test_a_switched_model_of_transformers_has_maps_too() -> None:
