@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
-from dilated_attention_pytorch.pages.plots import new_figure, save, styled
+from dilated_attention_pytorch.pages.plots import COLOURS, new_figure, save, short, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 _EMPTY, _BORDER = "#f1f3f5", "#495057"
 _BRANCHES = ("#1971c2", "#e8590c", "#2f9e44", "#9c36b5", "#c2255c")
 _RESULTS = Path(__file__).parents[1] / "docs" / "performance.jsonl"
+_DENSE, _WHOLE, _SHORT = "dense attention", "dilated, all tokens connected", "dilated, segments up to 8,192"
 _COUNTS = (_EMPTY, "#a5d8ff", "#4dabf7", "#1971c2", "#0b3d6e")  # by the number of branches that show a key
 
 
 def draw_documentation(folder: Path, results: Path = _RESULTS) -> list[Path]:
-    """Write the pictures of `docs/` into `folder`, and of `results` the loss curves if they have been measured."""
+    """Write the pictures of `docs/` into `folder`; from `results`, the times and loss curves that were measured."""
     small = DilatedSpec.of([4, 8, 16], [1, 2, 4])
     paper = DilatedSpec.of([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 6, 12])
     pictures = {
@@ -39,6 +40,8 @@ def draw_documentation(folder: Path, results: Path = _RESULTS) -> list[Path]:
     }
     if measured := read_losses(results):
         pictures["losses.svg"] = losses(measured)
+    if times := read_times(results):
+        pictures["times.svg"] = time_over_tokens(times)
     for name, figure in pictures.items():
         save(folder / name, figure)
     return [folder / name for name in pictures]
@@ -48,6 +51,47 @@ def read_losses(results: Path) -> dict[str, list[float]]:
     """The losses of each variant of the 125m model that `bench curves` has measured, from its JSON lines."""
     lines = (json.loads(line) for line in results.read_text().splitlines() if '"suite": "curves"' in line)
     return {line["variant"]: line["losses"] for line in lines if line["size"] == "125m"}
+
+
+def read_times(results: Path) -> dict[str, dict[int, float]]:
+    """Milliseconds by tokens, forward and backward on a GPU, of dense attention and of ours, from JSON lines.
+
+    The newest line counts. Ours are of two kinds: the longest segment covers the sequence, or is shorter.
+    """
+    case = {"device": "cuda", "heads": 12, "head_dim": 64, "backward": True, "is_causal": False, "dtype": "bfloat16"}
+    found: dict[str, dict[int, float]] = {_DENSE: {}, _WHOLE: {}, _SHORT: {}}
+    for line in map(json.loads, results.read_text().splitlines()):
+        if line.get("suite") not in ("short", "attention") or line.get("head_layout") != "interleaved":
+            continue
+        if not case.items() <= line.items() or line.get("pattern") or not line.get("milliseconds"):
+            continue
+        longest, tokens = max(line["segment_lengths"]), line["tokens"]
+        if line["contender"] == "dense, same tokens":
+            found[_DENSE][tokens] = line["milliseconds"]
+        elif line["contender"] == "ours" and (longest >= tokens or longest == 8192):
+            found[_WHOLE if longest >= tokens else _SHORT][tokens] = line["milliseconds"]
+    return found if all(found.values()) else {}
+
+
+@styled
+def time_over_tokens(times: Mapping[str, Mapping[int, float]]) -> Figure:
+    """Milliseconds over tokens; the dashed line continues dense attention by its quadratic growth."""
+    figure, axes = new_figure(6.2, 3.4)
+    for (name, measured), colour in zip(times.items(), (COLOURS["s2"], COLOURS["s0"], COLOURS["s1"])):
+        axes.plot(*zip(*sorted(measured.items())), color=colour, marker="o", markersize=5, linewidth=1.8, label=name)
+    last, longest = max(times[_DENSE]), max(max(measured) for measured in times.values())
+    ends = times[_DENSE][last], times[_DENSE][last] * (longest / last) ** 2
+    label = f"{_DENSE}, extrapolated"
+    axes.plot((last, longest), ends, color=COLOURS["s2"], linestyle=":", linewidth=1.8, label=label)
+    lengths = [512 * 4**i for i in range(5)] + [1 << 20]
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward and backward, ms")
+    axes.set_xticks(lengths, [short(tokens) for tokens in lengths])
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([0.1, 1, 10, 100, 1000, 10_000], ["0.1", "1", "10", "100", "1,000", "10,000"])
+    axes.set_yticks([], minor=True)
+    axes.grid()
+    figure.legend(loc="outside upper left", ncols=2)
+    return figure
 
 
 @styled

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 from dilated_attention_pytorch.core import DilatedSpec, dense_mask
 from dilated_attention_pytorch.pages.plots import save
-from examples.pictures import draw_documentation, pattern, read_losses
+from examples.pictures import draw_documentation, pattern, read_losses, read_times
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 
@@ -49,3 +49,16 @@ def test_loss_curves_are_drawn_once_they_have_been_measured(tmp_path) -> None:
     assert read_losses(results) == measured
     [picture] = [path for path in draw_documentation(tmp_path / "pictures", results) if path.name == "losses.svg"]
     assert {"plain", "fused and compiled", "step", "% above plain"} <= set(content(picture)[0])
+
+
+def test_the_chart_shows_the_newest_times_by_reach(tmp_path) -> None:
+    same = {"suite": "attention", "device": "cuda", "heads": 12, "head_dim": 64, "backward": True, "is_causal": False}
+    same |= {"dtype": "bfloat16", "head_layout": "interleaved", "segment_lengths": [2048, 8192]}
+    rows = [("ours", 8192, 9.0), ("ours", 8192, 1.0), ("ours", 32768, 3.0), ("dense, same tokens", 8192, 2.0)]
+    lines = [same | {"contender": who, "tokens": tokens, "milliseconds": ms} for who, tokens, ms in rows]
+    others = [{"is_causal": True}, {"pattern": "random"}, {"milliseconds": None}, {"segment_lengths": [2048, 16384]}]
+    lines += [lines[2] | {"milliseconds": 7.0} | other for other in others]
+    results = tmp_path / "results.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in [{"machine": {}}, *lines]))
+    dense, whole, short = read_times(results).values()
+    assert (dense, whole, short) == ({8192: 2.0}, {8192: 1.0}, {32768: 3.0})
