@@ -1,0 +1,130 @@
+"""What mkdocs.yml adds to the pages of this folder: pages made from other files, and a reference of public names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+try:
+    from griffe import Extension
+except ImportError:  # which only building the site needs
+    Extension = object
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "dilated_attention_pytorch"
+COPIED = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changes.md",
+    "ROADMAP.md": "roadmap.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+# The pages of the reference: title, and the rooms whose public names they show. A name is shown once.
+REFERENCE = {
+    "attention": ("Attention", ["functional", "nn"]),
+    "patterns": ("Patterns, caches, pools", ["core"]),
+    "parallel": ("Across ranks", ["parallel"]),
+    "models": ("Models", ["models"]),
+    "huggingface": ("Hugging Face", ["models.hf"]),
+    "training": ("Training", ["train"]),
+    "slides": ("Slides", ["slides"]),
+    "tools": ("Tools", ["tools"]),
+}
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:]+)(#[^)]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Complete the navigation: the reference, and pages of this folder that it does not list yet, among the how-tos."""
+    sections = {title: entry for section in config.nav for title, entry in section.items()}
+    sections["Reference"] += [{title: f"reference/{page}.md"} for page, (title, _) in REFERENCE.items()]
+    listed = str(config.nav)
+    sections["How-to"] += [path.name for path in sorted(ROOT.glob("docs/*.md")) if f"'{path.name}'" not in listed]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made from other files."""
+    from mkdocs.structure.files import File
+
+    pages = {page: _moved((ROOT / source).read_text()) for source, page in COPIED.items()} | _reference()
+    for path, text in (pages | {"explorer.html": _explorer()}).items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Show the path instead of a link to a file that the site does not have."""
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+
+
+def _moved(text: str) -> str:
+    """A page of the root, with links as they are in this folder; without those to files that are not on the site."""
+
+    def link(match: re.Match[str]) -> str:
+        words, path, anchor = match[1], match[2], match[3] or ""
+        target = COPIED.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        return f"[{words}]({target}{anchor})" if target else words
+
+    return LINK.sub(link, text).replace("](docs/pictures/", "](pictures/")
+
+
+def _explorer() -> str:
+    from dilated_attention_pytorch.pages.explorer import write_explorer
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_explorer(Path(folder) / "explorer.html")
+        return (Path(folder) / "explorer.html").read_text(encoding="utf-8")
+
+
+def _reference() -> dict[str, str]:
+    """One page per group of rooms; mkdocstrings replaces `::: name` by the docstring of the name."""
+    pages, root = {}, _exported("")
+    paths = {name: f"{PACKAGE}.{name}" for name in root}
+    shown = set()
+    for page, (title, rooms) in REFERENCE.items():
+        lines = [f"# {title}\n"]
+        names = {name: room for room in rooms for name in _exported(room)}
+        if page == "training":  # those of the root that it finds when they are asked for
+            names |= dict.fromkeys(_in_no_room(root), "")
+        for name, room in sorted(names.items(), key=lambda item: item[0] not in root):  # the root's names first
+            path = paths.get(name, f"{PACKAGE}.{room}.{name}")
+            if path not in shown:
+                lines.append(f"::: {path}\n")
+            shown.add(path)
+        pages[f"reference/{page}.md"] = "\n".join(lines)
+    return pages
+
+
+def _in_no_room(names: list[str]) -> list[str]:
+    found = {name for _, rooms in REFERENCE.values() for room in rooms for name in _exported(room)}
+    return [name for name in names if name not in found]
+
+
+def _exported(room: str) -> list[str]:
+    """The `__all__` of a room, read without importing it."""
+    path = ROOT / "src" / PACKAGE / room.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise ValueError(f"{path} has no __all__")
+
+
+class FencedExamples(Extension):
+    """Doctests as blocks of code: to Markdown, `>>>` is a quotation."""
+
+    def on_object(self, *, obj, **_) -> None:
+        if obj.docstring:
+            obj.docstring.value = fenced(obj.docstring.value)
+
+
+def fenced(text: str) -> str:
+    """Put each run of lines that begins with `>>>` and ends at an empty line between fences."""
+    return re.sub(r"(?m)^( *)>>> (?:.+\n?)+", lambda run: f"{run[1]}```pycon\n{run[0].rstrip()}\n{run[1]}```\n", text)

@@ -1,0 +1,54 @@
+"""The site builds strictly, and its reference has every public name."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NAME = "dilated_attention_pytorch"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    pytest.importorskip("mkdocstrings", reason="needs the extra docs: MkDocs Material and mkdocstrings")
+    pytest.importorskip("material", reason="needs the extra docs: MkDocs Material and mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_on_the_site(site) -> None:
+    pages = {path.stem for path in ROOT.glob("docs/*.md")} | {"index", "changes", "contributing", "roadmap", "security"}
+    assert {path.stem for path in site.glob("*.html")} == pages | {"404", "explorer"}
+    front = (site / "index.html").read_text()
+    for page in pages - {"index"}:
+        assert f'href="{page}.html"' in front, page
+
+
+def test_the_reference_has_every_public_name_once(site) -> None:
+    pages = [path.read_text() for path in sorted(site.glob("reference/*.html"))]
+    headings = [found for page in pages for found in re.findall(r'<h2 id="([^"]+)"', page)]
+    assert len(headings) == len(set(headings))
+    hooks = runpy.run_path(str(ROOT / "docs" / "site.py"))
+    rooms = ["", *(room for _, rooms in hooks["REFERENCE"].values() for room in rooms)]
+    public = {name for room in rooms for name in hooks["_exported"](room)}
+    assert len(public) > 100
+    assert {heading.split(".")[-1] for heading in headings} == public
+    assert {f"{NAME}.{name}" for name in hooks["_exported"]("")} <= set(headings)
+
+
+def test_examples_of_docstrings_are_code_and_links_leave_no_page_behind(site) -> None:
+    page = (site / "reference" / "attention.html").read_text()
+    assert "<blockquote>" not in page
+    assert 'class="gp"' in page  # a highlighted prompt
+    assert "../examples/" not in "".join(path.read_text() for path in site.glob("*.html"))
