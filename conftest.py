@@ -30,6 +30,8 @@ if not torch.cuda.is_available():
 # Where Triton does not exist, its kernels cannot be imported for their doctests.
 collect_ignore_glob = [] if find_spec("triton") else ["src/*/kernels/triton/*"]
 
+collect_ignore_glob += ["examples/[0-9]*.py"]  # scripts without doctests, which importing would run
+
 if not find_spec("transformers"):
     collect_ignore_glob += ["src/*/models/hf/*", "docs/huggingface.md"]
 

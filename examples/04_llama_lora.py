@@ -1,0 +1,63 @@
+# %% [markdown]
+# # LoRA on a Llama with dilated attention
+# Take a dense Llama, switch it to dilated attention, and train small adapters with PEFT while its weights stay fixed.
+# Nothing is downloaded: a tiny Llama is trained first. Load yours with `AutoModelForCausalLM.from_pretrained` instead.
+# Needs `pip install transformers peft`.
+
+# %%
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dilated_attention_pytorch import branches_for
+from dilated_attention_pytorch.models.hf import dilated_cache, use_dilated_attention
+
+torch.manual_seed(0)
+TOKENS = 256
+
+
+def train(model: nn.Module, text: bytes, steps: int, lr: float) -> None:
+    data = torch.tensor(list(text))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for step in range(1, steps + 1):
+        rows = torch.stack([data[i : i + TOKENS] for i in torch.randint(len(data) - TOKENS, (2,))])
+        loss = model(input_ids=rows, labels=rows).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1 or step % 15 == 0:
+            print(f"  step {step:2}: loss {loss:.3f}")
+
+
+# %%
+config = LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=TOKENS,
+)  # fmt: skip
+llama = LlamaForCausalLM(config)
+print("dense attention, all weights:")
+train(llama, b"the quick brown fox jumps over the lazy dog. " * 20, steps=75, lr=1e-2)
+
+# %% [markdown]
+# The last segment must be as long as the longest text. Pass the number of key/value heads, so that they cover all grids
+# of each branch. For texts of many thousand tokens leave out `shortest`.
+
+# %%
+segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=32, is_causal=True)
+use_dilated_attention(llama, segment_lengths, dilation_rates)
+targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+model = get_peft_model(llama, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=targets))
+model.print_trainable_parameters()
+print(f"dilated attention, segments {segment_lengths}, rates {dilation_rates}, adapters alone, another text:")
+train(model, b"the lazy dog jumps over the quick brown fox. " * 20, steps=60, lr=1e-2)
+
+# %% [markdown]
+# Merge the adapters into the weights, and generate with a cache whose size does not grow with the text.
+
+# %%
+merged = model.merge_and_unload().eval()
+prompt = torch.tensor([list(b"the lazy ")])
+cache = dilated_cache(merged, batch=1)
+said = merged.generate(prompt, max_new_tokens=36, do_sample=False, past_key_values=cache, pad_token_id=0)
+print("generated:", bytes(said[0].tolist()).decode(errors="replace"))
