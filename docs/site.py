@@ -16,6 +16,7 @@ except ImportError:  # which only building the site needs
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "dilated_attention_pytorch"
@@ -59,8 +60,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Show the path instead of a link to a file that the site does not have."""
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Show only the words of a link to a file outside this folder, which the site does not have."""
+    if "/" in page.file.src_uri:
+        return markdown
     return re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
@@ -96,10 +99,21 @@ def _reference() -> dict[str, str]:
         for name, room in sorted(names.items(), key=lambda item: item[0] not in root):  # the root's names first
             path = paths.get(name, f"{PACKAGE}.{room}.{name}")
             if path not in shown:
-                lines.append(f"::: {path}\n")
+                links = [f"[{title}](../{page})" for page, title in _pages_that_use(name)]
+                lines += [f"::: {path}\n", f"*In use:* {', '.join(links)}\n" if links else ""]
             shown.add(path)
         pages[f"reference/{page}.md"] = "\n".join(lines)
     return pages
+
+
+def _pages_that_use(name: str) -> list[tuple[str, str]]:
+    """Files and titles of the pages of this folder whose Python has the name."""
+    texts = {path.name: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+    return [
+        (page, text.splitlines()[0].removeprefix("# "))
+        for page, text in texts.items()
+        if any(re.search(rf"\b{name}\b", block) for block in re.findall(r"(?ms)^```python\n(.*?)^```$", text))
+    ]
 
 
 def _in_no_room(names: list[str]) -> list[str]:

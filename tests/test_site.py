@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import dilated_attention_pytorch
+
 ROOT = Path(__file__).parents[1]
 NAME = "dilated_attention_pytorch"
 
@@ -45,6 +47,13 @@ def test_the_reference_has_every_public_name_once(site) -> None:
     assert len(public) > 100
     assert {heading.split(".")[-1] for heading in headings} == public
     assert {f"{NAME}.{name}" for name in hooks["_exported"]("")} <= set(headings)
+
+
+def test_every_name_of_the_root_has_an_example_in_its_docstring_or_on_a_page(site) -> None:
+    entries = "".join(path.read_text() for path in site.glob("reference/*.html")).split("<h2 id=")
+    names = [re.match(r'"([^"]+)"', entry)[1] for entry in entries if entry.startswith('"')]
+    shown = {name for name, entry in zip(names, entries[1:]) if 'class="gp"' in entry or "<em>In use:</em>" in entry}
+    assert {f"{NAME}.{name}" for name in dilated_attention_pytorch.__all__} - shown == {f"{NAME}.__version__"}
 
 
 def test_examples_of_docstrings_are_code_and_links_leave_no_page_behind(site) -> None:

@@ -106,6 +106,9 @@ class XPosPositions(RotaryPositions):
 
     Queries are multiplied by `zeta ** (p / scale_base)` and keys divided by it, which overflows on a long sequence.
     Only rows of one segment see each other, so `p` is taken modulo `period`, a common multiple of the segment lengths.
+
+    >>> XPosPositions(8, period=128)(batch=1, tokens=5).cos.shape
+    torch.Size([1, 5, 4])
     """
 
     @checked(period={"least": 1, "most": 2**62}, gamma=POSITIVE)
