@@ -19,7 +19,12 @@ from ..ranks import ROOT, run_ranks, start_server
 FOLDER = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("[0-9]*.py"))
 ON_RANKS = "07_two_ranks.py"
-NEEDS = {"04_llama_lora.py": "peft", "05_lightning.py": "lightning", "06_accelerate.py": "accelerate"}
+NEEDS = {
+    "04_llama_lora.py": "peft",
+    "05_lightning.py": "lightning",
+    "06_accelerate.py": "accelerate",
+    "08_attention_maps.py": "matplotlib",
+}
 # A line that each one prints.
 SHOWS = {
     "01_drop_in.py": r"4,096 tokens: dense +[\d.]+ s, dilated +[\d.]+ s",
@@ -28,6 +33,8 @@ SHOWS = {
     "04_llama_lora.py": r"generated: the lazy dog jumps over the quick brown fox\. ",
     "05_lightning.py": r"epoch 5: loss 0\.\d+",
     "06_accelerate.py": r"0, 3, 6, 9, 12, 15 continues with \[18, 21, 24, 27, 30, 1, 4, 7\]",
+    "08_attention_maps.py": r"wrote attention_maps\.png",
+    "09_block_pattern.py": r"powers of two +computes \d+% of all pairs; \d layers connect all tokens",
 }
 
 
