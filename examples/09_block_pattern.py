@@ -42,8 +42,8 @@ for row in range(0, TOKENS, BLOCK):
 
 # %% [markdown]
 # ## How far it reaches
-# With each layer, a row also depends on all that the rows that it sees depended on before. Give a model at least as many
-# layers as its pattern needs to connect all tokens, or choose another pattern.
+# With each layer, a row also depends on all that the rows that it sees depended on before. Give a model at least as
+# many layers as its pattern needs to connect all tokens, or choose another pattern.
 
 # %%
 for name, once in seen.items():
