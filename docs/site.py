@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
 import tempfile
 from pathlib import Path
@@ -26,6 +27,8 @@ COPIED = {
     "ROADMAP.md": "roadmap.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "examples/README.md": "examples/index.md",
+    **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/[0-9]*.py"))},
 }
 # The pages of the reference: title, and the rooms whose public names they show. A name is shown once.
 REFERENCE = {
@@ -38,13 +41,15 @@ REFERENCE = {
     "slides": ("Slides", ["slides"]),
     "tools": ("Tools", ["tools"]),
 }
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:]+)(#[^)]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)(#[^)]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Complete the navigation: the reference, and pages of this folder that it does not list yet, among the how-tos."""
     sections = {title: entry for section in config.nav for title, entry in section.items()}
     sections["Reference"] += [{title: f"reference/{page}.md"} for page, (title, _) in REFERENCE.items()]
+    *_, examples = sections["Tutorials"]
+    examples["Examples"] += [page for source, page in COPIED.items() if source.endswith(".py")]
     listed = str(config.nav)
     sections["How-to"] += [path.name for path in sorted(ROOT.glob("docs/*.md")) if f"'{path.name}'" not in listed]
     return config
@@ -54,28 +59,42 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from other files."""
     from mkdocs.structure.files import File
 
-    pages = {page: _moved((ROOT / source).read_text()) for source, page in COPIED.items()} | _reference()
+    pages = {page: _copied(source, page) for source, page in COPIED.items()} | _reference()
     for path, text in (pages | {"explorer.html": _explorer()}).items():
         files.append(File.generated(config, path, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Show only the words of a link to a file outside this folder, which the site does not have."""
-    if "/" in page.file.src_uri:
-        return markdown
-    return re.sub(r"(?<!!)\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
+    source = page.file.src_uri
+    return markdown if page.file.generated_by else _relinked(markdown, f"docs/{source}", source)
 
 
-def _moved(text: str) -> str:
-    """A page of the root, with links as they are in this folder; without those to files that are not on the site."""
+def _copied(source: str, page: str) -> str:
+    text = (ROOT / source).read_text()
+    return _relinked(_notebook(text) if source.endswith(".py") else text, source, page)
+
+
+def _relinked(text: str, source: str, page: str) -> str:
+    """The links of a file of the repository as they are on its page; words, where the site lacks what they lead to."""
 
     def link(match: re.Match[str]) -> str:
-        words, path, anchor = match[1], match[2], match[3] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
         target = COPIED.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-        return f"[{words}]({target}{anchor})" if target else words
+        if target is None:
+            return match[1] if (ROOT / path).exists() else match[0]  # which the build then reports
+        return f"[{match[1]}]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{match[3] or ''})"
 
-    return LINK.sub(link, text).replace("](docs/pictures/", "](pictures/")
+    return LINK.sub(link, text)
+
+
+def _notebook(script: str) -> str:
+    """A script in jupytext's percent format as text and blocks of code."""
+    cells = re.split(r"(?m)^# %%(.*)\n", script)[1:]
+    return "\n".join(
+        re.sub("(?m)^# ?", "", text) if "markdown" in kind else f"```python\n{text.strip()}\n```\n"
+        for kind, text in zip(cells[::2], cells[1::2])
+    )
 
 
 def _explorer() -> str:

@@ -37,6 +37,16 @@ def test_every_page_is_on_the_site(site) -> None:
         assert f'href="{page}.html"' in front, page
 
 
+def test_examples_are_pages_of_text_and_code(site) -> None:
+    scripts = {path.stem for path in ROOT.glob("examples/[0-9]*.py")}
+    assert {path.stem for path in site.glob("examples/*.html")} == scripts | {"index"}
+    for script in scripts:
+        page = (site / "examples" / f"{script}.html").read_text()
+        assert "<h1" in page
+        assert "%%" not in page
+        assert f'href="{script}.html"' in (site / "examples" / "index.html").read_text()
+
+
 def test_the_reference_has_every_public_name_once(site) -> None:
     pages = [path.read_text() for path in sorted(site.glob("reference/*.html"))]
     headings = [found for page in pages for found in re.findall(r'<h2 id="([^"]+)"', page)]
