@@ -22,7 +22,7 @@ def site(tmp_path_factory) -> Path:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs: MkDocs Material and mkdocstrings")
     pytest.importorskip("material", reason="needs the extra docs: MkDocs Material and mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
