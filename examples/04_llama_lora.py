@@ -21,7 +21,7 @@ def train(model: nn.Module, text: bytes, steps: int, lr: float) -> None:
     data = torch.tensor(list(text))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for step in range(1, steps + 1):
-        rows = torch.stack([data[i : i + TOKENS] for i in torch.randint(len(data) - TOKENS, (2,))])
+        rows = torch.stack([data[i : i + TOKENS] for i in torch.randint(len(data) - TOKENS, (4,))])
         loss = model(input_ids=rows, labels=rows).loss
         optimizer.zero_grad()
         loss.backward()
@@ -50,14 +50,14 @@ targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 model = get_peft_model(llama, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=targets))
 model.print_trainable_parameters()
 print(f"dilated attention, segments {segment_lengths}, rates {dilation_rates}, adapters alone, another text:")
-train(model, b"the lazy dog jumps over the quick brown fox. " * 20, steps=60, lr=1e-2)
+train(model, b"the lazy dog jumps over the quick brown fox. " * 20, steps=75, lr=1e-2)
 
 # %% [markdown]
 # Merge the adapters into the weights, and generate with a cache whose size does not grow with the text.
 
 # %%
 merged = model.merge_and_unload().eval()
-prompt = torch.tensor([list(b"the lazy ")])
+prompt = torch.tensor([list(b"the lazy dog jumps over the quick brown fox. the lazy ")])
 cache = dilated_cache(merged, batch=1)
 said = merged.generate(prompt, max_new_tokens=36, do_sample=False, past_key_values=cache, pad_token_id=0)
-print("generated:", bytes(said[0].tolist()).decode(errors="replace"))
+print("generated:", bytes(said[0, prompt.shape[1] :].tolist()).decode(errors="replace"))

@@ -30,7 +30,7 @@ SHOWS = {
     "01_drop_in.py": r"4,096 tokens: dense +[\d.]+ s, dilated +[\d.]+ s",
     "02_classify.py": r"(9\d|100)% of 40 new sequences are classified correctly; .*",
     "03_language_model.py": r"the cache takes [\d,]+ bytes for a text of any length",
-    "04_llama_lora.py": r"generated: the lazy dog jumps over the quick brown fox\. ",
+    "04_llama_lora.py": r"generated: dog jumps over the quick brown fox\. ",
     "05_lightning.py": r"epoch 5: loss 0\.\d+",
     "06_accelerate.py": r"0, 3, 6, 9, 12, 15 continues with \[18, 21, 24, 27, 30, 1, 4, 7\]",
     "08_attention_maps.py": r"wrote attention_maps\.png",
