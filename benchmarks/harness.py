@@ -123,23 +123,30 @@ def compare(
 ) -> Comparison:
     """Time two calls by turns, so that other work on the machine slows both alike.
 
-    On a CPU, count the processor time of all threads, to which other processes do not add.
+    On a CPU, count the processor time of all threads, to which other processes do not add. On a GPU, a turn is several
+    calls in a row, as in training: the host prepares the next one while the device computes.
     """
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    clock = time.perf_counter if device == "cuda" else time.process_time
+    cuda = device == "cuda"
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    clock = time.perf_counter if cuda else time.process_time
 
     def once(run: Callable[[], object]) -> float:
         wait()
         began = clock()
-        run()
+        for _ in range(in_a_row):
+            run()
         wait()
-        return (clock() - began) * 1e3
+        return (clock() - began) * 1e3 / in_a_row
+
+    in_a_row = 1
 
     for run in (off, on, off, on):
         once(run)
-    seconds = seconds or (3.0 if device == "cpu" else 0.7)  # times vary less on a GPU
+    seconds = seconds or (0.7 if cuda else 3.0)  # times vary less on a GPU
+    if cuda:
+        in_a_row = max(1, min(20, round(5.0 / once(off))))
     calls = (off, on, off)
-    rounds = max(least, min(2000, round(seconds * 1e3 / max(2 * once(off) + once(on), 1e-3))))
+    rounds = max(least, min(2000, round(seconds * 1e3 / in_a_row / max(2 * once(off) + once(on), 1e-3))))
     times: list[list[float]] = [[], [], []]
     for i in range(rounds):  # each call is first, second and last equally often
         for j in (i % 3, (i + 1) % 3, (i + 2) % 3):

@@ -13,20 +13,21 @@ def main(head_dim: str, tokens: str, batch: str = "1") -> None:
 
     from dilated_attention_pytorch.core.cache_rows import CacheRows, CacheState
     from dilated_attention_pytorch.core.spec import DilatedSpec
-    from dilated_attention_pytorch.kernels.triton import cache_chunks, decode, step
+    from dilated_attention_pytorch.kernels.triton import cache_chunks, decode, step, token
 
     for module, names in (
         (decode, ("append_kernel", "split_kernel", "combine_kernel")),
         (cache_chunks, ("store_kernel", "after_cached_kernel")),
-        (step, ("embed_kernel", "linear_kernel", "norm_kernel", "token_kernel")),
+        (step, ("embed_kernel", "linear_kernel", "norm_kernel")),
+        (token, ("token_kernel",)),
     ):
         for name in names:
             compile_instead(module, name)
-    step.overlap = lambda device: {"OVERLAP": True, "launch_pdl": True}  # as on such a GPU
+    step.overlap = token.overlap = lambda device: {"OVERLAP": True, "launch_pdl": True}  # as on such a GPU
     spec = DilatedSpec.of([2048, 4096], [1, 2])
     rows = CacheRows(spec, spec.offsets(4))
     if tokens == "step":
-        compile_step(step, rows, int(head_dim), int(batch), CacheState)
+        compile_step(step, token, rows, int(head_dim), int(batch), CacheState)
         return
     keys, values = torch.zeros(2, 1, rows.total, int(head_dim), dtype=torch.bfloat16).unbind(0)
     q, k, v = (torch.zeros(1, int(tokens), heads, int(head_dim), dtype=torch.bfloat16) for heads in (8, 4, 4))
@@ -38,7 +39,7 @@ def main(head_dim: str, tokens: str, batch: str = "1") -> None:
         decode.decode(q, k, v, state, 0.1, False)
 
 
-def compile_step(step, rows, D: int, B: int, CacheState) -> None:
+def compile_step(step, token, rows, D: int, B: int, CacheState) -> None:
     from dilated_attention_pytorch.kernels import decode
 
     x, vector, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((B, 8 * D), (8 * D,), (8 * D, 8 * D)))
@@ -52,7 +53,7 @@ def compile_step(step, rows, D: int, B: int, CacheState) -> None:
     angles, counters = torch.zeros(B, D // 2), torch.zeros(4 * B, dtype=torch.int32)
     qkv = torch.zeros(B, 16 * D, dtype=torch.bfloat16)
     gains = (vector[:D], vector[:D], 1e-5)
-    step.attend_token(qkv, state, 0.1, counters, rotations=(angles,) * 4, qk_norm=gains, allow_tf32=None)
+    token.attend_token(qkv, state, 0.1, counters, rotations=(angles,) * 4, qk_norm=gains, allow_tf32=None)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ layout, `documents`: causal with lengths, or `dropped`: causal with dropout.
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -50,6 +51,12 @@ def type_of(argument) -> str:
     if isinstance(argument, (int, float)):
         return "i32" if isinstance(argument, int) else "fp32"
     return f"tensordesc<{names[argument.base.dtype]}{list(argument.block_shape)},{argument.layout!r}>"
+
+
+def unused_barriers(code: str) -> set[str]:
+    """The barriers that no warps get: data would share their memory, see `barriers`."""
+    (used,) = re.findall(r"ttg\.warp_specialize\((.*?)\)", code)
+    return {*re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\dx1xi64", code)} - {*used.split(", ")}
 
 
 def main(direction: str, head_dim: str, mask: str) -> None:
@@ -104,6 +111,7 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         (kernel,) = found.args
     assert len(kernel.asm["cubin"]) > 0
     assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert not unused_barriers(kernel.asm["ttgir"])
     print("compiled", "cooperative" if kernel.metadata.launch_cooperative_grid else "independent")
 
 

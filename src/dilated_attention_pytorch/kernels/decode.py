@@ -187,9 +187,9 @@ def attend_token(
     `qk_norm` is the gains and the epsilon of the norms before it. `counters` are at least `B * Hkv` zeros of int32,
     which it leaves in another state. The lengths stay as they are.
     """
-    from dilated_attention_pytorch.kernels.triton import step
+    from dilated_attention_pytorch.kernels.triton import token
 
-    return step.attend_token(qkv, state, scale, counters, rotations=rotations, qk_norm=qk_norm, allow_tf32=allow_tf32)
+    return token.attend_token(qkv, state, scale, counters, rotations=rotations, qk_norm=qk_norm, allow_tf32=allow_tf32)
 
 
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:

@@ -198,8 +198,10 @@ class PlannedBranch:
         """The shape that a plain kernel runs in for segments of `most` rows; within a tile of a block layout."""
         plan = self.plan
         sparse = plan.call.sparse
-        limits = (self.rows, most, None if sparse is None else sparse.block_size)
-        rows = min(limit for limit in limits if limit is not None)
+        rows = self.rows if sparse is None else min(self.rows, sparse.block_size)
+        if most is not None:
+            # Of documents. Larger tiles than their mean length would be empty for the most part where there are many.
+            rows = min(rows, most, triton.cdiv(plan.B * plan.N, max(plan.documents, 1) * self.r))
         return tiles_for(kernel, plan.block_d, plan.itemsize, rows, self.is_causal)
 
     def settings(self, tiles: Tiles) -> dict:

@@ -91,7 +91,7 @@ def keeps(row_words, factors, key_words, dropout):
 
 @gluon.jit
 def clear_rows(smem, first):
-    """Set the rows of a tile in shared memory from `first` on to 0, for the products of this warpgroup that follow."""
+    """Set the rows of a tile in shared memory from `first` on to 0, for products that follow."""
     ROWS: gl.constexpr = smem.shape[0]
     COLUMNS: gl.constexpr = smem.shape[1]
     PIECE: gl.constexpr = 16
@@ -107,7 +107,11 @@ def clear_rows(smem, first):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
-    """COUNT barriers that complete a phase after so many arrivals."""
+    """COUNT barriers that complete a phase after so many arrivals. All of them must be used.
+
+    The compiler gives the memory of an unused one to data, though it was never invalidated. With such a barrier, output
+    tiles had wrong elements where processes shared a GPU, perhaps because the GPU restores barriers when it switches.
+    """
     found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(found.index(i), count=arrivals)

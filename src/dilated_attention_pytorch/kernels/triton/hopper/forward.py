@@ -65,6 +65,7 @@ class _Signals(NamedTuple):
     v_full: Any
     v_empty: Any
     turns: Any
+    landed: Any  # values whose last rows lie behind a document
 
 
 @gluon.jit
@@ -131,6 +132,7 @@ def _produce(
     N, rate = sizes.N, sizes.rate
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     done = 0
+    cleared = 0
     stage = 0
     phase = 1
     rows = segment_rows(sizes)
@@ -183,8 +185,18 @@ def _produce(
                 mbarrier.expect(signals.k_full.index(stage), k_rows.desc.block_type.nbytes)
                 copy_rows(k_rows, b, token, row, kv, N, rate, signals.k_full.index(stage), k_smem.index(stage), BLOCK_N)
                 mbarrier.wait(signals.v_empty.index(stage), phase)
-                mbarrier.expect(signals.v_full.index(stage), v_rows.desc.block_type.nbytes)
-                copy_rows(v_rows, b, token, row, kv, N, rate, signals.v_full.index(stage), v_smem.index(stage), BLOCK_N)
+                full = signals.v_full.index(stage)
+                if DOCUMENTS and row + BLOCK_N > count:
+                    # Behind a document may lie anything, NaN too, and 0 times that is not 0.
+                    mbarrier.expect(signals.landed.index(0), v_rows.desc.block_type.nbytes)
+                    copy_rows(v_rows, b, token, row, kv, N, rate, signals.landed.index(0), v_smem.index(stage), BLOCK_N)
+                    mbarrier.wait(signals.landed.index(0), cleared & 1)
+                    clear_rows(v_smem.index(stage).reshape([BLOCK_N, v_smem.shape[-1]]), count - row)
+                    mbarrier.arrive(full, count=1)
+                    cleared += 1
+                else:
+                    mbarrier.expect(full, v_rows.desc.block_type.nbytes)
+                    copy_rows(v_rows, b, token, row, kv, N, rate, full, v_smem.index(stage), BLOCK_N)
                 stage, phase = advance(stage, phase, STAGES)
         if DOCUMENTS:
             work, second = later, later_second
@@ -322,10 +334,6 @@ def _consume(
         elif last * BLOCK_N + BLOCK_N > count:
             keys = last * BLOCK_N + columns
             s = gl.where((keys < count)[None, :], s, -float("inf"))
-        # Behind a document may lie anything, NaN too, and 0 times that is not 0.
-        if DOCUMENTS and last * BLOCK_N + BLOCK_N > count:
-            mbarrier.wait(signals.v_full.index(stage), phase)
-            clear_rows(v_smem.index(stage).reshape([BLOCK_N, BLOCK_D]), count - last * BLOCK_N)
         # Finite from this tile on: every row sees a key of it.
         p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
         if DROPOUT:
@@ -419,15 +427,15 @@ def forward_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [SLOTS * CONSUMERS, 1, 1, 1, 64, BLOCK_D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    signals = _Signals(
-        barriers(SLOTS, 2),
-        barriers(SLOTS, CONSUMERS),
-        barriers(STAGES, 2 if DROPOUT else 1),  # words of keys are stored beside them
-        barriers(STAGES, CONSUMERS),
-        barriers(STAGES, 1),
-        barriers(STAGES, CONSUMERS),
-        barriers(CONSUMERS, 1),
-    )
+    q_full, q_empty = barriers(SLOTS, 2), barriers(SLOTS, CONSUMERS)
+    k_full, k_empty = barriers(STAGES, 2 if DROPOUT else 1), barriers(STAGES, CONSUMERS)  # words of keys come too
+    v_full, v_empty = barriers(STAGES, 1), barriers(STAGES, CONSUMERS)
+    turns, landed = q_empty, q_empty  # not used
+    if ORDERED:
+        turns = barriers(CONSUMERS, 1)
+    if DOCUMENTS:
+        landed = barriers(1, 1)
+    signals = _Signals(q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, landed)
     fence_async_shared()
     if DOCUMENTS:
         batch = gl.load(Lines)
