@@ -51,6 +51,11 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
             dual = forward_ad.make_dual(q, torch.ones_like(q)) if first else q
             return sharded_dilated_attention(dual, k, v, *SPEC)
 
+    def second_derivative():
+        q, k, v = (x.requires_grad_() for x in shard())
+        out = sharded_dilated_attention(q, k, v, *SPEC)
+        torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum().backward()
+
     stated = {"shard_lengths": (8, 8)}
     return {
         "specs": (attend(shard(), SPEC if first else ([8, 32], [1, 2])), "rank 1 has segment_lengths=\\[8, 32\\]"),
@@ -97,6 +102,7 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
         "shard lengths": (attend(shard(), shard_lengths=(8, 9)), "shard_lengths must state the tokens"),
         "heads that do not divide": (attend(shard(heads=3), ([32], [1]), scheme="all_to_all"), "2 ranks, which do not"),
         "forward mode": (forward_mode, "across ranks computes no forward-mode derivatives"),
+        "second derivative": (second_derivative, "across ranks has first derivatives only: do not differentiate"),
         "scheme": (attend(shard(), scheme="gahter"), "scheme must be one of"),
         "reference": (attend(shard(), backend="reference"), "computes whole sequences on one device"),
         "ring size": (lambda: RingDilatedAttention(*SPEC, ring_size=8), "got ring_size=8 and 2 ranks"),

@@ -67,6 +67,14 @@ def test_a_loss_gives_its_gradient_twice() -> None:
     assert all(torch.equal(2 * x, y) for x, y in zip(once, torch.autograd.grad(2 * loss, (hidden, weight))))
 
 
+def test_a_second_derivative_of_the_chunked_loss_is_refused() -> None:
+    hidden = torch.randn(5, 8, requires_grad=True)
+    loss = linear_cross_entropy(hidden, torch.randn(9, 8), torch.randint(9, (5,)))
+    (slope,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(NotImplementedError, match="loss_chunk\\) has first derivatives only"):
+        (loss + slope.square().sum()).backward()
+
+
 def test_no_tensor_of_the_chunked_loss_has_rows_times_vocabulary_elements() -> None:
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
     with Watch() as watch:

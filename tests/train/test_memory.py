@@ -255,6 +255,14 @@ def test_a_graph_that_is_retained_gives_its_gradients_twice(plain) -> None:
     assert_same((value.detach(), {n: p.grad for n, p in model.named_parameters()}), (plain[0], doubled))
 
 
+def test_a_second_derivative_of_a_tiled_network_is_refused() -> None:
+    x = torch.randn(8, 4, requires_grad=True)
+    tiled = TiledFeedForward(FeedForward(4, 8), rows=3)
+    (slope,) = torch.autograd.grad(tiled(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="mlp_tile\\) has first derivatives only"):
+        slope.sum().backward()
+
+
 def test_accumulated_gradients_are_those_of_both_batches(plain) -> None:
     options = MemoryOptions(**ALL)
     model = prepare(small_model(), options)

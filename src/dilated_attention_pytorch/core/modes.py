@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,64 @@ def refuse_tangents(what: str, *tensors: Tensor) -> None:
             f"{what} computes no forward-mode derivatives (torch.func.jvp, torch.func.jacfwd, "
             "torch.autograd.forward_ad): use reverse mode, or an eager dilated_attention on whole sequences"
         )
+
+
+def first_derivatives_only(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate the `backward` of an autograd function: differentiating its gradients again raises an error.
+
+    PyTorch's `once_differentiable` lets a constant gradient of the output pass, and the second derivative is then zero.
+
+    >>> class Cube(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         ctx.save_for_backward(x)
+    ...         return x**3
+    ...     @staticmethod
+    ...     @first_derivatives_only("a cube")
+    ...     def backward(ctx, grad):
+    ...         return 3 * ctx.saved_tensors[0] ** 2 * grad
+    >>> x = torch.tensor(2.0, requires_grad=True)
+    >>> (slope,) = torch.autograd.grad(Cube.apply(x), x, create_graph=True)
+    >>> slope.item()
+    12.0
+    >>> slope.backward()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    NotImplementedError: a cube has first derivatives only: do not differentiate its gradient ...
+    """
+
+    def decorated(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def once(ctx: Any, *grads: Any) -> Any:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled code refuses by itself
+                return found
+            followed = torch.empty(0, requires_grad=True)
+            return _FirstDerivatives.apply(what, followed, *(found if isinstance(found, tuple) else (found,)))
+
+        return once
+
+    return decorated
+
+
+class _FirstDerivatives(torch.autograd.Function):
+    """The identity on gradients; its own backward is the error. `followed` makes autograd follow the results."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, followed: Tensor, *found: Tensor | None) -> Any:
+        ctx.what = what
+        return tuple(None if x is None else x.view_as(x) for x in found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise no_second_derivatives(ctx.what)
+
+
+def no_second_derivatives(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} has first derivatives only: do not differentiate its gradient or its tangent again "
+        "(create_graph=True, torch.func.hessian), or take differences of gradients"
+    )
 
 
 def tf32_is_on() -> bool:

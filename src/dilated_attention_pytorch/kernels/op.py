@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from dilated_attention_pytorch.core import replay
 from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Prepared, Saved
-from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents
+from dilated_attention_pytorch.core.modes import is_plain, no_second_derivatives, refuse_tangents
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.eager import Eager
@@ -115,10 +115,7 @@ class _OneByOne(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            "dilated attention has first derivatives only: do not differentiate its gradient or its tangent again "
-            "(create_graph=True, torch.func.hessian), or take differences of gradients"
-        )
+        raise no_second_derivatives("dilated attention")
 
     jvp = backward
 

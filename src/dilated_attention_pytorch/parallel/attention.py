@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
-from dilated_attention_pytorch.core.modes import refuse_tangents, tf32
+from dilated_attention_pytorch.core.modes import first_derivatives_only, refuse_tangents, tf32
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import Loans
 from dilated_attention_pytorch.core.reach import warn_of_reach
@@ -29,11 +28,7 @@ from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spans import documents as documents_of
 from dilated_attention_pytorch.core.spec import HeadLayout
-from dilated_attention_pytorch.functional import (
-    autocast_inputs,
-    checked_call,
-    dilated_attention,
-)
+from dilated_attention_pytorch.functional import autocast_inputs, checked_call, dilated_attention
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.parallel.exchange import AllToAll, Exchange, Gather, SparseGather
 from dilated_attention_pytorch.parallel.group import Agreed, RankGroup, ranks_of
@@ -312,7 +307,7 @@ class _Sharded(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("attention across ranks")
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
         query, key, value, out, lse, seed = ctx.saved_tensors
         # Without a gradient of its own a rank still owes the others theirs.

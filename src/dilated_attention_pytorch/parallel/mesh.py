@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dilated_attention_pytorch.core.checks import check_instance, check_whole
+from dilated_attention_pytorch.core.modes import first_derivatives_only
 from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.positions import DocumentSpans, RotaryPositions, Rotation
@@ -292,7 +292,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([shard[:, :length] for shard, length in zip(shards, lengths)], 1)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("attention across ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:
         total = grad.clone(memory_format=torch.contiguous_format)
         with ctx.ranks.agreement.blocked():

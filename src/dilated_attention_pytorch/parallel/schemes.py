@@ -166,12 +166,7 @@ def check_scheme(scheme: str, token_layout: str = "contiguous") -> None:
 
 @checked(budget=NOT_NEGATIVE)
 def choose_scheme(
-    scheme: str,
-    wire: Wire,
-    segments: Sequence[SharedSegment],
-    budget: int = MEMORY_BUDGET,
-    *,
-    kept_tiles: bool = False,
+    scheme: str, wire: Wire, segments: Sequence[SharedSegment], budget: int = MEMORY_BUDGET, *, kept_tiles: bool = False
 ) -> str:
     """The scheme that runs a branch with shared segments; the same on every rank, since it weighs all of them.
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from dilated_attention_pytorch.core.modes import first_derivatives_only
 from dilated_attention_pytorch.kernels.engine import lse_dtype
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
@@ -166,7 +166,7 @@ class _NormAcrossRanks(torch.autograd.Function):
         return (normal if bias is None else normal + bias).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("a norm across ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
         grad = grad.to(lse_dtype(x.dtype))

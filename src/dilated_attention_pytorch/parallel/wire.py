@@ -74,13 +74,7 @@ class Wire:
 
 
 def wires_of(
-    call: Call,
-    shards: Shards,
-    documents: Sequence[Document],
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
+    call: Call, shards: Shards, documents: Sequence[Document], heads: int, kv_heads: int, head_dim: int, itemsize: int
 ) -> Iterator[tuple[int, tuple[SharedSegment, ...], Wire]]:
     """The branches of a call that ranks share: the branch's index, its shared segments, and what travels."""
     for index, (branch, offsets) in enumerate(zip(call.spec.branches, call.offsets(heads, kv_heads))):

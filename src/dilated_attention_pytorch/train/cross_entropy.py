@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from dilated_attention_pytorch.core.modes import first_derivatives_only
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.kernels.loss import cross_entropy_
 
@@ -116,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("a chunked loss (loss_chunk)")
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:

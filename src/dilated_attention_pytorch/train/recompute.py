@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dilated_attention_pytorch.core.modes import refuse_tangents
+from dilated_attention_pytorch.core.modes import first_derivatives_only, refuse_tangents
 from dilated_attention_pytorch.core.replay import Replay
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.cross_entropy import slices
@@ -113,7 +112,6 @@ class _Keep(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
@@ -146,7 +144,7 @@ class _Tiles(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only("a tiled feed-forward network (mlp_tile)")
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.keeper.saved_tensors if ctx.needs_input_grad[3] else ctx.saved_tensors
         x = x.detach()
