@@ -22,6 +22,24 @@ def load_torchscale(checkout: Path) -> Any:
     This imports only the modules that define the class, which need einops and numpy. The module that would import
     flash-attn or xformers is replaced by one that calls PyTorch.
     """
+    return _load(checkout, "component.dilated_attention")[0].DilatedAttention
+
+
+def load_torchscale_encoder(checkout: Path) -> tuple[Any, Any]:
+    """The classes `LongNetEncoder` and `EncoderConfig` of a checkout, which do not stay importable.
+
+    What they take from fairscale and timm is replaced: PyTorch's checkpoints, and nothing that is unused here.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    fairscale, layers = ModuleType("fairscale.nn"), ModuleType("timm.models.layers")
+    fairscale.checkpoint_wrapper, fairscale.wrap = checkpoint_wrapper, None  # type: ignore[attr-defined]
+    layers.drop_path = None  # type: ignore[attr-defined]
+    model, config = _load(checkout, "model.LongNet", "architecture.config", instead=(fairscale, layers))
+    return model.LongNetEncoder, config.EncoderConfig
+
+
+def _load(checkout: Path, *names: str, instead: Sequence[ModuleType] = ()) -> list[ModuleType]:
     if not (checkout / _FILE).is_file():
         raise FileNotFoundError(
             f"--torchscale must name a checkout of microsoft/torchscale, and {checkout} has no {_FILE}: "
@@ -29,10 +47,11 @@ def load_torchscale(checkout: Path) -> Any:
         )
     kernel = ModuleType("torchscale.component.flash_attention")
     kernel.flash_attn_func = flash_attention_of_pytorch  # type: ignore[attr-defined]
-    with importing_from(checkout, "torchscale"):
-        sys.modules[kernel.__name__] = kernel
+    with importing_from(checkout, "torchscale", *(one.__name__.split(".")[0] for one in instead)):
+        for one in (kernel, *instead):
+            sys.modules[one.__name__] = one
         try:
-            return importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
+            return [importlib.import_module(f"torchscale.{name}") for name in names]
         except ModuleNotFoundError as error:
             name = error.name or ""
             raise ModuleNotFoundError(f"torchscale needs {name}: pip install {name}", name=name) from error

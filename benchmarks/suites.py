@@ -14,6 +14,7 @@ from benchmarks import (
     memory,
     ranks,
     shard,
+    slides,
     step,
     techniques,
 )
@@ -34,6 +35,7 @@ SUITES = {
         capacity.SUITE,
         techniques.SUITE,
         step.SUITE,
+        slides.SUITE,
         curves.SUITE,
     )
 }

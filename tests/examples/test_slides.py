@@ -73,7 +73,10 @@ def test_the_encoder_learns_in_miniature_and_its_map_shows_both_regions(tmp_path
 
 def test_pretraining_is_compared_in_miniature(tmp_path) -> None:
     found = few_labels.compare(tmp_path / "few", [3], slides=20, labels=12, test=8, pretraining=1, training=1)
-    assert [len(found[name]) for name in ("with", "without")] == [1, 1]
+    assert [len(values) for values in found.values()] == [1, 1]
+    summary, run = ((tmp_path / "few" / name).read_text() for name in ("report.html", "seed-3/report.html"))
+    assert f"{found[few_labels.WITH][0]:.3f}" in summary
+    assert "without pretraining" in run
     tables = [(tmp_path / f"few/{name}.csv").read_text() for name in ("unlabelled", "labels-3")]
     assert "label" not in tables[0]
     assert [tables[1].count(f",{split}\n") for split in ("train", "validation", "test")] == [12, 6, 8]

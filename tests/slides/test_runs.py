@@ -14,9 +14,11 @@ from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.models.torchscale import _named
 from dilated_attention_pytorch.slides import loop
+from dilated_attention_pytorch.slides.batches import Batch
 from dilated_attention_pytorch.slides.config import SlidesConfig
 from dilated_attention_pytorch.slides.features import read_bag
 from dilated_attention_pytorch.slides.maps import tile_weights
+from dilated_attention_pytorch.slides.pretraining import MaskedEncoder
 from dilated_attention_pytorch.train.ranks import Stopped
 
 from .studies import DIM, small_study
@@ -64,6 +66,17 @@ def test_every_task_leaves_a_model_predictions_and_figures(study, tmp_path, task
         assert float(case["p_b"]) == pytest.approx(float(out.softmax(0)[1]), rel=1e-4)
     elif task == "survival":
         assert float(case["risk"]) == pytest.approx(float(out[0]), rel=1e-4, abs=1e-5)
+
+
+def test_layers_are_compiled_where_asked_and_by_default_on_a_gpu(study, tmp_path, monkeypatch) -> None:
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compiled.append(type(layer).__name__))
+    loop.run_study(config(study, epochs=1, num_layers=2, compile=True), tmp_path / "run")
+    assert compiled == ["DilatedTransformerEncoderLayer"] * 2
+    assert not config(study).memory.compile
+    monkeypatch.setattr("dilated_attention_pytorch.slides.config.find_device", lambda name: torch.device("cuda"))
+    assert config(study).memory.compile
+    assert not config(study, compile=False).memory.compile
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(study, tmp_path, monkeypatch) -> None:
@@ -128,6 +141,30 @@ def test_pretraining_predicts_hidden_rows_better_than_at_first_and_gives_its_wei
         torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match="do not fit the model"):
         loop.run_study(config(study, start=str(tmp_path / "before"), d_model=8), tmp_path / "other")
+
+
+def test_pretraining_hides_blocks_and_measures_errors_in_variances(monkeypatch) -> None:
+    model = MaskedEncoder(input_dim=DIM, d_model=16, num_heads=2, num_layers=1, max_length=64)
+    for x in (model.predict.weight, model.predict.bias):
+        torch.nn.init.zeros_(x)
+    torch.nn.init.constant_(model.mask, 100.0)
+    seen, real = [], LongNetEncoder.hidden
+    monkeypatch.setattr(MaskedEncoder, "hidden", lambda self, x, **more: (seen.append(x), real(self, x, **more))[1])
+    x, ends = 7 + 50 * torch.randn(1, 90, DIM), torch.tensor([0, 60, 90])
+
+    def loss(ends, share, block):
+        batch = Batch(torch.arange(len(ends) - 1), x, None, ends, torch.zeros(len(ends) - 1, 0))
+        return float(model.loss(batch, share, block, torch.Generator().manual_seed(1)).detach())
+
+    assert loss(ends[[0, 2]], 1.0, 7) == pytest.approx(1.0, abs=1e-5)  # what the mean of the batch would get
+    loss(ends, 0.4, 10)
+    is_hidden = (seen[-1] == 100.0).all(-1)[0]
+    assert is_hidden[ends[:-1]].all()
+    changes = is_hidden.diff().nonzero().flatten() + 1
+    own = [int(i) for i in changes if i not in (1, 60, 61)]
+    assert len(own) >= 3
+    assert len({i % 10 for i in own}) == 1  # blocks of ten
+    assert 20 <= is_hidden.sum() <= 70
 
 
 def test_a_run_starts_from_a_slide_encoder_of_prov_gigapath(study, tmp_path) -> None:

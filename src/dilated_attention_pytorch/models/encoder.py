@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,7 +163,12 @@ class LongNetEncoder(Pretrained):
             pooled = self._pool(rows)  # (B, E)
         else:
             found = documents(spans, *rows.shape[:2])
-            pooled = torch.cat([self._pool(rows[b, start : start + count]) for b, start, count, _ in found])
+            if len(rows) == 1:  # packed: in backward a split is joined once, and each slice would be padded to all rows
+                sizes = [found[0][1], *(count for _, _, count, _ in found)]
+                parts: Sequence[Tensor] = rows.split([*sizes, rows.shape[1] - sum(sizes)], dim=1)[1:-1]
+            else:
+                parts = [rows[b, start : start + count] for b, start, count, _ in found]
+            pooled = torch.cat([self._pool(part) for part in parts])
         return self.pooled_norm(pooled)
 
     def hidden(self, x: Tensor, coordinates: Tensor | None = None, **lengths: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.models.config import EncoderConfig, EncoderPositions, Pooling
 from dilated_attention_pytorch.slides.table import Study, Task
 from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, Precision
+from dilated_attention_pytorch.train.ranks import find_device
 from dilated_attention_pytorch.train.stages import decayed_rate
 
 Job = Literal["train", "pretrain"]
@@ -56,12 +57,14 @@ class SlidesConfig:
     accumulate: int = setting(1, "micro-batches per step", range=COUNT)
     class_weights: bool = setting(True, "weight classes so that all count alike")
     patience: int = setting(0, "epochs without a better validation loss before it stops; 0: never", range=_FROM_ZERO)
-    mask_share: float = setting(0.3, "pretrain: share of the rows to predict", range={"above": 0, "below": 1})
+    mask_share: float = setting(0.5, "pretrain: share of the rows to predict", range={"above": 0, "below": 1})
+    mask_block: int = setting(16, "pretrain: consecutive rows that are hidden together", range=COUNT)
     folds: int = setting(0, "folds by patient; 0: the table's splits, or one fold of five", range=_FROM_ZERO)
     tile_pixels: float | None = setting(None, "width of a tile in the coordinates' pixels (default: as noted)")
     skip_broken: bool = setting(False, "leave slides out whose file cannot be used")
     precision: Precision = setting("fp32", "precision of products")
     checkpointing: Checkpointing = setting("none", "compute layers again in backward", may_change=True)
+    compile: bool | None = setting(None, "torch.compile each layer (default: on a GPU)", may_change=True)
     seed: int = setting(0, "seed of weights, batches and folds", range=_FROM_ZERO)
     workers: int = setting(0, "processes that read files ahead", range=_FROM_ZERO, may_change=True)
     device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", may_change=True)
@@ -82,7 +85,12 @@ class SlidesConfig:
 
     @property
     def memory(self) -> MemoryOptions:
-        return MemoryOptions(precision=self.precision, checkpointing=self.checkpointing)
+        on_gpu = find_device(self.device).type == "cuda"
+        return MemoryOptions(
+            precision=self.precision,
+            checkpointing=self.checkpointing,
+            compile=on_gpu if self.compile is None else self.compile,
+        )
 
     def encoder(self, study: Study, outputs: int, start: Mapping[str, Tensor] = MappingProxyType({})) -> EncoderConfig:
         """The model for a study; with the tensors of a slide encoder of Prov-GigaPath, the model that they fit."""

@@ -116,9 +116,8 @@ class _Fold:
         self.device = find_device(config.device)
         self.objective = Objective.of(study, class_weights=config.class_weights) if study.task else None
         torch.manual_seed(config.seed)
-        kind = LongNetEncoder if self.objective else MaskedEncoder
-        sizes = start if isinstance(start, dict) else {}
-        self.model = kind(config.encoder(study, self.objective.outputs if self.objective else 0, sizes))
+        kind, outputs = (LongNetEncoder, self.objective.outputs) if self.objective else (MaskedEncoder, 0)
+        self.model = kind(config.encoder(study, outputs, start if isinstance(start, dict) else {}))
         if start is not None:
             load_start(self.model, start)
         prepare(self.model.to(self.device), config.memory)
@@ -164,7 +163,8 @@ class _Fold:
                 set_learning_rate(self.optimizer, rate)
                 outcome = self.update(self._losses(micro_batches, step))
                 record = record_of(step, outcome, self.records) | {"learning_rate": rate}
-                record |= {"rows_per_second": sum(b.features.shape[1] for b in micro_batches) / _since(began)}
+                rows = sum(batch.features.shape[1] for batch in micro_batches)
+                record["rows_per_second"] = rows / max(time.perf_counter() - began, 1e-9)
                 self.records.append(record)
                 if outcome.is_broken:
                     print(check_broken(outcome, self.records, _SKIPPED, 0), flush=True)
@@ -203,7 +203,7 @@ class _Fold:
         with self.config.memory.autocast(self.device):
             if self.objective is None:
                 assert isinstance(self.model, MaskedEncoder)
-                return self.model.loss(batch, self.config.mask_share, draw), batch.targets
+                return self.model.loss(batch, self.config.mask_share, self.config.mask_block, draw), batch.targets
             outputs = self.model(**batch.inputs)
             return self.objective.loss(outputs, batch.targets), outputs
 
@@ -241,10 +241,8 @@ class _Fold:
 
     def _is_exhausted(self) -> bool:
         """Whether the validation loss has not fallen for `patience` epochs."""
-        losses = list(self._validated().values())
-        if not self.config.patience or not losses or not self.records or "validation_loss" not in self.records[-1]:
-            return False
-        return len(losses) - 1 - losses.index(min(losses)) >= self.config.patience
+        losses, patience = list(self._validated().values()), self.config.patience
+        return bool(patience and losses) and len(losses) - 1 - losses.index(min(losses)) >= patience
 
     def _finish(self) -> None:
         best = run_folder.best_checkpoint(self.run, self._validated())
@@ -324,13 +322,12 @@ def load_start(model: LongNetEncoder, start: Start) -> None:
     own = {name: x for name, x in model.state_dict().items() if not name.startswith(OF_ONE_TASK)}
     wanted = {name: tuple(x.shape) for name, x in own.items() if name in taken or not name.startswith("pool.")}
     if problems := misfits({name: tuple(x.shape) for name, x in taken.items()}, wanted):
-        raise ValueError(f"the weights in {start} do not fit the model: {'; '.join(sorted(problems)[:6])}")
+        raise ValueError(
+            f"the weights in {start} do not fit the model: {'; '.join(sorted(problems)[:6])}. Give the sizes that "
+            f"{MODEL_CONFIG} there names, such as --d-model and --num-layers"
+        )
     model.load_state_dict(model.state_dict() | taken)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     write_whole(path, lambda partial: partial.write_text(json.dumps(values, indent=2) + "\n"))
-
-
-def _since(began: float) -> float:
-    return max(time.perf_counter() - began, 1e-9)

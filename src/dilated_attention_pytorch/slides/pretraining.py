@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
@@ -22,16 +21,21 @@ class MaskedEncoder(LongNetEncoder):
         self.mask = nn.Parameter(torch.zeros(c.input_dim, **self._factory))
         self.predict = nn.Linear(c.d_model, c.input_dim, **self._factory)
 
-    def loss(self, batch: Batch, share: float, generator: torch.Generator) -> Tensor:
-        """The sum over sequences of the mean squared error of hidden rows, each row normalised to unit variance.
+    def loss(self, batch: Batch, share: float, block: int, generator: torch.Generator) -> Tensor:
+        """The sum over sequences of the mean squared error of hidden rows, relative to the variance of the batch.
 
-        At least one row of each sequence is hidden.
+        Blocks of consecutive rows are hidden, because single rows can be predicted from their neighbours alone. Rows
+        keep their relative sizes, so that a rare row that stands out counts more than the noise of the others. At least
+        one row of each sequence is hidden.
         """
-        x = batch.features
-        is_hidden = torch.rand(x.shape[1], generator=generator).to(x.device) < share
+        x, rows = batch.features, batch.features.shape[1]
+        drawn = (torch.rand(rows // block + 2, generator=generator) < share).repeat_interleave(block)
+        first = int(torch.randint(block, (), generator=generator))
+        is_hidden = drawn[first : first + rows].to(x.device)
         is_hidden[batch.cu_seqlens[:-1]] = True
         hidden = self.hidden(**{**batch.inputs, "x": torch.where(is_hidden[:, None], self.mask.to(x.dtype), x)})
-        wanted = F.layer_norm(x.float(), x.shape[-1:])[0]
+        centred = x[0].float() - x[0].float().mean(0)
+        wanted = centred / centred.square().mean().sqrt().clamp_min(1e-12)
         errors = (self.predict(hidden[0]).float() - wanted).square().mean(-1)  # (rows,)
         document = torch.bucketize(torch.arange(x.shape[1], device=x.device), batch.cu_seqlens[1:], right=True)
         sums = torch.zeros(2, len(batch.cu_seqlens) - 1, device=x.device)
