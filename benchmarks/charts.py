@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dilated_attention_pytorch.pages.plots import COLOURS, SERIES, TIP, new_figure, styled
+from dilated_attention_pytorch.pages.plots import COLOURS, SERIES, TIP, add_legend, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,19 +15,22 @@ if TYPE_CHECKING:
 def bars(
     groups: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], unit: str, limits: Sequence[float] = ()
 ) -> Figure:
-    """Horizontal bars: one group per label, with one bar per series; dashed lines at `limits`."""
-    thick = 0.8 / len(series)
-    figure, axes = new_figure(9, 0.8 + len(groups) * (0.08 + 0.13 * len(series)))
+    """Horizontal bars: one group below each label, with one bar per series; dashed lines at `limits`."""
+    thick = 0.6 / len(series)
+    figure, axes = new_figure(4.9, 0.8 + len(groups) * (0.18 + 0.13 * len(series)))
     for index, name in enumerate(series):
         values = [values[index] for _, values in groups]
-        at = [row + (index + 0.5) * thick - 0.4 for row in range(len(groups))]
+        at = [row + (index + 0.5) * thick - 0.2 for row in range(len(groups))]
         drawn = axes.barh(at, values, thick, label=name, color=SERIES[index % len(SERIES)])
         axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=7)
         for bar, (label, _), value in zip(drawn, groups, values):
             bar.set_gid(f"{TIP}{label}, {name}: {value:.4g} {unit}")
-    axes.set(yticks=range(len(groups)), yticklabels=[label for label, _ in groups], xlabel=unit)
+    for row, (label, _) in enumerate(groups):
+        axes.annotate(label, (0, row - 0.24), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)
+    axes.set(yticks=[], xlabel=unit)
     axes.set_ylim(len(groups) - 0.4, -0.6)
     for limit in limits:
         axes.axvline(limit, color=COLOURS["limit"], linestyle="--", linewidth=1)
-    figure.legend(loc="outside upper left", ncols=len(series))
+    axes.margins(x=0.1)
+    add_legend(figure)
     return figure

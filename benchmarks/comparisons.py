@@ -167,11 +167,13 @@ def _peak_memory(suite: str, rows: Sequence[Row]) -> Table:
 
 
 def targets(rows: Sequence[Row]) -> Table:
+    """The targets of the cases in the results."""
     table = Table("Targets", head=["target", "worst measured", "at", "cases that meet it", ""])
     for target in TARGETS:
         judged = judge(target, rows)
         if judged is None:
-            table.rows.append([target.text, "", "", "", "not measured"])
+            if any(target.applies_to(row) for row in rows):
+                table.rows.append([target.text, "", "", "", "not measured"])
             continue
         met = "met" if judged.met == judged.cases else "not met"
         of = f"{judged.met} of {judged.cases}"

@@ -102,7 +102,8 @@ def _explorer() -> str:
 
     with tempfile.TemporaryDirectory() as folder:
         write_explorer(Path(folder) / "explorer.html")
-        return (Path(folder) / "explorer.html").read_text(encoding="utf-8")
+        page = (Path(folder) / "explorer.html").read_text(encoding="utf-8")
+    return page.replace("<body>", '<body>\n<nav><a href="index.html">← dilated-attention-pytorch</a></nav>')
 
 
 def _reference() -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention_pytorch.core.pattern import dense_mask, grid_rows, segments
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, DilatedSpec
-from dilated_attention_pytorch.pages.plots import COLOURS, new_figure, save, short, styled
+from dilated_attention_pytorch.pages.plots import COLOURS, add_legend, new_figure, save, short, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _EMPTY, _BORDER = "#f1f3f5", "#495057"
 _BRANCHES = ("#1971c2", "#e8590c", "#2f9e44", "#9c36b5", "#c2255c")
+_WIDTH = 4.9  # inches: text of 8 points can still be read where a telephone shrinks a picture to its own width
 _RESULTS = Path(__file__).parents[1] / "docs" / "performance.jsonl"
 _DENSE, _WHOLE, _SHORT = "dense attention", "dilated, all tokens connected", "dilated, segments up to 8,192"
 _COUNTS = (_EMPTY, "#a5d8ff", "#4dabf7", "#1971c2", "#0b3d6e")  # by the number of branches that show a key
@@ -76,7 +77,7 @@ def read_times(results: Path) -> dict[str, dict[int, float]]:
 @styled
 def time_over_tokens(times: Mapping[str, Mapping[int, float]]) -> Figure:
     """Milliseconds over tokens; the dashed line continues dense attention by its quadratic growth."""
-    figure, axes = new_figure(6.2, 3.4)
+    figure, axes = new_figure(_WIDTH, 3.1)
     for (name, measured), colour in zip(times.items(), (COLOURS["s2"], COLOURS["s0"], COLOURS["s1"])):
         axes.plot(*zip(*sorted(measured.items())), color=colour, marker="o", markersize=5, linewidth=1.8, label=name)
     last, longest = max(times[_DENSE]), max(max(measured) for measured in times.values())
@@ -90,7 +91,7 @@ def time_over_tokens(times: Mapping[str, Mapping[int, float]]) -> Figure:
     axes.set_yticks([0.1, 1, 10, 100, 1000, 10_000], ["0.1", "1", "10", "100", "1,000", "10,000"])
     axes.set_yticks([], minor=True)
     axes.grid()
-    figure.legend(loc="outside upper left", ncols=2)
+    add_legend(figure)
     return figure
 
 
@@ -106,7 +107,7 @@ def losses(measured: Mapping[str, Sequence[float]]) -> Figure:
             below.plot(steps, apart, color=colour, linewidth=1)
     above.set(ylabel="loss, nats per token")
     below.set(xlabel="step", ylabel="% above plain")
-    figure.legend(loc="outside upper left", ncols=3)
+    add_legend(figure)
     return figure
 
 
@@ -126,14 +127,18 @@ def grids(spec: DilatedSpec, n: int, heads: int) -> Figure:
 def pattern(spec: DilatedSpec, n: int, head: int, heads: int, *, is_causal: bool = False) -> Figure:
     """Who sees whom for one head: each branch alone, then all of them; a darker cell is shown by more branches."""
     shown = dense_mask(spec, spec.offsets(heads), n, is_causal=is_causal)[:, head].int()  # (branches, n, n)
-    figure, panels = new_figure(2.6 * (len(shown) + 1), 3.0, columns=len(shown) + 1)
+    figure, panels = new_figure(1.9 * (len(shown) + 1), 2.4, columns=len(shown) + 1)
+    words = {"fontsize": 13}  # which a telephone shrinks most in this picture
     for branch, seen, colour, axes in zip(spec.branches, shown.tolist(), _BRANCHES, panels):
         _cells(axes, [[colour if cell else _EMPTY for cell in row] for row in seen], [(0, n)])
-        axes.set(title=f"w = {branch.segment_length}, r = {branch.dilation_rate}", yticks=[])
+        axes.set_title(f"w = {branch.segment_length}, r = {branch.dilation_rate}", **words)
+        axes.set_yticks([])
     counts = shown.sum(0).clamp(max=len(_COUNTS) - 1).tolist()
     _cells(panels[-1], [[_COUNTS[count] for count in row] for row in counts], [(0, n)])
-    panels[-1].set(title="merged", yticks=[])
-    panels[0].set(xlabel="keys", ylabel="queries")
+    panels[-1].set_title("merged", **words)
+    panels[-1].set_yticks([])
+    panels[0].set_xlabel("keys", **words)
+    panels[0].set_ylabel("queries", **words)
     return figure
 
 
@@ -157,7 +162,7 @@ def layouts(segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads
 @styled
 def reach(specs: Sequence[DilatedSpec], n: int, row: int, heads: int, layers: int = 3) -> Figure:
     """The tokens that one row depends on after 1 to `layers` layers, of all heads, for each spec."""
-    figure, panels = new_figure(6.6, 0.3 + len(specs) * (0.35 + 0.2 * layers), rows=len(specs))
+    figure, panels = new_figure(_WIDTH, 0.2 + len(specs) * (0.35 + 0.14 * layers), rows=len(specs))
     for spec, axes in zip(specs, panels):
         sees = dense_mask(spec, spec.offsets(heads), n).flatten(0, 1).any(0)  # (n, n)
         reached, drawn = torch.arange(n) == row, []
@@ -174,13 +179,13 @@ def reach(specs: Sequence[DilatedSpec], n: int, row: int, heads: int, layers: in
 @styled
 def cost(spec: DilatedSpec) -> Figure:
     """The keys that a row sees in each branch beside the segment they are spread over."""
-    figure, axes = new_figure(6.6, 0.3 + 0.25 * len(spec.branches))
+    figure, axes = new_figure(_WIDTH, 0.3 + 0.25 * len(spec.branches))
     lengths = spec.segment_lengths
     seen = [grid_rows(branch.segment_length, branch.dilation_rate, 0) for branch in spec.branches]
     spread = axes.barh(range(len(lengths)), lengths, 0.7, color=_EMPTY)
     axes.barh(range(len(lengths)), seen, 0.7, color=_BRANCHES[: len(lengths)])
     axes.bar_label(spread, [f"{keys:,} keys" for keys in seen], padding=6)
-    axes.set(yticks=range(len(lengths)), xticks=[], xlim=(0, 1.15 * max(lengths)))
+    axes.set(yticks=range(len(lengths)), xticks=[], xlim=(0, 1.25 * max(lengths)))
     axes.set_yticklabels([f"w = {branch.segment_length:,}, r = {branch.dilation_rate}" for branch in spec.branches])
     axes.invert_yaxis()
     _without_lines(axes)

@@ -16,6 +16,8 @@ from benchmarks.suite import Options, read_records
 from dilated_attention_pytorch import cli
 from dilated_attention_pytorch.core import layout_for
 
+from ..ranks import start_server
+
 SMALL = Case(
     tokens=64, heads=2, head_dim=16, segment_lengths=(16, 32), dilation_rates=(1, 2), dtype="float32", device="cpu"
 )
@@ -330,7 +332,9 @@ def test_what_is_cached_must_be_cheaper_to_find_and_to_use(record, met) -> None:
     assert [verdict.met for verdict in cache_and_pool.CACHE.verdict([record])] == [met]
 
 
-def test_the_pool_suite_measures_the_classes_across_ranks_on_two_of_them() -> None:
+def test_the_pool_suite_measures_the_classes_across_ranks_on_two_of_them(monkeypatch) -> None:
+    server = start_server()  # a process that it forks has imported what ranks need
+    monkeypatch.setattr(cache_and_pool.multiprocessing, "get_context", lambda method: server)
     cases = {step["case"]: step for step in cache_and_pool._steps_on_ranks(64)}
     for name in cache_and_pool.RINGS:
         step = cases[f"N=64 {name} bfloat16 forward+backward, 2 gloo ranks"]

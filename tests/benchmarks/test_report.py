@@ -78,7 +78,7 @@ def test_page_and_report_have_every_case_the_machine_and_the_reasons(results, re
     page = (tmp_path / "page.md").read_text()
     for title in TITLES:
         assert f"| {title} |" in page
-        assert f"<td>{title}</td>" in report
+        assert f">{title}</td>" in report
         assert f"FlexAttention failed at {title}: OutOfMemoryError: <none> left" in page
         assert f"FlexAttention failed at {title}: OutOfMemoryError: &lt;none&gt; left" in report
     assert "gpu A <fast> GPU, torch 9.9." in page
@@ -122,6 +122,15 @@ def test_targets_are_met_where_every_case_meets_them(results) -> None:
     found = verdicts(results)
     assert set(found) == {"rate", "reaching", "torchscale", "short", "memory", "linear", "tiles"}
     assert all(verdict.met == verdict.cases > 0 for verdict in found.values())
+
+
+def test_targets_of_a_gpu_are_left_out_where_none_was_measured(tmp_path) -> None:
+    case = replace(CASES["attention"][0], device="cpu")
+    lines = [line("attention", case), line("attention", case, "dense, same FLOPs")]
+    write_page(write(tmp_path / "results.jsonl", lines), tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "| a CPU: " in text
+    assert "| a GPU, " not in text
 
 
 def test_one_case_is_enough_to_miss_a_target(tmp_path) -> None:

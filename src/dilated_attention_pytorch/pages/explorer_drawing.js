@@ -469,7 +469,7 @@ function pick(nextRow, nextHead = head) {
   history.replaceState(null, "", stateText());
   const seen = rowView(pattern, head, row), total = seen.reduce((sum, { keys }) => sum + keys, 0);
   const lines = seen.map(({ start, end, onGrid, keys }, index) => {
-    const { w, r } = pattern.branches[index], name = element("td", {}, swatch(index), ` ${number(w)}, rate ${r}`);
+    const { w, r } = pattern.branches[index], name = element("td", {}, swatch(index), ` ${number(w)}, rate\u00a0${r}`);
     const cells = [`${number(start)} – ${number(end - 1)}`, onGrid ? "yes" : "no", number(keys)];
     return element("tr", {}, name, ...cells.map((text) => element("td", {}, text)));
   });

@@ -35,7 +35,7 @@ def marked(text: str) -> str:
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """Cells may hold what `marked` takes."""
     names = "".join(f"<th>{marked(name)}</th>" for name in head)
-    cells = ("".join(f"<td>{marked(value)}</td>" for value in row) for row in body)
+    cells = ("".join(f"<td{_KIND[len(value) > _LONG]}>{marked(value)}</td>" for value in row) for row in body)
     rows = "\n".join(f"<tr>{row}</tr>" for row in cells)
     return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
 
@@ -50,6 +50,7 @@ def bullets(notes: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{marked(note)}</li>" for note in notes) + "</ul>"
 
 
+_LONG, _KIND = 32, ("", ' class="text"')  # a cell with more characters may take several lines
 _LIGHT = " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())
 _STYLE = (
     f":root {{ color-scheme: light dark; --back: #fff; {_LIGHT} }}"
@@ -57,11 +58,13 @@ _STYLE = (
 @media (prefers-color-scheme: dark) { :root { --back: #16181b; --ink: #e9ecef; --faint: #373b40; --limit: #ff8787;
   --s0: #4dabf7; --s1: #adb5bd; --s2: #ffa94d; --s3: #da77f2; --s4: #69db7c; --s5: #f783ac; } }
 body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 72rem;
-  margin: 2rem auto; padding: 0 1rem; }
+  margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--faint); padding: .25rem .6rem; text-align: right; white-space: nowrap; }
 th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
+td.text { white-space: normal; min-width: min(14rem, 40vw); overflow-wrap: anywhere; }
+td:nth-child(2):last-child { white-space: normal; min-width: 0; overflow-wrap: anywhere; }
 .wide, pre { overflow-x: auto; }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem; }
 figure { margin: 0; }

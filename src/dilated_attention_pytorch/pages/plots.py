@@ -121,12 +121,12 @@ def curves(
     series: Sequence[str] = (),
     log: bool = False,
     shares: bool = False,
-    width: float = 6.4,
+    width: float = 4.9,
 ) -> Figure:
     """Named curves over linear or logarithmic axes; tooltips show the figures.
 
     `limits` are named dashed lines. Curves named in `dots` show their points. `series` is the order of colours, for
-    charts that share some curves. With `shares`, both axes go from 0 to 1.
+    charts that share some curves. With `shares`, both axes go from 0 to 1. A telephone can show the default width.
     """
     figure, axes = new_figure(width, 3.4)
     order = list(series or curves)
@@ -150,8 +150,18 @@ def curves(
         axes.set(xscale="log", yscale="log")
         axes.set_xticks(lengths, [short(x) for x in lengths])
         axes.set_xticks([], minor=True)
-    figure.legend(loc="outside upper left", ncols=3)
+    if x_unit == "step":
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    add_legend(figure)
     return figure
+
+
+def add_legend(figure: Figure) -> None:
+    """Name what the first axes show above them, in as many columns as fit; a single curve needs no name."""
+    names = figure.axes[0].get_legend_handles_labels()[1]
+    if len(names) > 1:
+        column = 32 + 4.7 * max(map(len, names))  # points
+        figure.legend(loc="outside upper left", ncols=max(1, int(72 * figure.get_figwidth() / column)))
 
 
 def _at(x: float, unit: str) -> str:

@@ -136,13 +136,13 @@ def _curves(run: RunFolder) -> list[str]:
     losses = {name: points for name, points in losses.items() if points}
     if not losses:
         return ["<h2>Curves</h2>", "<p>No step is recorded yet: records are written with every checkpoint.</p>"]
-    chart = plots.curves(losses, "step", "bits per byte", _baselines(run), dots=["validation"], width=12)
+    chart = plots.curves(losses, "step", "bits per byte", _baselines(run), dots=["validation"])
     smaller = [
-        (title, plots.curves({title: plots.thinned(points)}, "step", unit, width=5))
+        (title, plots.curves({title: plots.thinned(points)}, "step", unit))
         for key, title, unit, scale in _FIGURES
         if (points := _points(run, key, 1 / scale))
     ]
-    return ["<h2>Curves</h2>", figures([("Bits per byte over steps", chart)]), figures(smaller)]
+    return ["<h2>Curves</h2>", figures([("Bits per byte over steps", chart), *smaller])]
 
 
 def _samples(run: RunFolder) -> list[str]:
