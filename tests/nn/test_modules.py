@@ -4,10 +4,7 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dilated_attention_pytorch import (
     DilatedAttention,
@@ -25,6 +22,8 @@ from dilated_attention_pytorch import (
     create_dilated_attention,
 )
 from dilated_attention_pytorch.functional import dilated_attention
+
+from ..ranks import run_ranks
 
 SPEC = {"segment_lengths": [4, 8, 16], "dilation_rates": [1, 2, 3]}
 SIZES = {"d_model": 16, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2, **SPEC}
@@ -333,38 +332,6 @@ def test_rotary_positions_make_attention_depend_on_distance_alone() -> None:
     assert not torch.allclose(near, module(x, x, x, is_causal=True)[0])
 
 
-def _one_ddp_step(rank: int, port: int, results) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    models = [LongNetLM(**SIZES), LongNet(**SIZES), ImprovedMultiheadDilatedAttention(16, 4, **SPEC)]
-    x = torch.full((1, N, 16), float(rank + 1)).cumsum(1)
-    calls = [
-        lambda m: m(torch.full((1, N), rank)),
-        lambda m: m(x, x),
-        lambda m: m(x, x, x)[0],
-    ]
-    for model, call in zip(models, calls):
-        # An unused parameter makes the second step raise, since unused ones are not looked for.
-        wrapped = DistributedDataParallel(model)
-        for _ in range(2):
-            call(wrapped).square().sum().backward()
-    results[rank] = [p.grad.clone() for model in models for p in model.parameters()]
-    dist.destroy_process_group()
-
-
-def test_two_processes_train_without_an_unused_parameter(unused_port) -> None:
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_one_ddp_step, (unused_port, results), nprocs=2)
-        for one, other in zip(results[0], results[1]):
-            torch.testing.assert_close(one, other)
-            assert one.isfinite().all()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def test_two_processes_train_without_an_unused_parameter() -> None:
+    ended_well, printed = run_ranks(2, "tests.nn.ddp_worker")
+    assert ended_well, printed
