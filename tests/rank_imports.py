@@ -19,3 +19,5 @@ import dilated_attention_pytorch.train  # noqa: E402, F401
 
 with contextlib.suppress(ImportError):
     import hypothesis  # noqa: F401
+    import matplotlib.figure  # noqa: F401
+    import tyro  # noqa: F401

@@ -39,7 +39,7 @@ PUBLISHED_NAMES: dict[ModuleType, dict[str, object]] = {
     core: {
         "create_dilated_attention": nn.create_dilated_attention,
         "create_multihead_dilated_attention": nn.create_multihead_dilated_attention,
-    },
+    }
 }
 
 

@@ -34,6 +34,7 @@ from .check_block_sparse import check_schedule_is_shared
 
 SPEC = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4)}
 SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "vocab_size": 50, **SPEC}
+FLAT = {**SIZES, "num_layers": 1}  # where a second layer would show nothing that the first does not
 MODERN = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 4.0}
 AXES = (
     {"sequence": 4},
@@ -114,7 +115,7 @@ def check_language_model(mesh: DeviceMesh) -> None:
 
 
 def check_modern_language_model(mesh: DeviceMesh) -> None:
-    plain, model = (built(LongNetLM, **SIZES, **MODERN) for _ in range(2))
+    plain, model = (built(LongNetLM, **FLAT, **MODERN) for _ in range(2))
     model = parallelize(model, mesh)
     check_gradients(mesh, model, plain, language_loss())
     for name, parameter in model.named_parameters():  # an optimizer on shards needs sums, not each rank's summands
@@ -124,14 +125,14 @@ def check_modern_language_model(mesh: DeviceMesh) -> None:
 def check_padded_language_model(mesh: DeviceMesh) -> None:
     """Recomputed, too, with other positions and another layout of heads."""
     mask = torch.arange(N) >= torch.tensor([[N - 2], [20], [N], [33]])
-    plain, model = (built(LongNetLM, **SIZES, head_layout="blocked", positions="xpos") for _ in range(2))
+    plain, model = (built(LongNetLM, **FLAT, head_layout="blocked", positions="xpos") for _ in range(2))
     model.gradient_checkpointing_enable()
     check_gradients(mesh, parallelize(model, mesh), plain, language_loss(key_padding_mask=mask))
 
 
 def check_packed(mesh: DeviceMesh) -> None:
     """Lengths that are not a mask speak of the whole sequence."""
-    plain, model = (built(LongNetLM, **SIZES) for _ in range(2))
+    plain, model = (built(LongNetLM, **FLAT) for _ in range(2))
     lengths = {"seqlens": torch.tensor([N, 7, 30, 12])}
     check_gradients(mesh, parallelize(model, mesh, scheme="ring"), plain, language_loss(**lengths))
 
@@ -139,7 +140,7 @@ def check_packed(mesh: DeviceMesh) -> None:
 def check_encoder_decoder(mesh: DeviceMesh) -> None:
     src, tgt = (torch.randn(B, n, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (N, 21))
     mask = torch.arange(N) >= torch.tensor([[N], [20], [N], [33]])
-    plain, model = (built(LongNet, **{**SIZES, "num_layers": 1, "num_decoder_layers": 1}) for _ in range(2))
+    plain, model = (built(LongNet, **{**FLAT, "num_decoder_layers": 1}) for _ in range(2))
 
     def loss(model: nn.Module, cut: Callable[[Tensor], Tensor]) -> Tensor:
         return model(cut(src), cut(tgt), src_key_padding_mask=cut(mask)).square().sum()
@@ -259,8 +260,8 @@ def check_layers_ask_nothing(mesh: DeviceMesh) -> None:
     calls without gradients, and only the rows of a forward pass travel once more.
     """
     ranks = ranks_of(mesh=mesh)
-    decoder = parallelize(built(LongNetLM, **{**SIZES, "num_layers": 12}), mesh, shard_parameters=False)
-    both = parallelize(built(LongNet, **{**SIZES, "num_layers": 2}), mesh, shard_parameters=False)
+    decoder = parallelize(built(LongNetLM, **{**SIZES, "num_layers": 4}), mesh, shard_parameters=False)
+    both = parallelize(built(LongNet, **SIZES, num_decoder_layers=2), mesh, shard_parameters=False)
     one, two = torch.ones(1, 48, dtype=torch.long), torch.ones(1, 48, 32, dtype=torch.float64)
     for model, inputs, rounds in ((decoder, (one,), 1), (both, (two, two), 3)):
         posts = []

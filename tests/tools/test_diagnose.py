@@ -16,7 +16,7 @@ from dilated_attention_pytorch import (
     get_global_memory_pool,
     memory_cleanup,
 )
-from dilated_attention_pytorch.tools import memory
+from dilated_attention_pytorch.tools import diagnose, memory
 from dilated_attention_pytorch.tools.memory import GpuMemory
 
 GIB = 1 << 30
@@ -27,6 +27,12 @@ def nothing_of_other_tests():
     """What is alive before a test is not walked, and so not counted."""
     memory_cleanup()
     gc.freeze()
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """No product is timed: half a second each."""
+    monkeypatch.setattr(diagnose, "thread_rates", lambda threads: {threads: 1.0})
 
 
 def said(report, word: str):
@@ -164,7 +170,7 @@ def test_performance_is_told_from_a_step_that_is_profiled(capsys) -> None:
     json.dumps(report.to_dict())
 
 
-def test_settings_for_debugging_are_found(monkeypatch) -> None:
+def test_settings_for_debugging_are_found(quick, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not said(diagnose_performance_issues(quiet=True), "anomaly")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
@@ -175,7 +181,7 @@ def test_settings_for_debugging_are_found(monkeypatch) -> None:
     assert not said(report, "TRITON_INTERPRET")
 
 
-def test_tensors_without_memory_are_passed_over() -> None:
+def test_tensors_without_memory_are_passed_over(quick) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -188,7 +194,7 @@ def test_tensors_without_memory_are_passed_over() -> None:
     assert fake.weight.shape == ghost.weight.shape
 
 
-def test_values_that_are_not_finite_are_found() -> None:
+def test_values_that_are_not_finite_are_found(quick) -> None:
     layer = nn.Linear(4, 4)
     with torch.no_grad():
         layer.weight[0, 0] = torch.nan
@@ -223,13 +229,13 @@ def test_threads_that_do_not_fit_the_cores_are_timed_and_restored(monkeypatch) -
     assert "torch.set_num_threads(1)" in found.way_out
 
 
-def test_loaders_without_workers_are_counted() -> None:
+def test_loaders_without_workers_are_counted(quick) -> None:
     loader = torch.utils.data.DataLoader([1, 2, 3])
     assert said(diagnose_performance_issues(quiet=True), "(num_workers=0)")
     del loader
 
 
-def test_flushes_of_the_allocator_are_told(monkeypatch) -> None:
+def test_flushes_of_the_allocator_are_told(quick, monkeypatch) -> None:
     on_a_gpu(monkeypatch, GpuMemory(0, 50 * GIB, 76 * GIB, 70 * GIB, 1 * GIB, 80 * GIB), num_alloc_retries=7)
     report = diagnose_performance_issues(quiet=True)
     assert [one.topic for one in said(report, "flush its cache 7 times")] == ["Memory Fragmentation"]

@@ -11,13 +11,18 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.tools import diagnose
 from dilated_attention_pytorch.tools import doctor as room
 from dilated_attention_pytorch.tools.doctor import bfloat16_product_fails, doctor, missing_extras
 
 
 @pytest.fixture(autouse=True)
 def a_plain_machine(monkeypatch):
-    """A processor without AMX and no driver, whatever this one has: tests then add what they are about."""
+    """A processor without AMX and no driver, whatever this one has: tests then add what they are about.
+
+    Its threads are not timed, as `test_diagnose` times them.
+    """
+    monkeypatch.setattr(diagnose, "thread_rates", lambda threads: {threads: 1.0})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(room, "processor_flags", lambda: frozenset({"avx2"}))
     monkeypatch.setattr(room, "_has_nvidia_driver", lambda: False)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from dilated_attention_pytorch import cli
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.train import loop
 from dilated_attention_pytorch.train.ranks import exit_process
 from dilated_attention_pytorch.train.step import Stepper
 
@@ -19,6 +20,9 @@ RANK = int(os.environ.get("RANK", "0"))
 # Everything that leaves the mathematics as it is.
 EXACT = "--accumulate 2 --checkpointing selective --offload --mlp-tile 5 --loss-chunk 7".split()  # noqa: SIM905
 
+
+# Of a run of which only the losses are compared: one checkpoint.
+LOSSES = ["--checkpoint-every", "8"]
 
 # What later models do instead of MAGNETO.
 LATER = """
@@ -42,6 +46,8 @@ def share(folder: Path, flags: list[str]) -> None:
     """Several runs in one launch, and the errors that every rank must tell."""
     real = Stepper.step
     assert main([*flags, "--out", str(folder / "fsdp"), "--monitors", "jsonl"]) == 0
+    loop.draw_curve = lambda *_: None  # once is enough
+    every_second, flags = flags, [*flags, *LOSSES]
     assert main([*flags, "--out", str(folder / "ddp"), "--engine", "ddp"]) == 0
     assert main(["train", "--resume", str(folder / "from-one"), "--engine", "fsdp"]) == 0
     assert main([*flags, "--out", str(folder / "later-fsdp"), *LATER]) == 0
@@ -64,7 +70,7 @@ def share(folder: Path, flags: list[str]) -> None:
 
     if RANK == 1:
         FileSystemWriter.write_data = full_disk
-    assert main([*flags, "--out", str(folder / "failed"), "--steps", "30"]) == 1
+    assert main([*every_second, "--out", str(folder / "failed"), "--steps", "30"]) == 1
 
 
 def broken_on_one_rank(folder: Path, flags: list[str]) -> None:
@@ -99,19 +105,20 @@ def hang(folder: Path, flags: list[str]) -> None:
 
 def four(folder: Path, flags: list[str]) -> None:
     """Four ranks resume what two began, and share sequences, heads and parameters in several ways."""
-    real = Stepper.step
+    real, losses = Stepper.step, [*flags, *LOSSES]
     assert main(["train", "--resume", str(folder / "four")]) == 0
-    assert main([*flags, "--out", str(folder / "sequence"), "--sequence-parallel", "4", "--monitors", "jsonl"]) == 0
-    assert main([*flags, "--out", str(folder / "sequence-data"), "--sequence-parallel", "2"]) == 0
+    loop.draw_curve = lambda *_: None
+    assert main([*losses, "--out", str(folder / "sequence"), "--sequence-parallel", "4", "--monitors", "jsonl"]) == 0
+    assert main([*losses, "--out", str(folder / "sequence-data"), "--sequence-parallel", "2"]) == 0
     both = ["--sequence-parallel", "2", "--tensor-parallel", "2"]
-    assert main([*flags, "--out", str(folder / "sequence-tensor-exact"), *both, *EXACT]) == 0
-    at_step(5, lambda: signal.raise_signal(signal.SIGTERM))
+    assert main([*losses, "--out", str(folder / "sequence-tensor-exact"), *both, *EXACT]) == 0
+    at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
     assert main([*flags, "--out", str(folder / "sequence-tensor"), *both]) == 128 + signal.SIGTERM
     Stepper.step = real
     assert main(["train", "--resume", str(folder / "sequence-tensor")]) == 0
     assert main(["train", "--resume", str(folder / "one-to-tensor"), *both]) == 0
     assert main(["train", "--resume", str(folder / "one-to-ddp"), "--sequence-parallel", "2", "--engine", "ddp"]) == 0
-    assert main([*flags, "--out", str(folder / "later-tensor"), *both, *LATER]) == 0
+    assert main([*losses, "--out", str(folder / "later-tensor"), *both, *LATER]) == 0
     assert main(["train", "--resume", str(folder / "later-one-to-tensor"), "--tensor-parallel", "2"]) == 0
     assert main([*flags, "--out", str(folder / "three"), "--tensor-parallel", "3"]) == 1
     assert main([*flags, "--out", str(folder / "odd"), "--batch-size", "6"]) == 1

@@ -43,7 +43,7 @@ def metrics(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text, capsys) -> None:
+def test_a_run_leaves_its_config_metrics_curve_sample_and_weights(tmp_path, text, drawn, capsys) -> None:
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 4, *FLAGS) == 0
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {
@@ -226,7 +226,7 @@ def test_resuming_wants_something_to_do(tmp_path, text, capsys, monkeypatch) -> 
     assert "already holds a run: continue it with --resume" in capsys.readouterr().err
 
 
-def test_a_run_whose_end_failed_shows_it_when_it_is_resumed(tmp_path, text, capsys, monkeypatch) -> None:
+def test_a_run_whose_end_failed_shows_it_when_it_is_resumed(tmp_path, text, capsys, monkeypatch, drawn) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -42,7 +42,7 @@ def flags(folder) -> list[str]:
     # Six sequences, for two ranks and three; sizes that three do not divide.
     sizes = """
         --d-model 16 --num-heads 2 --num-layers 2 --segment-lengths 8 16 --dilation-rates 1 2 --sequence-length 16
-        --batch-size 6 --warmup-steps 2 --validate-every 4 --sample-bytes 4 --device cpu
+        --batch-size 6 --warmup-steps 2 --validate-every 8 --sample-bytes 4 --device cpu
     """
     return ["train", "--data", str(text), "--steps", str(STEPS), *sizes.split()]
 

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from dilated_attention_pytorch import LongNetLM
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.parallel import Zero
+from dilated_attention_pytorch.train import loop
 from dilated_attention_pytorch.train.ranks import exit_process, join_ranks
 from dilated_attention_pytorch.train.step import Stepper
 
 
 def share(folder: Path, flags: list[str]) -> None:
     """All stages, one by sequences too, resumed, a loop of one's own, and what every rank must refuse."""
+    loop.draw_curve = lambda *_: None
     # Beside stages and offload, everything that leaves the mathematics as it is.
     exact = "--accumulate 3 --checkpointing selective --offload --loss-chunk 7".split()  # noqa: SIM905
     tiled = [*exact, "--mlp-tile", "5"]

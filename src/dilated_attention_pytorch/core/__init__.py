@@ -26,11 +26,7 @@ from dilated_attention_pytorch.core.plans import (
     get_global_pattern_cache,
     reset_global_pattern_cache,
 )
-from dilated_attention_pytorch.core.pool import (
-    WorkspacePool,
-    get_global_memory_pool,
-    reset_global_memory_pool,
-)
+from dilated_attention_pytorch.core.pool import WorkspacePool, get_global_memory_pool, reset_global_memory_pool
 from dilated_attention_pytorch.core.reach import reach_shares
 from dilated_attention_pytorch.core.reference import reference_forward
 from dilated_attention_pytorch.core.resources import Resources

@@ -66,10 +66,7 @@ class OptimizedPatternCache(PatternCache):
         max_bytes: int | None = None,
     ) -> None:
         super().__init__(
-            max_cpu_patterns,
-            enable_stats=enable_stats,
-            enable_profiling=enable_profiling,
-            max_bytes=max_bytes,
+            max_cpu_patterns, enable_stats=enable_stats, enable_profiling=enable_profiling, max_bytes=max_bytes
         )
         self.max_gpu_patterns, self.gpu_memory_limit_mb = max_gpu_patterns, gpu_memory_limit_mb
         self.enable_async, self.enable_prefetch = enable_async, enable_prefetch

@@ -6,6 +6,7 @@ Flags are the settings of `TrainConfig`, its model, memory options and ZeRO that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -83,6 +84,22 @@ SETTINGS: dict[str, tuple[str, dataclasses.Field[Any]]] = {
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
     """The values of the flags that were given, by flag."""
     tyro = import_optional("tyro", "train", "the command train")
+    given = tyro.cli(
+        _flags_by_group(),
+        args=list(arguments),
+        prog="dilated-attention train",
+        description="Train a LongNetLM on text; by default on the bytes of the source of Python's standard library. "
+        "Flags override --config, which overrides --preset; the defaults below are those without both.",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),  # comments are slow to find
+    )
+    return {name: value for group in given.values() for name, value in group.items()}
+
+
+@functools.cache  # tyro remembers what it has read of a class
+def _flags_by_group() -> Any:
+    """All flags as tyro takes them: a class with a field per group, which is a class with a field per flag."""
+    import tyro
+
     hints = {table: get_type_hints(kind) for table, kind in {"": TrainConfig, **TABLES}.items()}
     groups: dict[str, dict[str, Any]] = {
         "start": {
@@ -102,21 +119,9 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
             kind, tyro.conf.arg(help=words, help_behavior_hint=default and f"(default: {default})", aliases=short)
         ]
     by_group: Any = TypedDict(  # type: ignore[misc]
-        "flags",
-        {group: TypedDict(group, kinds, total=False) for group, kinds in groups.items()},
+        "flags", {group: TypedDict(group, kinds, total=False) for group, kinds in groups.items()}
     )
-    description = (
-        "Train a LongNetLM on text; by default on the bytes of the source of Python's standard library. Flags override "
-        "--config, which overrides --preset; the defaults below are those without both."
-    )
-    given = tyro.cli(
-        by_group,
-        args=list(arguments),
-        prog="dilated-attention train",
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    return {name: value for group in given.values() for name, value in group.items()}
+    return by_group
 
 
 def _shown(default: Any) -> str:

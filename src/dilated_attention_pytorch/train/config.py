@@ -115,10 +115,7 @@ class TrainConfig:
     )
     tf32: bool = setting(False, may_change=True)  # float32 products on GPUs may round to TF32
     engine: Engine = setting(
-        "fsdp",
-        "ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard",
-        group=_DEVICES,
-        may_change=True,
+        "fsdp", "ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard", group=_DEVICES, may_change=True
     )
     zero: Zero | None = setting(None, may_change=True)
     sequence_parallel: int = setting(

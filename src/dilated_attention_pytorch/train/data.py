@@ -176,11 +176,7 @@ def open_corpus(
 
 
 def _prepared(
-    paths: Sequence[str],
-    tokenizer: Tokenizer,
-    cache: Path,
-    progress: Callable[..., Any] | None,
-    apart: Sequence[Path],
+    paths: Sequence[str], tokenizer: Tokenizer, cache: Path, progress: Callable[..., Any] | None, apart: Sequence[Path]
 ) -> Iterator[tuple[Path, str, list[str]] | None]:
     """Write token files unless they are there, undamaged: yields None now and then, last their folder and text."""
     text = token_files.Text.of(*text_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))

@@ -74,11 +74,13 @@ class Ranks:
 
     def axis(self, name: str) -> int:
         """The number of ranks along an axis."""
-        return 1 if self.mesh is None else self.mesh[name].size()
+        return 1 if self.mesh is None else self.mesh.shape[(self.mesh.mesh_dim_names or ()).index(name)]
 
     def place(self, name: str) -> int:
         """The number of this rank along an axis."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank(name)
+        if self.mesh is None:
+            return 0
+        return (self.mesh.get_coordinate() or ())[(self.mesh.mesh_dim_names or ()).index(name)]
 
     def part(self, batch: Tensor) -> Tensor:
         """This rank's tokens of a batch `(B, N)` that all ranks drew alike: a shard of each of its sequences."""

@@ -160,11 +160,7 @@ class ZeroModel(nn.Module):
 
     def _set_sharded(self, parameter: nn.Parameter, values: Values | None) -> None:
         from deepspeed.runtime.zero import GatheredParameters
-        from deepspeed.utils import (
-            safe_get_local_fp32_param,
-            safe_set_local_fp32_param,
-            safe_set_local_optimizer_state,
-        )
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         with GatheredParameters([parameter], modifier_rank=0):
             if values is not None:
