@@ -59,7 +59,12 @@ class Ranks:
                 process.join()
                 if process.exitcode:
                     until = min(until, time.monotonic() + GRACE)
-        return all(process.exitcode == 0 for process in self.processes), self.end()
+        codes = [process.exitcode for process in self.processes]
+        printed = self.end()
+        ended_well = all(code == 0 for code in codes)
+        if not ended_well:
+            printed += f"\nexit codes of the ranks, None for those that did not end: {codes}"
+        return ended_well, printed
 
     def end(self) -> str:
         """Kill the ranks that still run; what all printed."""
