@@ -42,7 +42,7 @@ from dilated_attention_pytorch.parallel import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     DistributedImprovedDilatedAttention,
-    Ranks,
+    RankGroup,
     RingDilatedAttention,
     RingDilatedAttentionV2,
     RingDilatedAttentionV3,
@@ -140,7 +140,7 @@ def _segment_table(device: str, call: Call, spans: Tensor, like: Tensor, cache: 
 
 def _ring_schedule(device: str, call: Call, like: Tensor, cache: Resources) -> list[Any]:
     """The schedule of one of eight ranks whose shards every branch cuts."""
-    ranks = Ranks(None)
+    ranks = RankGroup(None)
     ranks.rank, ranks.size = 3, 8
     shards = Shards((like.shape[1] // 8 - 1,) * 8)
     mine = torch.Size((1, shards.lengths[3], HEADS, HEAD_DIM))

@@ -28,9 +28,14 @@ import dilated_attention_pytorch as package
 from dilated_attention_pytorch import core as core_room
 from dilated_attention_pytorch import functional, models, parallel, train
 from dilated_attention_pytorch import nn as nn_room
+from dilated_attention_pytorch.core.block_layout import layout_of
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import shown
 from dilated_attention_pytorch.core.pool import is_out_of_memory
+from dilated_attention_pytorch.core.resources import Resources
+from dilated_attention_pytorch.kernels.engine import check_backend
+from dilated_attention_pytorch.parallel.group import Place
+from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.wire import wires_of
 
 from .thorough import examples
@@ -106,7 +111,7 @@ def training(model: nn.Module | None = None) -> dict[str, Any]:
 
 
 def ranks_of_place(group: Any = None, mesh: Any = None, axis: Any = "sequence", size: Any = None) -> Any:
-    return parallel.Place(group, mesh, axis, size).ranks()
+    return Place(group, mesh, axis, size).ranks()
 
 
 def slide() -> nn.Module:
@@ -134,7 +139,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "autocast_inputs": lambda: (lambda a, b: functional.autocast_inputs(a, b), {"a": heads(), "b": heads()}),
     "backends": lambda: (functional.backends, {"device": "cpu"}),
     "warm_up": lambda: (functional.warm_up, {"shape": (2, 10, 4, 4), **PATTERN, "device": "cpu"}),
-    "check_backend": lambda: (functional.check_backend, {"backend": "auto"}),
+    "check_backend": lambda: (check_backend, {"backend": "auto"}),
     "check_sparse_config": lambda: (functional.check_sparse_config, {"sparse_config": TILES, "spec": SPEC}),
     "checked_call": lambda: (
         functional.checked_call,
@@ -206,7 +211,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "layout_for": lambda: (core_room.layout_for, layout_arguments()),
     "layout_of": lambda: (
-        core_room.layout_of,
+        layout_of,
         {
             "call": Call(spec=SPEC, sparse=TILES),
             "query": heads(),
@@ -281,8 +286,8 @@ CASES: dict[str, Callable[[], Case]] = {
             "DistributedImprovedDilatedAttention",
         )
     },
-    "AcrossRanks": lambda: (parallel.AcrossRanks, {**PATTERN, "sequence": None}),
-    "AcrossRanks.forward": lambda: (parallel.AcrossRanks(**PATTERN, sequence=None), qkv()),
+    "AcrossRanks": lambda: (AcrossRanks, {**PATTERN, "sequence": None}),
+    "AcrossRanks.forward": lambda: (AcrossRanks(**PATTERN, sequence=None), qkv()),
     "RingDilatedAttentionV3.forward": lambda: (parallel.RingDilatedAttentionV3(**PATTERN), qkv()),
     "RingDilatedAttentionV2.get_memory_estimate": lambda: (
         parallel.RingDilatedAttentionV2(**PATTERN).get_memory_estimate,
@@ -312,7 +317,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "make_plan": lambda: (parallel.make_plan, {"job": parallel.Job(spec=SPEC, tokens=32, gpus=2, heads=4, head_dim=4)}),
     "Place": lambda: (ranks_of_place, {"axis": "sequence", "size": 1}),
     "RankGroup": lambda: (parallel.RankGroup, {"group": None}),
-    "Ranks": lambda: (parallel.Ranks, {"group": None}),
     "ranks_of": lambda: (parallel.ranks_of, {"axis": "sequence", "size": 1}),
     "RunOptions": lambda: (parallel.RunOptions, {"use_deepspeed": True, "zero_stage": 2}),
     "Zero": lambda: (parallel.Zero, {"stage": 3, "cpu_offload": True}),
@@ -448,17 +452,13 @@ EXCEPTIONS = {
     "hf.LongNetModel": "transformers makes it from a config",
     "hf.fine_tune_at_growing_lengths": "runs transformers' trainer",
     "hf.register": "takes no argument",
-    "BlockLayout": "a named tuple of what layout_for builds",
-    "BranchLayout": "a named tuple of what layout_for builds",
     "HeadLayout": "a type",
     "PatternType": "a type",
     "Plan": "what make_plan returns",
     "ReachWarning": "a warning",
-    "Resources": "a named tuple; calls check it",
     "Rotation": "a named tuple; rotate checks it",
     "RowWeights": "what attention_rows returns",
     "Scheme": "a type",
-    "Stopped": "an exception",
     "TokenLayout": "a type",
     "Traffic": "a named tuple of two numbers",
     "Wire": "what wires_of makes",
@@ -542,7 +542,7 @@ def bad_values() -> list[Any]:
         torch.tensor([0.5, float("nan")]), torch.zeros(0), heads(),
         heads(3), rows(), rows().int(), heads().to(torch.complex64), heads().double(), heads().to("meta"),
         torch.zeros(2, 10, dtype=torch.bool), torch.full((2, 10), 10**6), torch.zeros(2, 10, 4, 4).to_sparse(),
-        core_room.Resources(), TILES, SPEC, Path("x"), ValueError("x"),
+        Resources(), TILES, SPEC, Path("x"), ValueError("x"),
     ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.row_weights import RowWeights, row_weights
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
-from dilated_attention_pytorch.kernels.engine import backends, check_backend, compile_kernels, name_of_engine
+from dilated_attention_pytorch.kernels.engine import backends, compile_kernels, name_of_engine
 from dilated_attention_pytorch.kernels.op import attend
 
 if TYPE_CHECKING:
@@ -39,13 +39,8 @@ if TYPE_CHECKING:
 __all__ = [
     "RowWeights",
     "attention_rows",
-    "autocast_inputs",
     "backends",
-    "check_backend",
-    "check_sparse_config",
-    "checked_call",
     "dilated_attention",
-    "refuse_dense_mask",
     "warm_up",
 ]
 

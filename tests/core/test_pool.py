@@ -8,10 +8,11 @@ import threading
 import pytest
 import torch
 
-from dilated_attention_pytorch.core import Resources, WorkspacePool, get_global_memory_pool, reset_global_memory_pool
+from dilated_attention_pytorch.core import WorkspacePool, get_global_memory_pool, reset_global_memory_pool
 from dilated_attention_pytorch.core import pool as pooling
 from dilated_attention_pytorch.core.optimized_pattern_cache import OptimizedPatternCache
 from dilated_attention_pytorch.core.profile import Profile
+from dilated_attention_pytorch.core.resources import Resources
 
 F32, MIB = torch.float32, 1 << 20
 

@@ -22,8 +22,7 @@ from dilated_attention_pytorch import (
     create_dilated_attention,
     create_multihead_dilated_attention,
 )
-from dilated_attention_pytorch.core import Resources
-from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS
+from dilated_attention_pytorch.core.resources import CACHE_FROM_TOKENS, POOL_FROM_TOKENS, Resources
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels import eager
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch.core import DilatedSpec
-from dilated_attention_pytorch.parallel import Ranks, ranks_of, sharded_dilated_attention
+from dilated_attention_pytorch.parallel import RankGroup, ranks_of, sharded_dilated_attention
 from dilated_attention_pytorch.parallel.plan import Job, make_plan
 from dilated_attention_pytorch.parallel.wire import Traffic
 
@@ -63,7 +63,7 @@ def check_plan() -> None:
         check(ranks, job)
 
 
-def check(ranks: Ranks, job: Job) -> None:
+def check(ranks: RankGroup, job: Job) -> None:
     plan = make_plan(job)
     mine = plan.ranks[ranks.rank]
     q, do = (torch.randn(job.batch, mine.tokens, job.heads, job.head_dim) for _ in range(2))
@@ -76,7 +76,7 @@ def check(ranks: Ranks, job: Job) -> None:
     def post(sends, receives, entry, profile=None):
         sends, receives = list(sends), list(receives)
         buffers.look([mail.buffer for mail in (*sends, *receives)])
-        return Ranks.post(ranks, sends, receives, entry)
+        return RankGroup.post(ranks, sends, receives, entry)
 
     def save(x):
         saved.append(x.nbytes)

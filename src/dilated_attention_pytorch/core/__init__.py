@@ -3,8 +3,8 @@
 This room imports PyTorch only.
 """
 
-from dilated_attention_pytorch.core.block_layout import BlockLayout, BranchLayout, keys_seen, layout_for, layout_of
-from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, PatternType, SparsePatternConfig
+from dilated_attention_pytorch.core.block_layout import keys_seen, layout_for
+from dilated_attention_pytorch.core.block_pattern import PatternType, SparsePatternConfig
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.optimized_pattern_cache import (
     OptimizedPatternCache,
@@ -29,15 +29,11 @@ from dilated_attention_pytorch.core.plans import (
 from dilated_attention_pytorch.core.pool import WorkspacePool, get_global_memory_pool, reset_global_memory_pool
 from dilated_attention_pytorch.core.reach import reach_shares
 from dilated_attention_pytorch.core.reference import reference_forward
-from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, HeadLayout, ReachWarning, branches_for
 
 __all__ = [
-    "PATTERN_TYPES",
-    "BlockLayout",
     "Branch",
-    "BranchLayout",
     "DilatedPatternCache",
     "DilatedSpec",
     "HeadLayout",
@@ -45,7 +41,6 @@ __all__ = [
     "PatternCache",
     "PatternType",
     "ReachWarning",
-    "Resources",
     "SimpleGPUCache",
     "SparsePatternConfig",
     "WorkspacePool",
@@ -59,7 +54,6 @@ __all__ = [
     "get_optimized_pattern_cache",
     "keys_seen",
     "layout_for",
-    "layout_of",
     "merge",
     "reach_shares",
     "reference_forward",

@@ -274,5 +274,9 @@ def _hot_place(entry: Entry) -> torch.device:
 
 
 def get_optimized_pattern_cache() -> OptimizedPatternCache:
-    """The two-tier cache that `RingDilatedAttentionV3` modules share; see `get_global_pattern_cache`."""
+    """The two-tier cache that `RingDilatedAttentionV3` modules share; see `get_global_pattern_cache`.
+
+    >>> get_optimized_pattern_cache() is get_optimized_pattern_cache()
+    True
+    """
     return shared_cache(OptimizedPatternCache)

@@ -37,6 +37,13 @@ def reference_forward(
     """`(out, lse)` in float64, `(B, N, H, D)` and `(B, N, H)`; differentiable by autograd.
 
     With a block layout, which must be made for the same spans, a row sees what its kept tiles show.
+
+    >>> from dilated_attention_pytorch.core.spec import DilatedSpec
+    >>> call = Call(spec=DilatedSpec.of([4, 16], [1, 4]), is_causal=True)
+    >>> query, key, value = torch.randn(3, 1, 16, 4, 8).unbind(0)
+    >>> out, lse = reference_forward(query, key, value, call)
+    >>> torch.allclose(out[:, 0], value[:, 0].double())  # the first row sees only itself
+    True
     """
     check_shapes(query, key, value)
     if query.is_complex() or key.is_complex() or value.is_complex():

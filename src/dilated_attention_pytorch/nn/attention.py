@@ -19,7 +19,8 @@ from dilated_attention_pytorch.core.profile import Profile
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
-from dilated_attention_pytorch.functional import autocast_inputs, check_backend, dilated_attention, refuse_dense_mask
+from dilated_attention_pytorch.functional import autocast_inputs, dilated_attention, refuse_dense_mask
+from dilated_attention_pytorch.kernels.engine import check_backend
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 _NOT_PROFILING = nullcontext()

@@ -21,7 +21,11 @@ from dilated_attention_pytorch.core.spans import check_spans, document_positions
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys: `cos` and `sin` of the angles, `(1 or B, N, D/2)`, and xPos's `scale`."""
+    """The rotation of queries and keys: `cos` and `sin` of the angles, `(1 or B, N, D/2)`, and xPos's `scale`.
+
+    >>> RotaryPositions(8)(1, 100).cos.shape
+    torch.Size([1, 100, 4])
+    """
 
     cos: Tensor
     sin: Tensor
@@ -218,7 +222,13 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 
 def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """Query and key, `(B, N, heads, D)`, turned by their positions; computed in float32, returned in their dtype."""
+    """Query and key, `(B, N, heads, D)`, turned by their positions; computed in float32, returned in their dtype.
+
+    >>> query, key = torch.randn(2, 1, 100, 4, 8).unbind(0)
+    >>> turned, _ = rotate(query, key, RotaryPositions(8)(1, 100))
+    >>> torch.equal(turned[:, 0], query[:, 0])  # position 0 is not turned
+    True
+    """
     check_instance("rotation", rotation, Rotation)
     for name, x in (("query", query), ("key", key)):
         pairs = tuple(rotation.cos.shape[1:])

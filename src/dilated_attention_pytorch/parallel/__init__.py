@@ -1,9 +1,8 @@
 """Dilated attention across ranks: shards, schemes and their bytes, plans, and the modules that use them."""
 
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
-from dilated_attention_pytorch.parallel.group import Place, RankGroup, ranks_of
+from dilated_attention_pytorch.parallel.group import RankGroup, ranks_of
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
-from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.names import (
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
@@ -29,19 +28,14 @@ from dilated_attention_pytorch.parallel.sharding import (
 )
 from dilated_attention_pytorch.parallel.wire import Traffic, Wire
 
-Ranks = RankGroup  # its earlier name
-
 __all__ = [
-    "AcrossRanks",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "DistributedImprovedDilatedAttention",
     "DistributedImprovedMultiheadDilatedAttention",
     "Job",
-    "Place",
     "Plan",
     "RankGroup",
-    "Ranks",
     "RingAdvancedDistributedDilatedAttention",
     "RingDilatedAttention",
     "RingDilatedAttentionV2",

@@ -137,6 +137,13 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
+    """What a job takes on every rank; `make_plan` makes it.
+
+    >>> plan = make_plan(Job(spec=DilatedSpec.of([8192, 1_048_576], [1, 512]), tokens=1_048_576, gpus=64))
+    >>> print(f"at most {plan.fullest.peak / 2**30:.2f} GiB on a rank")
+    at most 0.36 GiB on a rank
+    """
+
     job: Job
     branches: tuple[BranchPlan, ...]
     ranks: tuple[RankPlan, ...]

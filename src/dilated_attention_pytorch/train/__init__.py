@@ -2,7 +2,6 @@
 
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.loop import train
-from dilated_attention_pytorch.train.ranks import Stopped
 from dilated_attention_pytorch.train.stages import Stage
 
-__all__ = ["Stage", "Stopped", "TrainConfig", "train"]
+__all__ = ["Stage", "TrainConfig", "train"]
