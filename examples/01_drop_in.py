@@ -1,6 +1,7 @@
 # %% [markdown]
 # # A drop-in for `nn.MultiheadAttention`
-# Take a model built from PyTorch's layers, replace its attention, keep its weights, and feed it longer sequences.
+# This example replaces the attention of a model built from PyTorch's layers. The model keeps its weights and can then
+# read longer sequences.
 
 # %%
 from copy import deepcopy
@@ -15,9 +16,9 @@ torch.manual_seed(0)
 
 # %% [markdown]
 # ## One layer
-# The call and the result are those of `nn.MultiheadAttention(batch_first=True)`. `max_length` chooses segments and
-# dilation rates that connect all tokens of a sequence of that length. Attention weights are not returned: they would
-# take memory that grows with the square of the length.
+# `MultiheadDilatedAttention` has the call of `nn.MultiheadAttention(batch_first=True)`. `max_length` chooses segments
+# and dilation rates that connect all tokens of a sequence of that length. The module does not return attention weights,
+# because their memory grows with the square of the length.
 
 # %%
 x = torch.randn(1, 3_000, 64)  # (batch, tokens, features)
@@ -40,8 +41,8 @@ with torch.no_grad():
 
 # %% [markdown]
 # ## Longer sequences
-# With several branches, the time of dilated attention grows about linearly with the length, that of dense attention
-# with its square. Weights that were trained with dense attention need fine-tuning after this switch.
+# With these branches, the time of dilated attention grows about linearly with the length. The time of dense attention
+# grows with its square. Weights trained with dense attention need fine-tuning after this switch.
 
 # %%
 branches = branches_for(4_096, heads=4, shortest=256)

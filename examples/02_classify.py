@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Classify long sequences
-# Each sequence has up to 1,024 rows of noise. In 40 rows of them there is a signal, and its kind is the class. Rows may
-# be any vectors: tiles of a slide, windows of a genome, frames of a video. `dna.py` has a harder task of this kind, in
-# which the order of two distant stretches is the class.
+# Each sequence has up to 1,024 rows of noise. 40 of these rows also contain a signal, whose kind is the class. Rows may
+# be any vectors: tiles of a slide, windows of a genome, frames of a video. `dna.py` has a harder task, in which the
+# order of two distant stretches is the class.
 
 # %%
 import torch
@@ -28,9 +28,9 @@ def draw(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 # %% [markdown]
-# `LongNetEncoder` makes one prediction per sequence. Information never crosses the border of the longest segment, so
-# `branches_for` makes the last one as long as the sequence. `shortest=128` makes attention to so few rows dilated: by
-# default the first segments have 2,048 tokens.
+# `LongNetEncoder` makes one prediction per sequence. Information does not cross the border of the longest segment, so
+# `branches_for` makes that segment as long as the sequence. By default, the first segments have 2,048 tokens, which is
+# longer than these sequences. `shortest=128` makes them shorter.
 
 # %%
 segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=128)
@@ -42,7 +42,7 @@ model = LongNetEncoder(
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
 
 # %% [markdown]
-# `seqlens` are the lengths of padded rows. Without padding, pack all sequences into one row and pass `cu_seqlens`.
+# `seqlens` are the lengths of padded rows. To avoid padding, pack all sequences into one row and pass `cu_seqlens`.
 
 # %%
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

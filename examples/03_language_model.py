@@ -1,6 +1,6 @@
 # %% [markdown]
 # # Train a language model, save it, and generate
-# A byte-level model learns a small text by heart and continues it. `./run train --data FOLDER` does the same for real
+# A byte-level model learns a small text by heart and continues it. `./run train --data FOLDER` trains on your own
 # texts, with checkpoints, several GPUs and reports.
 
 # %%
@@ -17,7 +17,7 @@ data = torch.tensor(list((text * 12).encode()))
 TOKENS = 512
 
 # %% [markdown]
-# `is_causal=True` adds a short branch of rate 1, so that every token depends on every earlier one within three layers.
+# `is_causal=True` adds short branches of rate 1. Every token then depends on every earlier one within three layers.
 
 # %%
 segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=64, is_causal=True)
@@ -44,8 +44,8 @@ for step in range(1, 41):
         print(f"step {step:2}: loss {loss:.3f}")
 
 # %% [markdown]
-# A saved model is a folder with `config.json` and `model.safetensors`. `generate` has a cache whose size does not grow
-# with the text, so every token takes about the same time.
+# A saved model is a folder with `config.json` and `model.safetensors`. `generate` uses a cache that does not grow with
+# the text, so every token takes about the same time.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:

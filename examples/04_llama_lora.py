@@ -1,8 +1,8 @@
 # %% [markdown]
 # # LoRA on a Llama with dilated attention
-# Take a dense Llama, switch it to dilated attention, and train small adapters with PEFT while its weights stay fixed.
-# Nothing is downloaded: a tiny Llama is trained first. Load yours with `AutoModelForCausalLM.from_pretrained` instead.
-# Needs `pip install transformers peft`.
+# This example switches a dense Llama to dilated attention. Then it trains small adapters with PEFT; the weights stay
+# fixed. It downloads nothing: it first trains a tiny Llama. To use your own model, load it with
+# `AutoModelForCausalLM.from_pretrained` instead. Needs `pip install transformers peft`.
 
 # %%
 import torch
@@ -40,8 +40,8 @@ print("dense attention, all weights:")
 train(llama, b"the quick brown fox jumps over the lazy dog. " * 20, steps=75, lr=1e-2)
 
 # %% [markdown]
-# The last segment must be as long as the longest text. Pass the number of key/value heads, so that they cover all grids
-# of each branch. For texts of many thousand tokens leave out `shortest`.
+# The last segment must be as long as the longest text. `heads` is the number of key/value heads: `branches_for` chooses
+# rates whose grids these heads cover. For texts of many thousand tokens, leave out `shortest`.
 
 # %%
 segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=32, is_causal=True)
@@ -53,7 +53,7 @@ print(f"dilated attention, segments {segment_lengths}, rates {dilation_rates}, a
 train(model, b"the lazy dog jumps over the quick brown fox. " * 20, steps=75, lr=1e-2)
 
 # %% [markdown]
-# Merge the adapters into the weights, and generate with a cache whose size does not grow with the text.
+# Merge the adapters into the weights, and generate with a cache that does not grow with the text.
 
 # %%
 merged = model.merge_and_unload().eval()

@@ -1,6 +1,6 @@
 # %% [markdown]
 # # Train with Lightning
-# The models are plain `nn.Module`s, so a `LightningModule` around one is all that is needed.
+# All models are plain `nn.Module`s, so you only need a `LightningModule` around one.
 # Needs `pip install lightning`.
 
 # %%
@@ -16,7 +16,7 @@ L.seed_everything(0, verbose=False)
 TOKENS = 256
 
 # %% [markdown]
-# The data are 32 pieces of a text, as bytes, each with the byte that follows it.
+# The data are 32 windows on a text, as bytes, each with the byte that follows it.
 
 # %%
 text = torch.tensor(list(b"Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. " * 20))
@@ -49,8 +49,8 @@ class LitLongNet(L.LightningModule):
 
 
 # %% [markdown]
-# On GPUs use `accelerator="gpu", devices=8, precision="bf16-mixed"`. A sequence that is too long for one GPU is sharded
-# with `parallelize` instead: see `07_two_ranks.py`.
+# On GPUs, use `accelerator="gpu", devices=8, precision="bf16-mixed"`. If a sequence is too long for one GPU, use
+# `parallelize` instead: see `07_two_ranks.py`.
 
 # %%
 trainer = L.Trainer(

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Train with Hugging Face Accelerate
-# A plain training loop. `accelerate launch examples/06_accelerate.py` runs it on the devices and in the precision that
-# `accelerate config` asks for. Needs `pip install accelerate`.
+# This is a plain training loop. `accelerate launch examples/06_accelerate.py` runs it on the devices and in the
+# precision that you chose with `accelerate config`. Needs `pip install accelerate`.
 
 # %%
 import torch
@@ -45,7 +45,7 @@ for epoch in range(1, 11):
     accelerator.print(f"epoch {epoch:2}: loss {loss:.3f}")
 
 # %% [markdown]
-# `unwrap_model` returns the LongNet itself.
+# `unwrap_model` returns the LongNet without Accelerate's wrapper.
 
 # %%
 model = accelerator.unwrap_model(model).eval()

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # One sequence on two ranks, with FSDP2
-# Two processes share one sequence: each holds half of its tokens, and FSDP2 shards parameters, gradients and optimizer
-# state between them. Attention still covers the whole sequence. Start it with
+# Two processes (ranks) share one sequence: each holds half of its tokens. FSDP2 shards parameters, gradients and
+# optimizer state between them. Attention still covers the whole sequence. Start the script with
 #
 #     torchrun --nproc-per-node=2 examples/07_two_ranks.py
 #
-# `python examples/07_two_ranks.py` runs it on one rank, with the same losses. On GPUs use "nccl" and "cuda" instead of
-# "gloo" and "cpu", and call `torch.cuda.set_device` with the local rank first.
+# `python examples/07_two_ranks.py` runs it on one rank, with the same losses. On GPUs, call
+# `torch.cuda.set_device` with the local rank first, and use "nccl" and "cuda" instead of "gloo" and "cpu".
 
 # %%
 import os
@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from dilated_attention_pytorch import LongNetLM, branches_for, parallelize
 
-if "RANK" in os.environ:  # torchrun states it
+if "RANK" in os.environ:  # torchrun sets it
     dist.init_process_group("gloo")
 else:
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
 # %% [markdown]
-# Every rank makes the same weights; `parallelize` shards them. A mesh may also have the axes `data` and `tensor`.
+# Every rank makes the same weights, and `parallelize` shards them. A mesh may also have the axes `data` and `tensor`.
 
 # %%
 TOKENS = 512
@@ -46,8 +46,8 @@ held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTe
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 
 # %% [markdown]
-# A rank takes its own contiguous part of the sequence. All parts have the same number of tokens here, so the loss of a
-# rank is the mean over its tokens, and FSDP2 averages the gradients.
+# A rank takes its own shard, a contiguous part of the sequence. All shards have the same number of tokens here, so the
+# loss of a rank is the mean over its tokens. FSDP2 averages the gradients.
 
 # %%
 text = torch.tensor(list(b"All happy families are alike; each unhappy family is unhappy in its own way. " * 20))

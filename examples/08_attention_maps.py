@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Attention maps
-# `attention_map` returns the exact attention weights of the rows that you name, in every layer and head of a trained
-# model, without an N x N tensor. Here all 160 rows of a short text are drawn. Needs `pip install matplotlib`.
+# `attention_map` returns the exact attention weights of chosen rows (query tokens), in every layer and head of a
+# trained model. It needs no N x N tensor. This example draws all 160 rows of a short text. Needs
+# `pip install matplotlib`.
 
 # %%
 import matplotlib.pyplot as plt
@@ -17,7 +18,7 @@ period = b"She sells sea shells by the sea shore. "
 text = torch.tensor(list(period * 20))
 
 # %% [markdown]
-# Train a small model. The text repeats itself, so the model gains by looking back.
+# Train a small model. The text repeats itself, so the model learns to attend to earlier tokens.
 
 # %%
 segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=32, is_causal=True)
@@ -39,8 +40,8 @@ for _ in range(40):
 print(f"segments {segment_lengths}, rates {dilation_rates}, loss {loss:.3f}")
 
 # %% [markdown]
-# The map is `(layers, rows, heads, keys)`; the weights of a row in a head add up to 1. For a long text name few rows:
-# memory is that of the result.
+# The map is `(layers, rows, heads, keys)`. The weights of a row in a head add up to 1. Memory grows with the number of
+# rows, so choose few rows of a long text.
 
 # %%
 tokens = text[None, :TOKENS]
@@ -51,7 +52,7 @@ for head, row in enumerate(weights[1, -1]):
     print(f"layer 2, head {head}: row {TOKENS - 1} sees {int((row > 0).sum())} keys, most of all {best}")
 
 # %% [markdown]
-# Draw the second layer. Each head reads its own grid of the long segments. Grey: the row does not see the key.
+# Draw the second layer. Each head reads its own grid of the long segments. A row does not see the grey keys.
 
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(13, 3.9), sharey=True, layout="constrained")

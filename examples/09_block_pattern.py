@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A block pattern of your own
 # A block-sparse pattern computes only some tiles (rows x keys) of each branch. `SparsePatternConfig` builds it from
-# three parts: a window around each row, the first tokens of the sequence, and an order in which further tiles are taken
-# until `sparsity_ratio` of all tiles are kept.
+# three parts: a window around each row, the first tokens of each segment, and an order of the other tiles. It keeps
+# tiles in this order, up to the share `sparsity_ratio`.
 
 # %%
 import torch
@@ -22,8 +22,8 @@ patterns = {
 # %% [markdown]
 # ## Who sees whom
 # With equal scores, a row gives the same weight to all keys that it sees. If the value of key `j` is the `j`-th unit
-# vector, the output of a row is the list of its weights. One segment over the whole sequence with rate 1 leaves all of
-# the choice to the tiles. With several branches, each keeps its own tiles.
+# vector, the output of a row is the list of its weights. This example has one branch: a segment over the whole
+# sequence with rate 1. With several branches, each keeps its own tiles.
 
 
 # %%
@@ -42,8 +42,8 @@ for row in range(0, TOKENS, BLOCK):
 
 # %% [markdown]
 # ## How far it reaches
-# With each layer, a row also depends on all that the rows that it sees depended on before. Give a model at least as
-# many layers as its pattern needs to connect all tokens, or choose another pattern.
+# After one layer, a row depends on the keys that it sees. After two layers, it also depends on the keys that those
+# tokens see, and so on. Give a model at least as many layers as its pattern needs to connect all tokens.
 
 # %%
 for name, once in seen.items():
@@ -55,8 +55,8 @@ for name, once in seen.items():
 
 # %% [markdown]
 # ## Use it in a module
-# `Ring` in the name says that the module also works across ranks; on one device nothing is sent. The pattern
-# `content_adaptive` chooses tiles by the products of queries and keys; all others are the same for every input.
+# `Ring` in the name means that the module also works across ranks. On one device, nothing is sent. The pattern
+# `content_adaptive` chooses tiles by the products of queries and keys. All other patterns are the same for every input.
 
 # %%
 attention = BlockSparseRingMultiheadDilatedAttention(
