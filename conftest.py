@@ -1,5 +1,6 @@
 """What must be set before PyTorch's first operator (some machines advertise AMX and trap it) and the first kernel."""
 
+import builtins
 import gc
 import os
 from importlib import import_module
@@ -65,6 +66,11 @@ def pytest_collection_finish():
     """Leave what was imported out of every later garbage collection and every walk over live objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown():
+    """Forget the last value that a doctest has shown as `_`, which the first import of a module may trip over."""
+    vars(builtins).pop("_", None)
 
 
 @pytest.fixture
