@@ -15,12 +15,12 @@ from dilated_attention_pytorch import (
     SparsePatternConfig,
 )
 from dilated_attention_pytorch.core import (
-    PATTERN_TYPES,
     block_layout,
     document_spans,
     get_global_pattern_cache,
     reset_global_pattern_cache,
 )
+from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES
 from dilated_attention_pytorch.functional import dilated_attention
 
 BRANCHES = {"segment_lengths": [16, 48], "dilation_rates": [1, 3]}

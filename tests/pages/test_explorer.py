@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.cli import _parser, main
-from dilated_attention_pytorch.core import PATTERN_TYPES, DilatedSpec, SparsePatternConfig, branches_for, dense_mask
+from dilated_attention_pytorch.core import DilatedSpec, SparsePatternConfig, branches_for, dense_mask
 from dilated_attention_pytorch.core import spec as spec_module
 from dilated_attention_pytorch.core.block_layout import allowed_pairs, keys_seen
+from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES
 from dilated_attention_pytorch.core.pattern import forward_flops, visible_pairs
 from dilated_attention_pytorch.core.reach import reach_shares, warn_of_reach
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS

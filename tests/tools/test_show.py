@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.cli import main
-from dilated_attention_pytorch.core import PATTERN_TYPES, DilatedSpec, SparsePatternConfig, dense_mask
+from dilated_attention_pytorch.core import DilatedSpec, SparsePatternConfig, dense_mask
 from dilated_attention_pytorch.core.block_layout import allowed_pairs
+from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES
 from dilated_attention_pytorch.tools.show import View, density, drawing, summary
 
 from ..thorough import examples
