@@ -187,7 +187,8 @@ def dilated_attention(
         H, kv_heads = query.shape[2], key.shape[2]
         warn_of_reach(call.spec, _longest_document(spans, query.shape[1]), (total_heads or H) * kv_heads // H)
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
-    return attend(call, Inputs(query, key, value, spans, seed, None, prepared), plain, return_lse, resources)
+    inputs = Inputs(query, key, value, spans, seed, None, prepared)
+    return attend(call, inputs, resources, plain=plain, return_lse=return_lse)
 
 
 def attention_rows(

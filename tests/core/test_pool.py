@@ -22,6 +22,18 @@ def pool(request):
     return WorkspacePool(threshold_bytes=1024, lightweight=request.param)
 
 
+def test_cuda_without_a_number_is_the_current_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(pooling, "_memory_of", lambda device: 0)
+    pool = WorkspacePool()
+    first, current = (pool._shelf(torch.device("cuda", number), False) for number in range(2))
+    for shelf in (first, current):
+        shelf.idle.append(pooling._Block(torch.empty(512, dtype=torch.uint8), shelf, used_at=0, nbytes=512))
+    assert pool.release_idle("cuda") == 512
+    assert first.idle
+    assert not current.idle
+
+
 def test_a_buffer_given_back_is_lent_again(pool) -> None:
     first = pool.checkout((512,), F32, "cpu")
     place = first.data_ptr()

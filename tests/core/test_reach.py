@@ -134,6 +134,11 @@ def test_reach_is_what_the_graph_says(branches, layout, is_causal) -> None:
     torch.testing.assert_close(shares.flip(1), torch.stack([expected[0], expected[1], expected[3]]))
 
 
+def test_causal_reach_of_long_sequences_counts_all_tokens_up_to_a_row() -> None:
+    shares = reach_shares(DilatedSpec.of([256], [1]), 2 * COUNTED_TOKENS, heads=1, is_causal=True)
+    assert shares[0].tolist() == [256 / (2 * COUNTED_TOKENS)]  # of the last row
+
+
 def test_reach_of_long_sequences_is_of_some_rows_and_within_one_longest_segment() -> None:
     short = DilatedSpec.of([64, 256], [1, 4])
     shares = reach_shares(short, 10**9, heads=4, layers=[1, 2, 12])

@@ -50,7 +50,7 @@ def test_parts_view_every_row_on_a_grid_once(batch, tokens, heads, layout, branc
 
 def test_heads_of_all_offsets_are_one_problem_where_they_have_as_many_rows() -> None:
     (part,) = parts_of(DilatedSpec.of([64], [4]), tokens=64, heads=4)
-    assert (part.heads, part.offset, part.offset_step) == (slice(0, 4, 1), 0, 1)
+    assert (part.heads, part.offset, part.offset_step) == (range(4), 0, 1)
     # Two heads of each offset: as few parts by offset, which need no step.
     assert [part.offset_step for part in parts_of(DilatedSpec.of([64], [2]), tokens=64, heads=4)] == [0, 0]
     # The last segment's grids differ by a row.

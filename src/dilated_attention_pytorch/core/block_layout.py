@@ -30,7 +30,7 @@ from dilated_attention_pytorch.core.block_pattern import (
     tiles_of,
     visible_tiles,
 )
-from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.call import Call, wide_dtype
 from dilated_attention_pytorch.core.checks import SIZE, checked
 from dilated_attention_pytorch.core.document_tiles import by_content, by_position, tile_rows
 from dilated_attention_pytorch.core.entries import spans_key
@@ -147,7 +147,7 @@ def keys_seen(
             keys[-1] = len(at) - (tiles - 1) * size
             row = torch.arange(len(at))
             known[grid] = (mask * keys).sum(-1)[row // size]
-            if is_causal:  # of its own tile a row sees the keys up to its own
+            if is_causal:  # in its own tile a row sees the keys up to its own position
                 known[grid] = known[grid] - keys[row // size] + row % size + 1
         seen[at.start : at.stop : at.step, head] += known[grid]
     return seen
@@ -356,7 +356,7 @@ def _branch_of_documents(
 
 
 def _most_kept(config: SparsePatternConfig, rows: int, tiles: int, is_causal: bool) -> int:
-    """The most tiles that `rows` rows of grids of up to `tiles` keep: those of as many whole grids as there can be."""
+    """The most tiles that `rows` rows of grids of up to `tiles` tiles can keep, in whole grids as far as possible."""
     kept = budget(config, visible_tiles(torch.arange(tiles), torch.tensor([[tiles]]), is_causal)).cumsum(-1)
     whole, rest = divmod(rows, tiles)
     return whole * int(kept[-1]) + (int(kept[rest - 1]) if rest else 0)
@@ -392,7 +392,7 @@ def _pooled(x: Tensor, branch: Branch, offset: int, block_size: int, T: int, fir
     filled = _filled(x, S * w).unflatten(1, (S, w))[:, :, offset::r]
     filled = filled[:, :, : T * block_size].transpose(1, 2)
     filled = _filled(filled, T * block_size).unflatten(1, (T, block_size))  # (B, T, block, S, heads, group, D)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(x.dtype)
     if first_row:
         pooled = filled[:, :, 0].to(dtype)
     else:

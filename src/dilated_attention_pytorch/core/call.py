@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core import plans
@@ -142,16 +143,15 @@ class Call:
     @staticmethod
     def decode(text: str, scale: float | None, dropout_p: float, kept_fraction: float) -> Call:
         """The call that `encode` wrote, made once for equal strings and numbers."""
-        written = (text, scale, dropout_p, kept_fraction)
-        return plans.remember("call", written, lambda: Call._decoded(*written))
 
-    @staticmethod
-    def _decoded(text: str, scale: float | None, dropout_p: float, kept_fraction: float) -> Call:
-        branches, tiles, rest = literal_eval(text)
-        sparse = None
-        if tiles is not None:
-            sparse = SparsePatternConfig(**dict(zip(_TILE_FIELDS, tiles)), sparsity_ratio=kept_fraction)
-        return Call.of(*branches, scale=scale, dropout_p=dropout_p, sparse=sparse, **dict(zip(_ENCODED, rest)))
+        def make() -> Call:
+            branches, tiles, rest = literal_eval(text)
+            sparse = None
+            if tiles is not None:
+                sparse = SparsePatternConfig(**dict(zip(_TILE_FIELDS, tiles)), sparsity_ratio=kept_fraction)
+            return Call.of(*branches, scale=scale, dropout_p=dropout_p, sparse=sparse, **dict(zip(_ENCODED, rest)))
+
+        return plans.remember("call", (text, scale, dropout_p, kept_fraction), make)
 
 
 Encoded = tuple[str, "float | None", float, float]
@@ -170,22 +170,21 @@ def _text(value: Any) -> str:
     return f"'{value}'" if isinstance(value, str) else str(index(value))
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Prepared:
     """A checked call of tensors of certain shapes, dtypes and device, and the name of its engine.
 
-    It stands for all of these in the keys of plans, where it equals only itself.
+    In the keys of plans it represents all of these. It equals only itself.
     """
 
-    __slots__ = ("call", "engine")
-
-    def __init__(self, call: Call, engine: str) -> None:
-        self.call, self.engine = call, engine
+    call: Call
+    engine: str
 
 
 class Inputs(NamedTuple):
     """The tensors of a call. Lengths are `spans`, dropout is drawn from `seed`, `layout` lists the kept tiles.
 
-    `prepared` is of the same call and of tensors like these; None where it was not remembered.
+    `prepared` describes the same call for tensors like these; None if it was not remembered.
     """
 
     query: Tensor  # (B, N, H, D)
@@ -223,6 +222,11 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"the key/value heads must divide the query heads, got H={query.shape[2]} and Hkv={key.shape[2]}: "
             "repeat or drop key/value heads"
         )
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of `lse` for inputs of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Partial(NamedTuple):

@@ -27,7 +27,7 @@ from dilated_attention_pytorch.measuring import DISTRIBUTION
 
 MOST_TOKENS = 2**48  # of lengths, positions and rates: a product with a number of heads stays exact in int64
 MOST_LISTED = 2**31  # of tokens in a list
-MOST_ENTRIES = 2**20  # of ranks and heads, for each of which a table has an entry
+MOST_ENTRIES = 2**20  # of ranks and heads: tables have an entry for each
 
 COUNT: Mapping[str, float] = {"least": 1, "most": MOST_TOKENS}
 SIZE: Mapping[str, float] = {"least": 0, "most": MOST_TOKENS}
@@ -74,7 +74,7 @@ def check_whole(name: str, value: Any, *, least: float | None = None, most: floa
     whole: Any = value
     # A size that `torch.compile` leaves open stays open: `index` would fix its value.
     if type(value) is not int and not isinstance(value, torch.SymInt):
-        no_integer = isinstance(value, Tensor) and (value.dim() or not _holds_integers(value))
+        no_integer = isinstance(value, Tensor) and (value.dim() or value.is_meta or not _holds_integers(value))
         try:
             whole = None if isinstance(value, bool) or no_integer else index(value)
         except TypeError:
@@ -159,6 +159,18 @@ def check_tensor(name: str, value: Any) -> Tensor:
         raise TypeError(f"{name} must be a dense tensor, got a nested one: {way_out}")
     if value.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout}: convert with .to_dense()")
+    return value
+
+
+def check_whole_numbers(name: str, value: Any) -> Tensor:
+    """A dense tensor of integers.
+
+    >>> check_whole_numbers("seqlens", torch.tensor([1.5]))
+    Traceback (most recent call last):
+    TypeError: seqlens must hold whole numbers, got torch.float32
+    """
+    if not _holds_integers(check_tensor(name, value)):
+        raise TypeError(f"{name} must hold whole numbers, got {value.dtype}")
     return value
 
 
@@ -387,7 +399,7 @@ _WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "
 
 
 def _holds_integers(value: Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.is_meta)
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
 
 
 def _range(least: float | None, most: float | None, above: float | None = None, below: float | None = None) -> str:

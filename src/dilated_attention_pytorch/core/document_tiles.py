@@ -2,7 +2,7 @@
 
 All segments of all documents are numbered (`segment_number`). Their grids of tiles follow each other, so that a *row of
 tiles* belongs to one segment. Sizes here follow from shapes alone, and lengths are read on their device only: nothing
-waits for it, and a CUDA graph chooses anew whenever it is replayed.
+waits for it, and a CUDA graph chooses again whenever it is replayed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dilated_attention_pytorch.core.block_pattern import (
     preference,
     tiles_of,
 )
+from dilated_attention_pytorch.core.call import wide_dtype
 from dilated_attention_pytorch.core.spans import segment_number
 from dilated_attention_pytorch.core.spec import Branch
 
@@ -149,7 +150,7 @@ def by_content(
 def _pooled(x: Tensor, rows: TileRows, block_size: int, rate: int, first_row: bool = False) -> Tensor:
     """`(C, group, R, D)`: the mean, or the first, of the grid rows of every row of tiles; 0 where there are none."""
     C, group, D = x.shape[2:]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(x.dtype)
     within = torch.arange(1 if first_row else block_size, device=x.device)
     heads = torch.arange(C, device=x.device)[:, None, None]
     pooled = []

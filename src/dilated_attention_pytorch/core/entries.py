@@ -116,8 +116,9 @@ def size_of(*values: Any) -> int:
 
 
 def lasting(device: torch.device, make: Callable[[], Value]) -> Value:
-    """`make()`, constants that are kept. What a thread makes on a GPU while it records a CUDA graph belongs to that
-    graph, so another thread makes these.
+    """`make()`, for constants that outlive a CUDA graph.
+
+    What a thread allocates while it records a graph belongs to that graph, so another thread makes these.
     """
     if device.type != "cuda":
         return make()

@@ -118,7 +118,7 @@ def no_second_derivatives(what: str) -> NotImplementedError:
 
 
 def tf32_is_on() -> bool:
-    """Whether PyTorch lets float32 products on GPUs round to TF32, in whichever way that was set.
+    """Whether PyTorch lets float32 products on GPUs round to TF32, by either of its settings.
 
     >>> tf32_is_on() in (True, False)
     True

@@ -99,7 +99,7 @@ class OptimizedPatternCache(PatternCache):
 
     @checked()
     def pin_pattern(self, key: Hashable, device: Device = None) -> bool:
-        """Make a pattern hot, on `device` or where hot patterns live, and keep it; False if there is no such one."""
+        """Make a pattern hot, on `device` or where hot patterns live, and keep it; False if there is none."""
         entry = self._cache.get(key)
         if entry is None:
             return False
@@ -195,16 +195,13 @@ class OptimizedPatternCache(PatternCache):
 
     def _keep_hot(self, cold: Entry, copy: Entry) -> None:
         """Take a copy into the hot tier, if its limits leave room beside what is pinned."""
-        hot = self._hot()
-        free = sorted((one for one in hot if not one[0].pinned), key=lambda one: one[1].used, reverse=True)
-        evicted = []
-        while free and not self._has_room(hot, copy):
-            evicted.append(free.pop())
-            hot.remove(evicted[-1])
-        if copy.home in cold.copies or not self._has_room(hot, copy):
+        pinned = [one for one in self._hot() if one[0].pinned]
+        if copy.home in cold.copies or not self._has_room(pinned, copy):
             return
-        for other, oldest in evicted:
-            del other.copies[oldest.home]
+        while not self._has_room(self._hot(), copy):
+            free = (one for one in self._hot() if not one[0].pinned)
+            entry, oldest = min(free, key=lambda one: one[1].used)
+            del entry.copies[oldest.home]
             self._evictions += 1
             log.debug("evicted from the hot tier of the pattern cache: %d bytes", oldest.bytes)
         cold.copies[copy.home] = copy

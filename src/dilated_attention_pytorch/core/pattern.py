@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_divides, checked
+from dilated_attention_pytorch.core.checks import COUNT, SIZE, check_divides, check_whole_numbers, checked
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
 
@@ -57,9 +57,8 @@ def on_grid(branch: Branch, offset: int | None, positions: Tensor) -> Tensor:
 @checked(offset=SIZE)
 def visible(branch: Branch, offset: int | None, i: Tensor, j: Tensor, *, is_causal: bool = False) -> Tensor:
     """Whether query position `i` sees key position `j` in this branch; broadcasts over `i` and `j`."""
-    for name, x in (("i", i), ("j", j)):
-        if x.is_complex() or x.is_floating_point():
-            raise TypeError(f"{name} must hold whole numbers, got {x.dtype}")
+    check_whole_numbers("i", i)
+    check_whole_numbers("j", j)
     if i.device != j.device:
         raise ValueError(f"i and j must share a device, got {i.device} and {j.device}")
     try:

@@ -300,9 +300,9 @@ class PatternCache:
                 self._store(key, entry)
         return earlier or entry
 
-    def _store(self, key: Hashable, entry: Entry, size: int | None = None) -> bool:
+    def _store(self, key: Hashable, entry: Entry) -> bool:
         """Whether the entry is in the table now: what is pinned may leave no room for it."""
-        entry.size = size_of(key, entry.value) if size is None else size
+        entry.size = size_of(key, entry.value)
         with LOCK:
             if key in self._cache:
                 entry.pinned = self._drop(key).pinned

@@ -1,4 +1,4 @@
-"""Workspaces that calls borrow and give back: large buffers, reused instead of allocated anew.
+"""Workspaces that calls borrow and give back: large buffers, reused instead of allocated again.
 
 A buffer belongs to one borrower from `checkout` to `give_back`, and no result of a call may share its memory. Within a
 call, borrow with `lease`: its buffers go back when the block ends, also when it ends in an error.
@@ -104,8 +104,8 @@ class WorkspacePool:
 
         PyTorch allocates workspaces below the threshold or beyond the limit, and all of them while a CUDA graph is
         captured, which must own its memory. `take.give_back(buffer)` ends a loan before the block does. Without
-        `keep_after_error`, a block that fails leaves its buffers to whoever still uses them, such as a message under
-        way, and the pool forgets them. `profile` notes the loans of a module.
+        `keep_after_error`, a block that fails leaves its buffers to what still uses them, such as a message under way,
+        and the pool forgets them. `profile` notes the loans of a module.
         """
         return _Lease(self, keep_after_error, profile)
 
@@ -141,7 +141,7 @@ class WorkspacePool:
             shelf.free(stale)
 
     def abandon(self, buffer: Tensor) -> None:
-        """End a loan and leave the memory to whoever still uses it; it is freed with the last tensor that has it."""
+        """End a loan without taking the memory back: it is freed with the last tensor that uses it."""
         with LOCK:
             block = self._end_loan(buffer)
         block.shelf.free([block])
@@ -162,11 +162,10 @@ class WorkspacePool:
     @checked()
     def release_idle(self, device: torch.device | str | None = None) -> int:
         """Free the buffers that nobody has borrowed, on all devices or on one; returns their bytes."""
-        wanted = None if device is None else torch.device(device)
+        wanted = None if device is None else _numbered(torch.device(device))
         released = 0
         for shelf in list(self._shelves.values()):
-            place = shelf.device
-            if wanted is None or (place.type, place.index or 0) == (wanted.type, wanted.index or 0):
+            if wanted is None or shelf.device == wanted:
                 with LOCK:
                     blocks, shelf.idle = shelf.idle, []
                     self._counts["cleanups"] += bool(blocks)
@@ -213,8 +212,7 @@ class WorkspacePool:
         return self._counts["live_bytes"] + sum(x.nbytes for shelf in self._shelves.values() for x in shelf.idle)
 
     def _shelf(self, device: torch.device, pinned: bool) -> _Shelf:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = _numbered(device)
         found = self._shelves.get((device, pinned))
         if found is None:
             with LOCK:
@@ -256,7 +254,7 @@ class WorkspacePool:
         return buffer
 
     def _make_room(self, shelf: _Shelf, size: int) -> bool:
-        """Whether `size` more bytes are within the limit, after freeing idle blocks, those of this shelf first."""
+        """Whether `size` more bytes fit within the limit, after freeing idle blocks, first from this shelf."""
         if self.limit_bytes is None:
             return True
         for other in (shelf, *self._shelves.values()):
@@ -341,7 +339,7 @@ class _Block:
 
 
 class _Shelf:
-    """The idle blocks of one device in the order of their return, and how its memory is got, ordered and freed."""
+    """The idle blocks of one device, in the order of their return; allocates, orders and frees its memory."""
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self.device = device
@@ -432,6 +430,15 @@ def _bucket(size: int) -> int:
     """
     step = max(512, (1 << max(size - 1, 1).bit_length()) // (2 * _STEPS))
     return -(-size // step) * step or step
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number, if it is a GPU: `cuda` alone is the current one."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _memory_of(device: torch.device) -> int:

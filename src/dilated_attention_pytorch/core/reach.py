@@ -17,6 +17,7 @@ from dilated_attention_pytorch.core.checks import (
     check_sequence,
     check_whole,
 )
+from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.spec import DilatedSpec, warn_once
 
 COUNTED_TOKENS = 1 << 22  # `reach_shares` goes through all tokens of a sequence, up to this many
@@ -39,18 +40,18 @@ def reach_shares(
     """
     check_instance("spec", spec, DilatedSpec)
     check_flag("is_causal", is_causal)
-    whole = check_whole("tokens", tokens, least=1, most=MOST_TOKENS)
+    whole = tokens = check_whole("tokens", tokens, least=1, most=MOST_TOKENS)
     offsets = spec.offsets(check_whole("heads", heads, least=1))
     wanted = check_sequence("layers", layers, lambda name, count: check_whole(name, count, least=1, most=MOST_ENTRIES))
     if not wanted:
         raise ValueError("layers must have at least one entry, got none")
-    period = math.lcm(*spec.segment_lengths)  # nothing crosses its multiples, and all of them are alike
+    period = common_period(spec)  # nothing crosses its multiples, and all of them are alike
     if tokens > COUNTED_TOKENS:
         if period > COUNTED_TOKENS:
             raise ValueError(
                 f"reach is counted up to {COUNTED_TOKENS:,} tokens that a pattern relates, got {min(tokens, period):,}"
             )
-        tokens = period * (COUNTED_TOKENS // period)
+        tokens = period * (COUNTED_TOKENS // period)  # the last ones
     count = min(tokens, max(1, ROWS_TIMES_TOKENS // tokens))
     rows = torch.linspace(tokens - 1, 0, count, dtype=torch.float64).round().long()
     seen = torch.zeros(count, tokens, dtype=torch.bool)
@@ -68,12 +69,15 @@ def reach_shares(
         found[depth] = sums
         if torch.equal(settled, sums):
             break
-    possible = rows + 1 if is_causal else torch.full_like(rows, whole)
+    possible = rows + 1 + whole - tokens if is_causal else torch.full_like(rows, whole)
     return torch.stack([found[min(depth, max(found))] for depth in wanted]) / possible.double()
 
 
 def _through(seen: Tensor, w: int, on_grid: Tensor, is_causal: bool) -> Tensor:
-    """`(rows, n)`: what those of `seen` read in the branch of segments `w` whose grids are `on_grid`, `(r,)`."""
+    """`(rows, n)`: the tokens that the tokens in `seen` read in a branch of segments `w`.
+
+    `on_grid`, `(r,)`, says which remainders are on the grid of some head.
+    """
     count, n = seen.shape
     segments, r = -(-n // w), len(on_grid)
     cut = F.pad(seen, (0, segments * w - n)).view(count, segments, w)
@@ -85,7 +89,7 @@ def _through(seen: Tensor, w: int, on_grid: Tensor, is_causal: bool) -> Tensor:
 
 def reach_lines(spec: DilatedSpec, tokens: int, heads: int, layers: int, *, is_causal: bool) -> list[str]:
     """The reach after 1, 2 and `layers` layers, in words."""
-    if tokens > COUNTED_TOKENS and (most := min(tokens, math.lcm(*spec.segment_lengths))) > COUNTED_TOKENS:
+    if tokens > COUNTED_TOKENS and (most := min(tokens, common_period(spec))) > COUNTED_TOKENS:
         return [f"at any depth {most:,} of {tokens:,} tokens at most; counted up to {COUNTED_TOKENS:,}"]
     depths = sorted({1, 2, layers})
     shares = reach_shares(spec, tokens, heads, layers=depths, is_causal=is_causal)
@@ -98,7 +102,7 @@ def reach_lines(spec: DilatedSpec, tokens: int, heads: int, layers: int, *, is_c
 
 
 def _percent(share: Tensor) -> str:
-    """Rounded down: all is all."""
+    """Rounded down, so that 100 % means all."""
     return f"{math.floor(share.item() * 1e4 + 1e-9) / 1e4:.2%}"
 
 

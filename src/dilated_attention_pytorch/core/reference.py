@@ -11,7 +11,6 @@ O(N^2) time and memory: it is what every other path is tested against, not a pat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,8 +59,8 @@ def reference_forward(
     query, key, value = (x.double() for x in (query, key, value))
     out = query.new_zeros(B, N, H, D)
     lse = query.new_full((B, N, H), -torch.inf)
-    for b, tokens, tiles in _rows_of_documents(spans, B, N, layout, call):
-        weights, row_lse, sees = _weights(query[b, tokens], key[b, tokens], call, tiles)
+    for b, tokens, sees in _rows_of_documents(call, query, key, spans, layout):
+        weights, row_lse = _weights(query[b, tokens], key[b, tokens], call, sees)
         weights = weights * _kept(call, seed, b, tokens, weights)
         v = _per_query_head(value[b, tokens], H)
         out[b, tokens] = _sum("ghij,jhd->ihd", weights, v, sees)
@@ -71,14 +70,13 @@ def reference_forward(
 
 def reference_backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_lse: Tensor | None) -> Grads:
     """The gradients of query, key and value in float64, by the chain rule on the formula above."""
-    B, N, H, D = inputs.query.shape
-    seed, layout, spans = inputs.seed, inputs.layout, inputs.spans
+    H, D = inputs.query.shape[2:]
     grad_out, query, key, value = (x.double() for x in (grad_out, *inputs[:3]))
     dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     group = H // key.shape[2]
-    for b, tokens, tiles in _rows_of_documents(spans, B, N, layout, call):
-        weights, _, sees = _weights(query[b, tokens], key[b, tokens], call, tiles)
-        kept = _kept(call, seed, b, tokens, weights)
+    for b, tokens, sees in _rows_of_documents(call, query, key, inputs.spans, inputs.layout):
+        weights, _ = _weights(query[b, tokens], key[b, tokens], call, sees)
+        kept = _kept(call, inputs.seed, b, tokens, weights)
         k, v = (_per_query_head(x[b, tokens], H) for x in (key, value))
         do = grad_out[b, tokens]
         d_weights = (torch.einsum("ihd,jhd->hij", do, v) * kept).masked_fill(~sees, 0.0)
@@ -93,22 +91,19 @@ def reference_backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_lse: T
 
 
 def _rows_of_documents(
-    spans: Tensor | None, batch: int, tokens: int, layout: BlockLayout | None, call: Call
-) -> Iterator[tuple[int, slice, _Tiles | None]]:
-    """The batch row, the tokens and the kept tiles of every document."""
-    for rows, start, length, document in documents(spans, batch, tokens):
+    call: Call, query: Tensor, key: Tensor, spans: Tensor | None, layout: BlockLayout | None
+) -> Iterator[tuple[int, slice, Tensor]]:
+    """The batch row, the tokens and the visible pairs, `(branches, H, n, n)` bool, of every document."""
+    B, N, H, _ = query.shape
+    offsets = call.query_head_offsets(H, key.shape[2])
+    for rows, start, n, document in documents(spans, B, N):
         for b in range(rows.start, rows.stop):
-            numbers = [segment_number(b, start, document, w, tokens) for w in call.spec.segment_lengths]
-            tiles = None if layout is None else _Tiles(layout, b, None if spans is None else numbers)
-            yield b, slice(start, start + length), tiles
-
-
-class _Tiles(NamedTuple):
-    """The kept tiles of one document, as `allowed_pairs` takes them."""
-
-    layout: BlockLayout
-    b: int
-    first_segments: list[int] | None
+            sees = dense_mask(call.spec, offsets, n, is_causal=call.is_causal, device=query.device)
+            if layout is not None:
+                first = [segment_number(b, start, document, w, N) for w in call.spec.segment_lengths]
+                allowed = allowed_pairs(layout, call.spec, offsets, b, n, None if spans is None else first)
+                sees = sees & allowed.to(query.device)
+            yield b, slice(start, start + n), sees
 
 
 def _sum(equation: str, weights: Tensor, x: Tensor, sees: Tensor) -> Tensor:
@@ -119,24 +114,19 @@ def _sum(equation: str, weights: Tensor, x: Tensor, sees: Tensor) -> Tensor:
     return torch.einsum(equation, weights, x.nan_to_num(0.0, 0.0, 0.0)).masked_fill(touched, torch.nan)
 
 
-def _weights(q: Tensor, k: Tensor, call: Call, tiles: _Tiles | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one document: the weights of all (branch, key) pairs, `(branches, H, n, n)`, the lse, `(H, n)`, and the mask.
+def _weights(q: Tensor, k: Tensor, call: Call, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one document: the weights of all (branch, key) pairs, `(branches, H, n, n)`, and the lse, `(H, n)`.
 
-    The mask says which pairs are visible; the weights of the others are 0.
+    The weights of pairs that are not visible are 0.
     """
-    n, H, D = q.shape
-    offsets = call.query_head_offsets(H, k.shape[1])
-    sees = dense_mask(call.spec, offsets, n, is_causal=call.is_causal, device=q.device)
-    if tiles is not None:
-        allowed = allowed_pairs(tiles.layout, call.spec, offsets, tiles.b, n, tiles.first_segments)
-        sees = sees & allowed.to(q.device)
+    H, D = q.shape[1:]
     scores = torch.einsum("ihd,jhd->hij", q, _per_query_head(k, H)) * call.softmax_scale(D)
     scores = scores.masked_fill(~sees, -torch.inf)  # (branches, H, n, n)
     covered = sees.any(3).any(0)  # (H, n)
     # An uncovered row has no finite score; a stand-in keeps both its value and its gradient from being nan.
     lse = scores.masked_fill(~covered[None, :, :, None], 0.0).logsumexp((0, 3))
     weights = (scores - lse[None, :, :, None]).exp().masked_fill(~sees, 0.0)
-    return weights, lse.masked_fill(~covered, -torch.inf), sees
+    return weights, lse.masked_fill(~covered, -torch.inf)
 
 
 def _kept(call: Call, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:

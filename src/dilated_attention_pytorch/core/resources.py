@@ -1,4 +1,4 @@
-"""What calls may share, a cache and a pool, and the sequence lengths from which on they help."""
+"""What calls may share, a cache and a pool, and the shortest sequences for which they help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dilated_attention_pytorch.core.plans import PatternCache
 from dilated_attention_pytorch.core.pool import Loans, WorkspacePool
 from dilated_attention_pytorch.core.profile import Profile
 
-# The lengths from which factories enable them. As `bench cache` and `bench pool` measure, packed batches gain by the
-# cache at every length, and low precision by the pool from 2,048 tokens on; but others cannot use what a pool holds.
+# Factories enable them from these lengths on. As `bench cache` and `bench pool` measure, the cache helps packed batches
+# of every length, and the pool helps low precision from 2,048 tokens on; but nobody else can use what a pool holds.
 CACHE_FROM_TOKENS = 1024
 POOL_FROM_TOKENS = 8192
 

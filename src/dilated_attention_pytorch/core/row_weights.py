@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.call import Call
+from dilated_attention_pytorch.core.call import Call, wide_dtype
 from dilated_attention_pytorch.core.spans import documents
 
 
@@ -27,7 +27,7 @@ def row_weights(
     B, N, H, D = query.shape
     kv_heads, device = key.shape[2], query.device
     group, table = H // kv_heads, call.offsets(H, kv_heads)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(query.dtype)
     nothing = RowWeights(torch.arange(0, device=device), query.new_empty(0, dtype=dtype))  # what padding sees
     found = dict.fromkeys(product(range(B), rows, range(H)), nothing)
     for batch_rows, start, length, _ in documents(spans, B, N):

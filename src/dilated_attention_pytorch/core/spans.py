@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole
+from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole, check_whole_numbers
 from dilated_attention_pytorch.core.plans import Remembers, check_cache
 
 
@@ -44,9 +44,8 @@ def document_spans(
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} both state the lengths: pass one of them")
     kind, value = next(iter(given.items()))
-    check_tensor(kind, value)
-    if kind != "key_padding_mask":
-        _check_whole_numbers(kind, value)
+    check = check_tensor if kind == "key_padding_mask" else check_whole_numbers
+    check(kind, value)
     shapes = {"seqlens": ("(batch,)", (batch,)), "key_padding_mask": ("(batch, tokens)", (batch, tokens))}
     if kind in shapes and value.shape != shapes[kind][1]:
         raise ValueError(f"{kind} must be {shapes[kind][0]} = {shapes[kind][1]}, got {tuple(value.shape)}")
@@ -69,18 +68,12 @@ def document_spans(
 
 def check_spans(spans: Tensor, batch: int) -> Tensor:
     """Refuse spans that `document_spans` cannot have made for this number of batch rows."""
-    _check_whole_numbers("spans", check_tensor("spans", spans))
-    if spans.dim() != 2 or spans.shape[1] != 2 or (batch > 1 and spans.shape[0] != batch):
+    if check_whole_numbers("spans", spans).dim() != 2 or spans.shape[1] != 2 or (batch > 1 and spans.shape[0] != batch):
         raise ValueError(
             f"spans must be (documents, 2), one document per row when there are several rows; "
             f"got {tuple(spans.shape)} for batch {batch}: make them with document_spans"
         )
     return spans
-
-
-def _check_whole_numbers(name: str, x: Tensor) -> None:
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{name} must hold whole numbers, got {x.dtype}")
 
 
 # An op of its own, so that its look at the values does not break a compiled graph.

@@ -182,7 +182,7 @@ def branches_for(tokens: int, heads: int | None = None, *, shortest: int = 2048,
             `shortest`, and the branches together compute about `2 * shortest` keys per row and head. Tokens between
             the grids then reach far through their neighbours only, which takes a third layer.
         shortest: the length of the first segments, a power of two.
-        is_causal: add short branches of rate 1 whose borders lie elsewhere. Under causality the first token of a
+        is_causal: add short branches of rate 1 with other segment borders. Under causality the first token of a
             segment sees its predecessor in a branch of rate 1 only; without them, the last tokens before a border of
             the shortest segments never reach the first ones after it, at any depth. With them every row depends on
             every earlier token, one layer later than without causality.

@@ -13,7 +13,6 @@ new tokens begin, and one over the new tokens themselves. Then the new tokens ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, rings_on
-from dilated_attention_pytorch.core.call import Call, Inputs
+from dilated_attention_pytorch.core.call import Call, Inputs, wide_dtype
 from dilated_attention_pytorch.core.merge import merge, merge_
 from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents, tf32
-from dilated_attention_pytorch.core.pattern import heads_by_offset, visible
+from dilated_attention_pytorch.core.pattern import common_period, heads_by_offset, visible
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import OffsetTable
@@ -39,8 +38,11 @@ _MOST_AGAIN = 0.5  # of a chunk: tokens before it whose rows are computed once m
 
 
 class Turns(NamedTuple):
-    """What rotations are made of, in float64 `(D/2,)`: angles of position 1, and for xPos the logarithms to base 2 of
-    what scales position `scale_base`, of positions within `period`."""
+    """The constants of rotary positions, in float64 `(D/2,)`: the angles of position 1.
+
+    For xPos also the base-2 logarithms of the factors that scale position `scale_base`; positions count within
+    `period`.
+    """
 
     frequencies: Tensor
     log2_zeta: Tensor | None = None
@@ -48,26 +50,35 @@ class Turns(NamedTuple):
     scale_base: float = 1.0
 
 
-def attend_cached(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: CacheState,
-    call: Call,
-    resources: Resources,
-) -> tuple[Tensor, Tensor]:
+class NewTokens(NamedTuple):
+    """Query, key and value of new tokens."""
+
+    query: Tensor  # (B, m, H, D)
+    key: Tensor  # (B, m, Hkv, D)
+    value: Tensor
+
+    def of_row(self, b: int) -> NewTokens:
+        """The tokens of batch row `b`."""
+        return NewTokens(*(x[b : b + 1] for x in self))
+
+    def tokens(self, first: int, end: int) -> NewTokens:
+        """The tokens number `[first, end)` of every batch row."""
+        return NewTokens(*(x[:, first:end] for x in self))
+
+
+def attend_cached(new: NewTokens, state: CacheState, call: Call, resources: Resources) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, `(B, m, H, D)` and `(B, m, H)`, which are stored in `state`."""
-    refuse_tangents("attention to a cache", query, key, value)
-    if not query.numel():
-        return unwritten(query)
-    if is_plain(query, state.keys):
-        return _attend_cached(query, key, value, state, call, resources)
+    refuse_tangents("attention to a cache", *new)
+    if not new.query.numel():
+        return unwritten(new.query)
+    if is_plain(new.query, state.keys):
+        return _attend_cached(new, state, call, resources)
     keys, values, lengths, rows, _ = state
-    # A call that has the branches and offsets of the cache says all of it but `rewindable`.
+    # With the branches and offsets of the cache, the call describes all of the cache but `rewindable`.
     own = replace(call, spec=rows.spec, table=rows.offsets)
     text, scale, *_ = own.encode()
-    op = attend_cached_op if query.shape[1] <= _MOST_AT_ONCE else attend_cached_chunk_op
-    return op(query, key, value, keys, values, lengths, text, scale, rows.rewindable)
+    op = attend_cached_op if new.query.shape[1] <= _MOST_AT_ONCE else attend_cached_chunk_op
+    return op(*new, keys, values, lengths, text, scale, rows.rewindable)
 
 
 def _attend_traced(
@@ -84,13 +95,12 @@ def _attend_traced(
     decoded = Call.decode(call, scale, 0.0, 1.0)
     assert decoded.table is not None
     state = CacheState(keys, values, lengths, CacheRows(decoded.spec, decoded.table, rewindable))
-    out, lse = _attend_cached(query, key, value, state, decoded, NO_RESOURCES)
+    out, lse = _attend_cached(NewTokens(query, key, value), state, decoded, NO_RESOURCES)
     return out.contiguous(), lse.contiguous()
 
 
 def _attend_fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=dtype)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=wide_dtype(query.dtype))
 
 
 def _traced_op(name: str, **settings: Any) -> Any:
@@ -108,14 +118,8 @@ _unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
 attend_cached_chunk_op = _traced_op("attend_cached_chunk", **({} if _unsafe is None else {"tags": (_unsafe,)}))
 
 
-def _attend_cached(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: CacheState,
-    call: Call,
-    resources: Resources,
-) -> tuple[Tensor, Tensor]:
+def _attend_cached(new: NewTokens, state: CacheState, call: Call, resources: Resources) -> tuple[Tensor, Tensor]:
+    query, key, value = new
     m, D, backend = query.shape[1], query.shape[3], call.backend
     if backend in ("reference", "vendor"):
         raise ValueError(
@@ -124,7 +128,7 @@ def _attend_cached(
     engine = choose_engine(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
         at = state.lengths.tolist() if state.known is None else list(state.known)
-        out, lse = _attend_chunk(at, query, key, value, state, replace(call, backend=engine), resources)
+        out, lse = _attend_chunk(at, new, state, replace(call, backend=engine), resources)
         _store_chunk(at, key, value, state, engine)
         return out, lse
     scale = call.softmax_scale(D)
@@ -185,7 +189,7 @@ def attend_token(
 
     `qkv` is `(B, (H + 2 Hkv) * D)`, `rotations` are cos and sin for queries and for keys, `(B, D / 2)` each, and
     `qk_norm` is the gains and the epsilon of the norms before it. `counters` are at least `B * Hkv` zeros of int32,
-    which it leaves in another state. The lengths stay as they are.
+    which it overwrites. The lengths stay as they are.
     """
     from dilated_attention_pytorch.kernels.triton import token
 
@@ -207,7 +211,7 @@ def store(key: Tensor, value: Tensor, state: CacheState) -> None:
 
 
 def _store_chunk(at: list[int], key: Tensor, value: Tensor, state: CacheState, engine: str) -> None:
-    """`store` for many tokens from positions `at` on, which the host knows: a launch, or copies of strided rows."""
+    """`store` for many tokens from positions `at` on, which the host knows."""
     if engine == "triton":
         from dilated_attention_pytorch.kernels.triton import cache_chunks
 
@@ -219,29 +223,18 @@ def _store_chunk(at: list[int], key: Tensor, value: Tensor, state: CacheState, e
         return
     begin, end = at[0], at[0] + key.shape[1]
     for branch in state.rows.branches if end > 0 else ():
-        w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
-        oldest = max(0, branch.number(end - 1) - C + 1)
-        rings = [(branch.stored(stored), x) for stored, x in ((state.keys, key), (state.values, value))]
-        for segment in range(max(oldest // branch.rows, max(begin, 0) // w), (end - 1) // w + 1):
-            for offset, heads in heads_by_offset(branch.offsets):
-                zero = segment * w + offset  # where row 0 of the segment stands
-                first = max(0, oldest - segment * branch.rows, -((zero - max(begin, 0)) // r))
-                count = len(range(zero + first * r, min(end, (segment + 1) * w), r))
-                place = (segment * branch.rows + first) % C
-                for start, length, to in ((0, min(count, C - place), place), (C - place, count - (C - place), 0)):
-                    if length > 0:
-                        rows = slice(
-                            zero + (first + start) * r - begin, zero + (first + start + length - 1) * r - begin + 1, r
-                        )
-                        for ring, x in rings:
-                            ring[:, heads, to : to + length] = x[:, rows, branch.every(heads)].transpose(1, 2)
+        first = max(begin, 0, branch.oldest(end))
+        for offset, heads in heads_by_offset(branch.offsets):
+            position, place = branch.grid(offset, first, end)
+            for stored, x in ((state.keys, key), (state.values, value)):
+                branch.stored(stored)[:, heads, place] = x[:, position - begin, branch.every(heads)].transpose(1, 2)
 
 
 def cached_partial(query: Tensor, state: CacheState, held: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` over the cached rows of tokens before `held`, `(B,)`; in float32, or float64."""
     B, m, H, _ = query.shape
     keys, values, lengths, rows, _ = state
-    q = _working(query) * scale
+    q = query.to(wide_dtype(query.dtype)) * scale
     out = torch.zeros_like(q)
     lse = torch.full((B, m, H), -torch.inf, dtype=q.dtype, device=q.device)
     position = (lengths[:, None] + torch.arange(m, device=q.device)).unsqueeze(-1)  # (B, m, 1)
@@ -261,9 +254,9 @@ def cached_partial(query: Tensor, state: CacheState, held: Tensor, scale: float)
             begins = segment[..., mine.start, None] * branch.rows  # (B, m, 1)
             row = (torch.arange(branch.capacity, device=q.device) - begins) % branch.capacity  # (B, m, C)
             sees = row[:, None] < count[..., mine].transpose(1, 2).unsqueeze(-1)  # (B, heads, m, C)
-            k = _working(branch.stored(keys)).unsqueeze(2)  # (B, heads, 1, C, D)
+            k = branch.stored(keys).to(q.dtype).unsqueeze(2)  # (B, heads, 1, C, D)
             scores.append((part @ k.transpose(-1, -2)).masked_fill_(~sees.unsqueeze(2), -torch.inf))
-        v = [_working(branch.stored(values)).unsqueeze(2) for branch in together]
+        v = [branch.stored(values).to(q.dtype).unsqueeze(2) for branch in together]
         partial = _softmax(torch.cat(scores, -1), v)
         out[:, :, first:last], lse[:, :, first:last] = _as_rows(*partial)
     return out, lse
@@ -283,23 +276,24 @@ def own_partial(query: Tensor, key: Tensor, value: Tensor, state: CacheState, sc
         )
         for offsets in zip(*rows.offsets)
     ]
+    query, key, value = (x.to(wide_dtype(x.dtype)) for x in (query, key, value))
     none = torch.zeros_like(real, dtype=query.dtype)
-    shown = torch.stack([real * (none + count) for count in times], dim=1).to(_working(query).dtype)  # (B, Hkv, m, m)
-    q = _working(query).unflatten(2, (-1, _group(query, rows))).permute(0, 2, 3, 1, 4)  # (B, Hkv, group, m, D)
-    k, v = (_working(x).transpose(1, 2).unsqueeze(2) for x in (key, value))  # (B, Hkv, 1, m, D)
+    shown = torch.stack([real * (none + count) for count in times], dim=1)  # (B, Hkv, m, m)
+    q = query.unflatten(2, (-1, _group(query, rows))).permute(0, 2, 3, 1, 4)  # (B, Hkv, group, m, D)
+    k, v = (x.transpose(1, 2).unsqueeze(2) for x in (key, value))  # (B, Hkv, 1, m, D)
     scores = (q @ k.transpose(-1, -2)).mul_(scale) + shown.log().unsqueeze(2)
     return _as_rows(*_softmax(scores, [v]))
 
 
 def _softmax(scores: Tensor, values: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of rows of which some see nothing; the keys' values come in one or more pieces."""
+    """`(out, lse)` of rows, some of which may see nothing; `values` are those of consecutive ranges of keys."""
     highest = scores.amax(-1, keepdim=True)
     weights = (scores - highest.masked_fill(highest == -torch.inf, 0.0)).exp_()
     total = weights.sum(-1, keepdim=True)
-    pieces = weights.split([v.shape[-2] for v in values], dim=-1)
-    out = pieces[0] @ values[0]
-    for piece, v in zip(pieces[1:], values[1:]):
-        out += piece @ v
+    ranges = weights.split([v.shape[-2] for v in values], dim=-1)
+    out = ranges[0] @ values[0]
+    for some, v in zip(ranges[1:], values[1:]):
+        out += some @ v
     # The highest score of a row adds 1 to its total, so that less than 1 means that it sees nothing.
     return out / total.clamp_min(1.0), (highest + total.log()).squeeze(-1)
 
@@ -309,75 +303,57 @@ def _as_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
 
 
-def _working(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _group(query: Tensor, rows: CacheRows) -> int:
     return query.shape[2] // len(rows.offsets[0])
 
 
 def _attend_chunk(
-    at: list[int],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: CacheState,
-    call: Call,
-    resources: Resources,
+    at: list[int], new: NewTokens, state: CacheState, call: Call, resources: Resources
 ) -> tuple[Tensor, Tensor]:
-    B, m = query.shape[:2]
+    """`(out, lse)` of many tokens from positions `at` on, one for each batch row."""
+    m = new.query.shape[1]
     if max(at) <= 0:  # nothing is cached yet
-        spans = torch.tensor([[min(-p, m), m] for p in at], device=query.device) if any(at) else None
-        return _whole(query, key, value, spans, call, resources)
+        spans = torch.tensor([[min(-p, m), m] for p in at], device=new.query.device) if any(at) else None
+        return _attend_new(new, call, resources, spans)
     if len(set(at)) == 1:
-        return _attend_chunk_at(at[0], query, key, value, state, call, resources)
-    by_row = []
-    for b in range(B):
-        row = (at[b : b + 1], query[b : b + 1], key[b : b + 1], value[b : b + 1], state.of_row(b))
-        by_row.append(_attend_chunk(*row, call, resources))
+        return _attend_chunk_at(at[0], new, state, call, resources)
+    by_row = [_attend_chunk(at[b : b + 1], new.of_row(b), state.of_row(b), call, resources) for b in range(len(at))]
     return torch.cat([out for out, _ in by_row]), torch.cat([lse for _, lse in by_row])
 
 
 def _attend_chunk_at(
-    begin: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: CacheState,
-    call: Call,
-    resources: Resources,
+    begin: int, new: NewTokens, state: CacheState, call: Call, resources: Resources
 ) -> tuple[Tensor, Tensor]:
+    query, key, value = new
     m, rows = query.shape[1], state.rows
-    period = math.lcm(*rows.spec.segment_lengths)
+    period = common_period(rows.spec)
     before = begin % period  # tokens since all branches began a segment
     if before == 0:  # the cache is out of sight
-        return _whole(query, key, value, None, call, resources)
+        return _attend_new(new, call, resources)
     if before <= m * _MOST_AGAIN:
         count = min(m, period - before)  # what comes after these does not see the cache
         padded = F.pad(query[:, :count], (0, 0, 0, 0, before, 0))
         k, v = _after_cached(key[:, :count], value[:, :count], state, begin, before, call.backend)
-        out, lse = _whole(padded, k, v, None, call, resources)
+        out, lse = _attend_new(NewTokens(padded, k, v), call, resources)
         out, lse = out[:, before:], lse[:, before:]
         if count == m:
             return out, lse
-        rest = _whole(query[:, count:], key[:, count:], value[:, count:], None, call, resources)
+        rest = _attend_new(new.tokens(count, m), call, resources)
         return torch.cat([out, rest[0]], 1), torch.cat([lse, rest[1]], 1)
     open_tokens = [min(m, -begin % branch.segment_length) for branch in rows.spec.branches]
-    out = torch.zeros_like(query, dtype=_working(query).dtype)
+    out = torch.zeros_like(query, dtype=wide_dtype(query.dtype))
     lse = torch.full(out.shape[:3], -torch.inf, dtype=out.dtype, device=out.device)
     for count in sorted(set(open_tokens)):
-        # Branches whose open segments end together are one problem before that end, and one after it.
+        # Branches whose open segments end together are one call before that end, and one after it.
         together = [i for i, tokens in enumerate(open_tokens) if tokens == count]
-        for piece, table in (
-            (slice(0, count), _table(rows, together, begin)),
-            (slice(count, m), _table(rows, together, None)),
+        for first, end, table in (
+            (0, count, _table(rows, together, begin)),
+            (count, m, _table(rows, together, None)),
         ):
-            if piece.start < piece.stop:
+            if first < end:
                 part = replace(call, table=table, partial=True)
-                q_piece, k_piece, v_piece = query[:, piece], key[:, piece], value[:, piece]
-                partial = _whole(q_piece, k_piece, v_piece, None, part, resources)
-                merge_(out[:, piece], lse[:, piece], *partial)
+                partial = _attend_new(new.tokens(first, end), part, resources)
+                merge_(out[:, first:end], lse[:, first:end], *partial)
     scale = call.softmax_scale(query.shape[3])
     with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
         for branch in rows.branches:
@@ -385,6 +361,12 @@ def _attend_chunk_at(
             if count:
                 _merge_cached_(out[:, :count], lse[:, :count], query[:, :count], state, begin, branch, scale, take)
     return out.to(query.dtype), lse
+
+
+def _attend_new(new: NewTokens, call: Call, resources: Resources, spans: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of tokens that see each other only."""
+    out, lse = attend(call, Inputs(*new, spans), resources, return_lse=True)
+    return out, lse
 
 
 def _after_cached(
@@ -400,27 +382,12 @@ def _after_cached(
         return cache_chunks.after_cached(key, value, state, before)
     k, v = (F.pad(x, (0, 0, 0, 0, before, 0)) for x in (key, value))
     for branch in state.rows.branches:
-        segment, within = divmod(begin, branch.segment_length)
-        first = segment * branch.rows % branch.capacity
         for offset, heads in heads_by_offset(branch.offsets):
-            held = len(range(offset, within, branch.dilation_rate))
-            places = slice(before - within + offset, before, branch.dilation_rate)
-            for whole, stored in ((k, state.keys), (v, state.values)) if held else ():
-                kept = _unrolled(branch.stored(stored)[:, heads], first, held)
-                whole[:, places, branch.every(heads)] = kept.transpose(1, 2)
+            position, place = branch.grid(offset, begin - begin % branch.segment_length, begin)
+            for whole, stored in ((k, state.keys), (v, state.values)):
+                cached = branch.stored(stored)[:, heads, place].transpose(1, 2)
+                whole[:, position - begin + before, branch.every(heads)] = cached
     return k, v
-
-
-def _whole(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Tensor | None,
-    call: Call,
-    resources: Resources,
-) -> tuple[Tensor, Tensor]:
-    out, lse = attend(call, Inputs(query, key, value, spans), True, True, resources)
-    return out, lse
 
 
 def _table(rows: CacheRows, branches: list[int], begin: int | None) -> OffsetTable:
@@ -436,22 +403,14 @@ def _table(rows: CacheRows, branches: list[int], begin: int | None) -> OffsetTab
 
 
 def _merge_cached_(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    state: CacheState,
-    begin: int,
-    branch: BranchRows,
-    scale: float,
-    take: Take,
+    out: Tensor, lse: Tensor, q: Tensor, state: CacheState, begin: int, branch: BranchRows, scale: float, take: Take
 ) -> None:
     """Add what queries of the open segment, from position `begin` on, see in the cache: all of the segment's rows."""
-    w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
-    group = _group(q, state.rows)
-    segment, within = divmod(begin, w)
-    first = segment * branch.rows % C
+    r, group = branch.dilation_rate, _group(q, state.rows)
+    segment, within = divmod(begin, branch.segment_length)
+    first = segment * branch.rows % branch.capacity
     for offset, heads in heads_by_offset(branch.offsets):
-        held, at = len(range(offset, within, r)), (offset - within) % r
+        held, at = len(range(offset, within, r)), (offset - within) % r  # cached rows, the first query on the grid
         if held == 0 or at >= q.shape[1]:
             continue
         k, v = (_unrolled(branch.stored(x)[:, heads], first, held).transpose(1, 2) for x in (state.keys, state.values))
@@ -463,7 +422,7 @@ def _merge_cached_(
 
 
 def _unrolled(ring: Tensor, first: int, count: int) -> Tensor:
-    """`count` rows of a `(B, heads, capacity, D)` ring, from row `first` on."""
+    """`count` rows of a `(B, heads, capacity, D)` ring, from row `first` on; a view if they lie in one piece."""
     end = first + count - ring.shape[2]
     if end <= 0:
         return ring[:, :, first : first + count]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.block_layout import BlockLayout
 from dilated_attention_pytorch.core.block_pattern import tiles_of
-from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Saved, wide_dtype
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.modes import tf32
 from dilated_attention_pytorch.core.pool import Take
@@ -116,19 +116,15 @@ def by_head(lse: Tensor) -> Tensor:
 
 def _sums_of(x: Tensor, take: Take, call: Call) -> Tensor:
     """Zeros like `x` to add into: the result itself, or a workspace if the result has another dtype."""
-    dtype = _precision(x)
+    dtype = wide_dtype(x.dtype)
     if x.dtype == dtype or call.partial:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
     return take(x.shape, dtype=dtype, device=x.device).zero_()
 
 
-def _precision(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _as_segments(x: Tensor, take: Take, *, as_is: bool) -> Tensor:
     """In the precision of the computation, or as it is, with rows that views can cut into segments."""
-    dtype = x.dtype if as_is else _precision(x)
+    dtype = x.dtype if as_is else wide_dtype(x.dtype)
     batches_follow = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     if x.dtype == dtype and x.stride(-1) == 1 and batches_follow:
         return x

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core import environment
-from dilated_attention_pytorch.core.call import BACKENDS, ENGINES, Call, Grads, Inputs, Partial, Saved
+from dilated_attention_pytorch.core.call import BACKENDS, ENGINES, Call, Grads, Inputs, Partial, Saved, wide_dtype
 from dilated_attention_pytorch.core.checks import check_choice, check_device
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
@@ -41,17 +41,13 @@ class Reference:
     def partial(self, call: Call, inputs: Inputs, resources: Resources) -> Partial:
         query, key, value, spans, seed, layout, _ = inputs
         out, lse = reference_forward(query, key, value, call, spans, seed, layout)
-        return Partial(out.to(query.dtype), by_head(lse.to(lse_dtype(query.dtype))))
+        return Partial(out.to(query.dtype), by_head(lse.to(wide_dtype(query.dtype))))
 
     def gradients(
         self, call: Call, saved: Saved, grad_out: Tensor, grad_lse: Tensor | None, resources: Resources
     ) -> Grads:
         grads = reference_backward(call, saved.inputs, grad_out, grad_lse)
         return Grads(*(x.to(saved.inputs.query.dtype) for x in grads))
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def engine_for(call: Call, inputs: Inputs) -> Engine:
@@ -106,29 +102,26 @@ def choose_engine(
     `auto` never chooses `vendor`: our own kernels are as fast, and round less often.
     """
     kind = (device, dtype, head_dim, block_size)
-    if debugging():
-        _log_choice(backend, *kind)
+    engine, told = backend, "the call names it"
+    reason = why_not("triton" if backend == "auto" else backend, *kind)
     if backend == "auto":
-        # Triton's interpreter, which runs on a CPU, is for tests that name it.
-        return "triton" if device.type == "cuda" and why_not("triton", *kind) is None else "eager"
-    reason = why_not(backend, *kind)
-    if reason is not None:
+        if reason is None and device.type != "cuda":
+            reason = "its interpreter runs only for calls that name it"
+        engine, told = ("triton", "auto takes it on a GPU") if reason is None else ("eager", f"no triton, {reason}")
+    elif reason is not None:
         able = [name for name in ENGINES if why_not(name, *kind) is None]
         raise ValueError(f"backend {backend!r} cannot take this call: {reason}; {' or '.join(able)} can")
-    return backend
+    if debugging():
+        _log_choice(engine, told, *kind)
+    return engine
 
 
 @functools.lru_cache(maxsize=1024)  # once per kind of call
-def _log_choice(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> None:
-    kind = f"{dtype} on {device}, head_dim {head_dim}" + ("" if block_size is None else f", tiles of {block_size}")
-    if backend != "auto":
-        log.debug("engine %s for %s: the call names it", backend, kind)
-        return
-    reason = why_not("triton", device, dtype, head_dim, block_size)
-    if reason is None and device.type == "cuda":
-        log.debug("engine triton for %s: auto takes it on a GPU", kind)
-    else:
-        log.debug("engine eager for %s: no triton, %s", kind, reason or "whose interpreter is for calls that name it")
+def _log_choice(
+    engine: str, told: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+) -> None:
+    tiles = "" if block_size is None else f", tiles of {block_size}"
+    log.debug("engine %s for %s on %s, head_dim %d%s: %s", engine, dtype, device, head_dim, tiles, told)
 
 
 def check_backend(backend: str) -> None:
@@ -141,7 +134,7 @@ def why_not(
     """Why an engine cannot take tensors of this kind, or None."""
     if engine == "vendor":
         if block_size is not None:
-            return "PyTorch's flash kernel knows no tiles to leave out"
+            return "PyTorch's flash kernel cannot skip tiles"
         return vendor.why_not(device, dtype, head_dim)
     if engine != "triton":
         return None

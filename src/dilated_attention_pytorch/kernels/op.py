@@ -26,18 +26,18 @@ from torch.autograd import forward_ad
 
 from dilated_attention_pytorch.core import replay
 from dilated_attention_pytorch.core.block_layout import layout_of
-from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Prepared, Saved
+from dilated_attention_pytorch.core.call import Call, Grads, Inputs, Partial, Prepared, Saved, wide_dtype
 from dilated_attention_pytorch.core.modes import is_plain, no_second_derivatives, refuse_tangents
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.kernels.eager import Eager
-from dilated_attention_pytorch.kernels.engine import engine_for, lse_dtype
+from dilated_attention_pytorch.kernels.engine import engine_for
 
 Result = TypeVar("Result")
 
 
 def attend(
-    call: Call, inputs: Inputs, plain: bool, return_lse: bool, resources: Resources | None
+    call: Call, inputs: Inputs, resources: Resources | None, *, plain: bool = True, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`out`, or `(out, lse)`, of a call that `functional` has checked; `plain` says what `is_plain` does.
 
@@ -182,7 +182,7 @@ class _Tangents(_OneByOne):
         inputs = with_layout(call, Inputs(query, key, value, spans, seed), _layouts(reuse_layouts))
         with forward_ad._set_fwd_grad_enabled(True), no_autocast(query.device.type):
             # Converted first: where `copy_` converts a tensor, it does not convert its tangent.
-            exact = [x.detach().to(lse_dtype(x.dtype)) for x in (query, key, value, dq, dk, dv)]
+            exact = [x.detach().to(wide_dtype(x.dtype)) for x in (query, key, value, dq, dk, dv)]
             q, k, v = (forward_ad.make_dual(x, tangent) for x, tangent in zip(exact[:3], exact[3:]))
             both = Eager().partial(call, inputs._replace(query=q, key=k, value=v), followed=True)
             pairs = [forward_ad.unpack_dual(x) for x in both]
@@ -273,7 +273,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 def unwritten(query: Tensor) -> Partial:
     """`(out, lse)` as memory only: all of the result where there are no rows."""
     B, N, H, _ = query.shape
-    lse = query.new_empty((B, H, N), dtype=lse_dtype(query.dtype)).transpose(1, 2)  # as by_head
+    lse = query.new_empty((B, H, N), dtype=wide_dtype(query.dtype)).transpose(1, 2)  # as by_head
     return Partial(query.new_empty(query.shape), lse)
 
 

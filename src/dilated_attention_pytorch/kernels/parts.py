@@ -38,7 +38,7 @@ class Part:
     dilation_rate: int  # r
     offset: int  # of the first of its heads
     offset_step: int  # from each head to the next: 0 or 1
-    heads: slice  # KV heads: an arithmetic progression
+    heads: range  # KV heads
     first: bool  # no earlier branch has these heads: their rows still hold the empty partial
 
     def place(self, shape: torch.Size, strides: tuple[int, ...], group: int, groups: int) -> Place:
@@ -54,18 +54,16 @@ class Part:
             assert by_batch == self.segments * w * by_token, (self, strides)
         by_segment = w * by_token if self.segments > 1 else by_batch
         first = self.rows.start * by_batch + (self.start + self.offset) * by_token
-        heads = range(self.heads.start, self.heads.stop, self.heads.step)
         return (
-            (batches * self.segments, grid_rows(w, r, self.offset), len(heads), *shape[3:]),
-            (by_segment, r * by_token, heads.step * groups * by_head + self.offset_step * by_token, *rest),
-            first + (heads.start * groups + group) * by_head,
+            (batches * self.segments, grid_rows(w, r, self.offset), len(self.heads), *shape[3:]),
+            (by_segment, r * by_token, self.heads.step * groups * by_head + self.offset_step * by_token, *rest),
+            first + (self.heads.start * groups + group) * by_head,
         )
 
     def origins(self, device: torch.device) -> Tensor:
         """`(S, heads)`: the position in its batch row of a segment's first grid row; the others follow at the rate."""
         starts = self.start + self.segment_length * torch.arange(self.segments, device=device)
-        heads = range(self.heads.start, self.heads.stop, self.heads.step)
-        offsets = self.offset + self.offset_step * torch.arange(len(heads), device=device)
+        offsets = self.offset + self.offset_step * torch.arange(len(self.heads), device=device)
         return starts.repeat(self.rows.stop - self.rows.start)[:, None] + offsets
 
     def batch_rows(self, device: torch.device) -> Tensor:
@@ -78,7 +76,7 @@ class Part:
 
 
 class Parts:
-    """The parts of a call, branch by branch, and where they lie in tensors: equal calls share it.
+    """The parts of a call, branch by branch, and where they lie in tensors; equal calls share them.
 
     Iterating gives `(number, part, group)`, where `group` counts the query heads that share a key/value head. A view
     made in one step from its place takes a fraction of the time of slicing, which for many short documents would take
@@ -130,21 +128,21 @@ def parts_for(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int
     lengths = None if resources.cache is None else spans_key(spans)
     if lengths is None:
         return Parts(call, spans, shape, kv_heads)
-    kind = (call.spec, call.table, call.head_offset, call.total_heads, shape[:3], kv_heads, lengths)
-    return resources.remember("parts", kind, lambda: Parts(call, spans, shape, kv_heads))
+    key = (call.spec, call.table, call.head_offset, call.total_heads, shape[:3], kv_heads, lengths)
+    return resources.remember("parts", key, lambda: Parts(call, spans, shape, kv_heads))
 
 
 def _parts(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -> Iterator[Part]:
     """The parts of a `(B, N, H, D)` call, branch by branch."""
     B, N, H, _ = shape
     table = call.offsets(H, kv_heads)
-    spoken_for = documents(spans, B, N)
+    found = documents(spans, B, N)
     for index, branch in enumerate(call.spec.branches):
         w, r = branch.segment_length, branch.dilation_rate
         is_first = [all(earlier[h] is None for earlier in table[:index]) for h in range(kv_heads)]
-        by_offset = [(offset, 0, heads) for offset, heads in heads_by_offset(table[index])]
+        by_offset = [(offset, 0, range(kv_heads)[heads]) for offset, heads in heads_by_offset(table[index])]
         across = _across_offsets(by_offset, is_first)
-        for rows, start, segments, length, document in _equal_segments(spoken_for, B, N, w):
+        for rows, start, segments, length, document in _equal_segments(found, B, N, w):
             first = start // w if spans is None else segment_number(rows.start, start, document, w, N)
             as_long = len({grid_rows(length, r, offset) for offset, _, _ in by_offset}) == 1
             for offset, step, heads in across if as_long and len(across) < len(by_offset) else by_offset:
@@ -154,19 +152,19 @@ def _parts(call: Call, spans: Tensor | None, shape: torch.Size, kv_heads: int) -
                     )
 
 
-Group = tuple[int, int, slice]
-"""The offset of the first of some heads, the step to the next one's, and the heads."""
+Group = tuple[int, int, range]
+"""The offset of the first of some heads, the step from each head's offset to the next one's, and the heads."""
 
 
 def _across_offsets(by_offset: list[Group], is_first: list[bool]) -> list[Group]:
-    """The same heads in groups that have every offset once; by offset still, where one stride does not serve for that.
+    """The same heads in groups that have every offset once; still by offset if one stride does not serve for that.
 
     Fewer groups make fewer calls of more heads, which threads can share.
 
-    >>> _across_offsets([(0, 0, slice(0, 3, 2)), (1, 0, slice(1, 4, 2))], [True] * 4)
-    [(0, 1, slice(0, 2, 1)), (0, 1, slice(2, 4, 1))]
+    >>> _across_offsets([(0, 0, range(0, 3, 2)), (1, 0, range(1, 4, 2))], [True] * 4)
+    [(0, 1, range(0, 2)), (0, 1, range(2, 4))]
     """
-    groups = sorted((offset, range(heads.start, heads.stop, heads.step)) for offset, _, heads in by_offset)
+    groups = sorted((offset, heads) for offset, _, heads in by_offset)
     offsets = [offset for offset, _ in groups]
     steps = {after[1][0] - before[1][0] for before, after in itertools.pairwise(groups)}
     alike = len({(len(heads), heads.step) for _, heads in groups}) == 1
@@ -174,14 +172,17 @@ def _across_offsets(by_offset: list[Group], is_first: list[bool]) -> list[Group]
     if not alike or not evenly or len({is_first[h] for _, heads in groups for h in heads}) > 1:
         return by_offset
     (step,) = steps
-    return [(offsets[0], 1, slice(h, h + step * (len(groups) - 1) + 1, step)) for h in groups[0][1]]
+    return [(offsets[0], 1, range(h, h + step * (len(groups) - 1) + 1, step)) for h in groups[0][1]]
 
 
 def _equal_segments(
-    spoken_for: list[tuple[slice, int, int, int]], batch: int, tokens: int, w: int
+    found: list[tuple[slice, int, int, int]], batch: int, tokens: int, w: int
 ) -> Iterator[tuple[slice, int, int, int, int]]:
-    """`(batch rows, start, segments, length, document)` runs whose rows can be viewed as one batch of segments."""
-    for rows, start, n, document in spoken_for:
+    """`(batch rows, start, segments, length, document)` of runs that can be viewed as one batch of segments.
+
+    `found` are the documents, as `documents` gives them.
+    """
+    for rows, start, n, document in found:
         full, tail = divmod(n, w)
         if full:
             together = full == 1 or full * w == tokens or rows.stop - rows.start == 1

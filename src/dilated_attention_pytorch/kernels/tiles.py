@@ -73,7 +73,7 @@ class Tiling:
 
 
 class TileChunk(NamedTuple):
-    """Some tile rows of some segments: where they are, the tiles they keep, and what of them is hidden."""
+    """Some rows of tiles of some segments: where they are, the tiles that they keep, and which pairs are hidden."""
 
     segments: slice
     tiles: slice

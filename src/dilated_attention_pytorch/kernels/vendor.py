@@ -26,13 +26,10 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
         return f"PyTorch's flash kernel takes bfloat16 and float16, the tensors are {dtype}"
     if head_dim % 8 or head_dim > 256:
         return f"PyTorch's flash kernel takes a head_dim of up to 256 that is a multiple of 8, got {head_dim}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"PyTorch's flash kernel needs compute capability 8.0, this GPU has {_capability(device)}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"PyTorch's flash kernel needs compute capability 8.0, this GPU has {'.'.join(map(str, capability))}"
     return None
-
-
-def _capability(device: torch.device) -> str:
-    return ".".join(map(str, torch.cuda.get_device_capability(device)))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -48,7 +45,7 @@ def backward(
     rows, keys = q.shape[1], k.shape[1]
     do, q, k, v, out = (_dense_rows(x.to(q.dtype)).transpose(1, 2) for x in (do, q, k, v, out))
     lse = lse.transpose(1, 2).contiguous()
-    # No documents and no dropout: lengths and seed are not there, and not read.
+    # Without documents and dropout there are no lengths and no seed.
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, out, lse, None, None, rows, keys, 0.0, is_causal, None, None, scale=scale
     )
@@ -56,5 +53,5 @@ def backward(
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """Rows whose numbers lie side by side, which the kernel insists on; they may be apart."""
+    """The rows with a stride of 1 within each, which the kernel requires."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -21,8 +21,8 @@ from dilated_attention_pytorch.core.checks import (
     MOST_TOKENS,
     check_divides,
     check_instance,
-    check_tensor,
     check_whole,
+    check_whole_numbers,
     checked,
 )
 from dilated_attention_pytorch.core.modes import has_tangents, is_plain
@@ -30,7 +30,7 @@ from dilated_attention_pytorch.core.reach import warn_of_reach
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.functional import autocast_inputs, checked_call, dilated_attention
-from dilated_attention_pytorch.kernels.decode import attend_cached
+from dilated_attention_pytorch.kernels.decode import NewTokens, attend_cached
 
 
 class DilatedKVCache:
@@ -153,7 +153,7 @@ class DilatedKVCache:
             heads = (self.total_heads or self.num_heads) * self.num_kv_heads // self.num_heads
             warn_of_reach(self.spec, max(known or (0,)) + query.shape[1], heads)
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
-        out, _ = attend_cached(query, key, value, state, call, resources)
+        out, _ = attend_cached(NewTokens(query, key, value), state, call, resources)
         self.lengths.add_(query.shape[1])
         if known is not None:
             self._count(tuple(length + query.shape[1] for length in known))
@@ -225,10 +225,8 @@ class DilatedKVCache:
 
     def _check_per_row(self, name: str, x: Any) -> Tensor:
         """Refuse anything but a tensor that has one whole number per row."""
-        if check_tensor(name, x).is_meta and not torch.compiler.is_compiling():
+        if check_whole_numbers(name, x).is_meta and not torch.compiler.is_compiling():
             raise ValueError(f"{name} must have values, got a tensor on the device meta")
-        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            raise TypeError(f"{name} must hold whole numbers, got {x.dtype}")
         if x.shape != (self.batch,):
             raise ValueError(f"{name} must be ({self.batch},), one number per row, got {tuple(x.shape)}")
         return x
@@ -348,7 +346,7 @@ def _attend_full_cache(query: Tensor, key: Tensor, value: Tensor, begin: Tensor,
     position = position.clamp_min(0).minimum(new[-1])
     batch_row = torch.arange(key.shape[0], device=key.device)[:, None]
     held = CacheState(key[batch_row, position, head], value[batch_row, position, head], lengths, rows)
-    out, _ = attend_cached(query, new_key, new_value, held, call, NO_RESOURCES)
+    out, _ = attend_cached(NewTokens(query, new_key, new_value), held, call, NO_RESOURCES)
     return out
 
 

@@ -33,7 +33,7 @@ class Rotation(NamedTuple):
 
 
 class DocumentSpans(nn.Module):
-    """`document_spans` as a part of a model, which a sequence over several ranks replaces to see all tokens."""
+    """`document_spans` as a module, so that a model whose sequences are spread over ranks can replace it."""
 
     def forward(self, batch: int, tokens: int, **lengths: Any) -> Tensor | None:
         return document_spans(batch, tokens, **lengths)
@@ -43,7 +43,7 @@ class DocumentSpans(nn.Module):
         return rows
 
     def whole(self, rows: Tensor) -> Tensor:
-        """The whole sequences, of which `rows` are this rank's."""
+        """The whole sequences; `rows` are those of this rank."""
         return rows
 
 
@@ -168,12 +168,11 @@ class SlidePositions(nn.Module):
         self.compute()
 
     def compute(self) -> None:
-        """Fill the table, also after its memory was allocated anew."""
-        pairs, like = (
-            self.embed_dim // 4,
-            dict[str, Any](dtype=torch.float64, device="cpu"),
-        )  # not every GPU has float64
-        angles = torch.arange(self.grids, **like)[:, None] * 10_000.0 ** (-torch.arange(pairs, **like) / pairs)
+        """Fill the table, also when its memory was allocated again."""
+        pairs = self.embed_dim // 4
+        on_cpu: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not every GPU has float64
+        frequencies = 10_000.0 ** (-torch.arange(pairs, **on_cpu) / pairs)
+        angles = torch.arange(self.grids, **on_cpu)[:, None] * frequencies
         self.axis.copy_(torch.cat((angles.sin(), angles.cos()), dim=1).float())
 
     @property

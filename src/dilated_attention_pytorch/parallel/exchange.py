@@ -17,11 +17,10 @@ from torch import Tensor
 from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.block_layout import tiles_by_content, tiles_by_position
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig, tiles_of
-from dilated_attention_pytorch.core.call import Call, Inputs, Saved
+from dilated_attention_pytorch.core.call import Call, Inputs, Saved, wide_dtype
 from dilated_attention_pytorch.core.spec import Branch
 from dilated_attention_pytorch.kernels import op
 from dilated_attention_pytorch.kernels.blocks import Block, Keep, Tiling, keep_by_position
-from dilated_attention_pytorch.kernels.engine import lse_dtype
 from dilated_attention_pytorch.parallel.group import Mail, Posted, RankGroup
 from dilated_attention_pytorch.parallel.passes import BackwardPass, BlockOf, Pass
 from dilated_attention_pytorch.parallel.schemes import Messages, Round, rounds_of
@@ -224,7 +223,7 @@ class Exchange:
             heads=positions([rows.heads], x.seed.device) * self.wire.groups + group,
             queries=lambda _, numbers: queries(numbers),
             keys=lambda _, numbers: keys(numbers),
-            dtype=lse_dtype(x.q.dtype),
+            dtype=wide_dtype(x.q.dtype),
         )
 
 
@@ -340,7 +339,7 @@ class AllToAll(Exchange):
             if x.seed is None:
                 found = self._attend(x, q, k, v, *rest)
             else:  # dropout depends on the positions
-                dtype = lse_dtype(q.dtype)
+                dtype = wide_dtype(q.dtype)
                 mine = [torch.zeros(q.shape, dtype=dtype, device=q.device)]
                 if not rest:
                     mine.append(mine[0].new_full(q.shape[:-1], -torch.inf))

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.call import Call, Inputs, Saved
+from dilated_attention_pytorch.core.call import Call, Inputs, Saved, wide_dtype
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pool import Loans
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.kernels import blocks, op
 from dilated_attention_pytorch.kernels.blocks import Block
-from dilated_attention_pytorch.kernels.engine import lse_dtype
 
 BlockOf = Callable[[int], Block]
 """What the rows of a query head see, by its number among the heads of its key/value head."""
@@ -95,7 +94,7 @@ class Pass:
 
     def _zeros(self, x: Tensor) -> Tensor:
         """Zeros to add into: lent where the result has another dtype, otherwise the result itself."""
-        dtype = lse_dtype(x.dtype)
+        dtype = wide_dtype(x.dtype)
         if x.dtype == dtype:
             return torch.zeros(x.shape, dtype=dtype, device=x.device)
         return self.take(x.shape, dtype=dtype, device=x.device).zero_()

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core.call import wide_dtype
 from dilated_attention_pytorch.core.modes import first_derivatives_only
-from dilated_attention_pytorch.kernels.engine import lse_dtype
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel.group import Place
@@ -151,7 +151,7 @@ class _NormAcrossRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ProcessGroup) -> Tensor:
-        wide = x.to(lse_dtype(x.dtype))
+        wide = x.to(wide_dtype(x.dtype))
         own = torch.stack([wide.mean(-1), wide.var(-1, correction=0)])
         every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(every, own, group=group)
@@ -169,7 +169,7 @@ class _NormAcrossRanks(torch.autograd.Function):
     @first_derivatives_only("a norm across ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, mean, rstd = ctx.saved_tensors
-        grad = grad.to(lse_dtype(x.dtype))
+        grad = grad.to(wide_dtype(x.dtype))
         normal = (x - mean) * rstd
         inner = grad * weight
         means = torch.stack([inner.mean(-1), (inner * normal).mean(-1)])

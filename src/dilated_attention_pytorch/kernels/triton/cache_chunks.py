@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.cache_rows import CacheState
 from dilated_attention_pytorch.kernels.triton.decode import ring_of, ring_tables
+from dilated_attention_pytorch.kernels.triton.launching import is_elsewhere
 from dilated_attention_pytorch.kernels.triton.primitives import load_rows, store_rows
 
 _ROWS = 64  # of a program
@@ -40,7 +41,7 @@ def after_cached(key: Tensor, value: Tensor, state: CacheState, before: int) -> 
 
 def _launch(kernel, rows: int, key: Tensor, value: Tensor, state: CacheState, more: tuple) -> None:
     """A program for each batch row, branch or all of them, key/value head, and `_ROWS` of so many rows."""
-    if key.is_cuda and key.get_device() != torch.cuda.current_device():
+    if is_elsewhere(key):
         with torch.cuda.device(key.device):
             return _launch(kernel, rows, key, value, state, more)
     B, m, kv_heads, D = key.shape

@@ -45,7 +45,7 @@ def without_memory(x: Tensor) -> Tensor:
 
 
 def compiles_side_by_side() -> bool:
-    """Whether this Triton lets others compile, in a way that is known here."""
+    """Whether this Triton lets other threads compile, in a way that is known here."""
     return knows_triton() and not environment.triton_interprets()
 
 
@@ -75,7 +75,7 @@ def compile_launches(passes: Callable[[], Any], *, ignore_errors: bool = False) 
         began = time.perf_counter()
         passes()
         return [("all kernels, one after the other", time.perf_counter() - began)]
-    # In a copy of the context, where Triton looks for someone to compile.
+    # In a copy of the context, in which Triton looks for an object that compiles.
     return copy_context().run(_SideBySide().compile, passes, ignore_errors)
 
 

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.core.entries import lasting
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.modes import tf32
 from dilated_attention_pytorch.kernels.decode import own_partial
-from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.launching import Launch, is_elsewhere
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32, precision_of
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
 
@@ -37,25 +37,20 @@ _SPLIT_ROWS = (512, 256, 128, 64)
 
 
 def decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    state: CacheState,
-    scale: float,
-    allow_tf32: bool | None,
+    query: Tensor, key: Tensor, value: Tensor, state: CacheState, scale: float, allow_tf32: bool | None
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of the new tokens, which are stored; see `kernels.decode.attend_cached`."""
-    if query.is_cuda and query.get_device() != torch.cuda.current_device():
+    if is_elsewhere(query):
         with torch.cuda.device(query.device):
             return decode(query, key, value, state, scale, allow_tf32)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     m = query.shape[1]
     keys, values, lengths, rows, _ = state
-    kind = (
+    described = (
         rows, query.shape, query.stride()[:3], key.stride()[:3], value.stride()[:3], query.dtype, query.device, scale,
         query.dtype == torch.float32 and allows_tf32(allow_tf32),
     )  # fmt: skip
-    plan = plans.remember("decode table", kind, lambda: _plan(*kind))
+    plan = plans.remember("decode table", described, lambda: _plan(*described))
     if m == 1:  # stored first, it is one of the cached rows
         plan.append(key, value, keys, values, lengths, plan.branches, plan.heads)
     partial = torch.empty(plan.partial_shape, dtype=torch.float32, device=query.device)
@@ -83,10 +78,6 @@ class _Plan(NamedTuple):
     heads: Tensor
     splits: Tensor
 
-    @property
-    def estimated_bytes(self) -> int:
-        return 1 << 14  # of launches and small tables
-
 
 def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device, scale, tf32) -> _Plan:
     B, m, H, D = shape
@@ -113,10 +104,7 @@ def _plan(rows: CacheRows, shape, q_strides, k_strides, v_strides, dtype, device
         (*q_strides, *stored, len(splits), tiles, split_rows, 1 if m == 1 else 0, scale),
         shared | split_settings,
     )
-    combine_settings = {
-        "BLOCK_S": triton.next_power_of_2(len(splits)),
-        "STEP": combining_step(len(splits)),
-    }
+    combine_settings = {"BLOCK_S": triton.next_power_of_2(len(splits)), "STEP": combining_step(len(splits))}
     return _Plan(
         Launch(append_kernel, B * m * kv_heads * stored[1], (*k_strides, *v_strides, *stored), shared),
         split,

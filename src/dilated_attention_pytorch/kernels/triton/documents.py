@@ -23,9 +23,9 @@ _FEW_DOCUMENTS = 8192
 
 
 class Works(NamedTuple):
-    """What a list has: a line for every `tile` rows of a segment, or for two such tiles in `pairs`.
+    """What a list contains: one line per `tile` rows of a segment, or with `pairs` one line per two such tiles.
 
-    Of segments with at most `least` rows, or more than `most`, it has none. A row is a token that a head sees.
+    Segments of at most `least` rows, or of more than `most`, have no lines. A row is a token that a head sees.
     """
 
     tile: int
@@ -43,13 +43,13 @@ class Works(NamedTuple):
 class WorkLists:
     """The lists of a plan's launches, made by one launch.
 
-    A list is int32 `(1 + lines, 8)`. First comes how many lines there are. A line has the batch row, the start and the
-    length of a segment, the latter divided by the rate, as quotient and remainder, the tile, and the segment's number
-    (`core.spans.segment_number`), by which a block layout has its grids.
+    A list is int32 `(1 + lines, 8)`. Its first line holds the number of lines. Every other line holds the batch row and
+    the start of a segment, its length divided by the rate as quotient and remainder, the tile, and the segment's number
+    (`core.spans.segment_number`), which finds its grid in a block layout.
     """
 
     def __init__(self, plan, wanted: list) -> None:
-        """`wanted` are pairs of a branch and `Works`."""
+        """`wanted` are pairs of a branch and its `Works`."""
         self._plan = plan
         self._kinds = [(branch.w, branch.r, *works, works.capacity(branch)) for branch, works in wanted]
         self._starts, self._lines = {}, 0  # equal lists are made once

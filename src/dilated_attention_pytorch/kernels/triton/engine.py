@@ -10,8 +10,7 @@ graph.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,7 +32,7 @@ from dilated_attention_pytorch.kernels.triton.compiling import (
 )
 from dilated_attention_pytorch.kernels.triton.documents import Works, clear_outside
 from dilated_attention_pytorch.kernels.triton.forward import forward_kernel
-from dilated_attention_pytorch.kernels.triton.launching import Launch
+from dilated_attention_pytorch.kernels.triton.launching import Launch, is_elsewhere
 from dilated_attention_pytorch.kernels.triton.plan import Plan, PlannedBranch, Step, plan_for
 
 _LOG2_E = 1.4426950408889634
@@ -49,7 +48,7 @@ class Triton:
 
     def partial(self, call: Call, inputs: Inputs, resources: Resources = NO_RESOURCES) -> Partial:
         query, key, value, spans, seed, layout, _ = inputs
-        if _is_elsewhere(query):
+        if is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return self.partial(call, inputs, resources)
         plan = plan_for(call, inputs)
@@ -61,24 +60,21 @@ class Triton:
                 trains = not call.partial and any(x.requires_grad for x in inputs[:3])
                 self.compile(call, inputs, backward=trains, ignore_errors=True)
             plan.set_steps(_forward_steps(plan, query, key, plan.scale * _LOG2_E, layout))
+        if seed is None:
+            seed = query  # without dropout it is not read
         if plan.short is not None:
             out, lse = plan.empty_like(plan.like_query), plan.empty_like(plan.short.like_lse)
-            plan.short.forward(query, key, value, out, lse, plan.short.table, query if seed is None else seed)
+            plan.short.forward(query, key, value, out, lse, plan.short.table, seed)
             return Partial(out, lse)
         dtype = query.dtype
         with _lease(resources, plan.forward_loan, plan) as take:
-            new = plan.new
-            if take is not None and plan.sum_dtype != dtype and not call.partial:
-                new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
-            out = new(plan.like_query)
+            out = _sums(plan, take)(plan.like_query)
             lse = plan.empty_like(plan.like_lse)
             if not plan.every_row_written:
                 lse.fill_(-torch.inf)
             elif spans is not None:
                 clear_outside(plan, spans, out, lse=lse)
             lines = plan.lines(spans, resources)
-            if seed is None:
-                seed = query  # without dropout it is not read
             for (branch, launch, _, _, offsets), line in zip(plan.steps, lines):
                 lists = () if layout is None else layout.branches[branch.index].key_lists
                 launch(query, key, value, out, lse, line, offsets, seed, *lists)
@@ -94,7 +90,7 @@ class Triton:
         resources: Resources = NO_RESOURCES,
     ) -> Grads:
         (query, key, value, spans, seed, layout, _), out, lse = saved
-        if _is_elsewhere(query):
+        if is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return self.gradients(call, saved, grad_out, grad_lse, resources)
         plan = plan_for(call, saved.inputs, grad_out, grad_lse)
@@ -106,13 +102,13 @@ class Triton:
                 given = tree_map_only(Tensor, without_memory, (saved, grad_out, grad_lse))
                 compile_launches(lambda: self.gradients(call, *given), ignore_errors=True)
             plan.set_steps(_backward_steps(plan, query, key, plan.scale, layout))
+        if seed is None:
+            seed = query  # without dropout it is not read
         if plan.short is not None:
             short, new = plan.short, plan.empty_like
             if lse.stride() != short.lse_strides:
                 lse = lse.transpose(1, 2).contiguous()
             dq, dk, dv, delta = new(plan.like_query), new(plan.like_key), new(plan.like_key), new(plan.like_lse)
-            if seed is None:
-                seed = query  # without dropout it is not read
             dlse = delta if grad_lse is None else grad_lse
             short.dq(query, key, value, out, grad_out, dlse, lse, delta, dq, short.table, seed)
             short.dkdv(query, key, value, grad_out, lse, delta, dk, dv, short.table, seed)
@@ -120,22 +116,19 @@ class Triton:
         dtype = query.dtype
         lse = lse.transpose(1, 2).contiguous()  # (B, H, N), as forward wrote it: no copy
         with _lease(resources, plan.backward_loan, plan) as take:
-            new = plan.new
-            if take is not None and plan.sum_dtype != dtype and not call.partial:
-                new = functools.partial(_borrowed_sums, take, not plan.every_row_written)
+            new = _sums(plan, take)
             dq, dk, dv = new(plan.like_query), new(plan.like_key), new(plan.like_key)
             delta = _taken(plan, take, plan.like_lse)
             launch = plan.launches.get("delta")
             if launch is None:
                 launch = plan.launches["delta"] = _delta_launch(plan, grad_lse)
             workspace = _taken(plan, take, plan.like_workspace) if plan.workspace_size else delta
-            launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace, _spans(spans, delta))
+            lengths = delta if spans is None else spans.contiguous()  # without lengths it is not read
+            launch(out, grad_out, delta if grad_lse is None else grad_lse, delta, workspace, lengths)
             if spans is not None and plan.every_row_written:
                 clear_outside(plan, spans, dq, dk, dv)
             lines = plan.lines(spans, resources)
             rows = (query, key, value, grad_out, lse, delta)
-            if seed is None:
-                seed = query  # without dropout it is not read
             for (branch, launch, _, kernel, offsets), line in zip(plan.steps, lines):
                 kept = None if layout is None else layout.branches[branch.index]
                 if kernel == "hopper":
@@ -171,17 +164,8 @@ class Triton:
         return compile_launches(passes, ignore_errors=ignore_errors)
 
 
-def _is_elsewhere(query: Tensor) -> bool:
-    """Whether another GPU must become the current one, on which Triton launches."""
-    return query.is_cuda and query.get_device() != torch.cuda.current_device()
-
-
-def _spans(spans: Tensor | None, delta: Tensor) -> Tensor:
-    return delta if spans is None else spans.contiguous()  # without lengths they are not read
-
-
 def _lease(resources: Resources, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:
-    """Loans of a pass; none where the pool would leave even the largest to PyTorch, asking costs short calls time."""
+    """The loans of a pass; None if the pool would leave even the largest to PyTorch: asking takes time."""
     pool = resources.pool
     return _NO_LEASE if pool is None or largest < pool.threshold(plan.device) else resources.workspaces()
 
@@ -193,10 +177,16 @@ def _taken(plan: Plan, take: Take | None, like: Tensor) -> Tensor:
     return plan.empty_like(like) if take is None else take(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _borrowed_sums(take: Take, cleared: bool, like: Tensor) -> Tensor:
-    """What branches add into where the result has another dtype, and so does not share its memory."""
-    sums = take(like.shape, dtype=like.dtype, device=like.device)
-    return sums.zero_() if cleared else sums
+def _sums(plan: Plan, take: Take | None) -> Callable[[Tensor], Tensor]:
+    """What makes the tensors that branches add into: the results, or workspaces if the results have another dtype."""
+    if take is None or not plan.forward_loan:
+        return plan.new
+
+    def borrowed(like: Tensor) -> Tensor:
+        sums = take(like.shape, dtype=like.dtype, device=like.device)
+        return sums if plan.every_row_written else sums.zero_()
+
+    return borrowed
 
 
 def _forward_steps(plan: Plan, query: Tensor, key: Tensor, scale: float, layout: BlockLayout | None) -> Iterator[Step]:

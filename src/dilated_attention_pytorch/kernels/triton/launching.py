@@ -32,7 +32,7 @@ _MOST_ADDRESSES = 1024  # whose arguments a launch remembers
 
 _address = Tensor.data_ptr
 
-# What makes a tensor's descriptors, always the same number of them and the same but for the address.
+# Makes the descriptors of a tensor: always as many, and equal but for the address.
 View = Callable[[Tensor], Sequence[Any]]
 
 
@@ -43,6 +43,8 @@ class Launch:
     kernel's arguments, its constants, are in `settings` with the compiler's options. A `Launch` serves one device,
     which must be the current one, and tensors of one set of dtypes and, where they are viewed, shapes and strides.
     """
+
+    estimated_bytes = 1 << 12  # for the table of plans
 
     def __init__(
         self,
@@ -90,14 +92,19 @@ class Launch:
             self._may_compile = False
             constants = (self._settings[name] for name in self._kernel.arg_names[len(first) :])
             views = list(zip(self._views, map(len, descriptors)))
-            # Under a Triton that looks otherwise inside its front end goes on launching.
+            # Under a Triton with other internals, its front end goes on launching.
             with contextlib.suppress(AttributeError, KeyError, TypeError):
                 self._compiled = _Compiled(kernel, self._programs, views, (*self._numbers, *constants))
 
 
 def knows_triton() -> bool:
-    """Whether this is a Triton whose compiled kernels and compilations are known here."""
+    """Whether the internals of this Triton version are known here."""
     return triton.__version__.startswith(_KNOWN_TRITON) and torch.version.cuda is not None
+
+
+def is_elsewhere(x: Tensor) -> bool:
+    """Whether another GPU must become the current one, on which Triton launches."""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
 
 
 def device_of(x: Tensor) -> torch.device:

@@ -36,7 +36,7 @@ def plan_for(call: Call, inputs: Inputs, grad_out: Tensor | None = None, grad_ls
     """The plan of a call, or of its backward, made once for equal calls of equal tensors."""
     q, k, v, spans, seed, _, prepared = inputs
     tf32 = q.dtype == torch.float32 and allows_tf32(call.allow_tf32)
-    kind = (
+    key = (
         # The shape of value is that of key.
         (call, q.device, q.dtype, q.shape, k.shape) if prepared is None else prepared,
         KERNELS,
@@ -47,12 +47,12 @@ def plan_for(call: Call, inputs: Inputs, grad_out: Tensor | None = None, grad_ls
         None if grad_out is None else (grad_out.dtype, grad_out.stride(), grad_out.data_ptr() % 16),
         None if grad_lse is None else (grad_lse.dtype, grad_lse.stride()),
     )  # fmt: skip
-    if not q.is_meta and (known := plans.recall("plan", kind)) is not None:
+    if not q.is_meta and (known := plans.recall("plan", key)) is not None:
         return known
     tensors = (q, k, v) if grad_out is None else (q, k, v, grad_out)
     make = functools.partial(Plan, call, spans, seed is not None, tf32, tensors, grad_lse)
     # In the table of the whole process: a call may have a small cache of its own, whose layouts a plan must not evict.
-    return make() if q.is_meta else plans.remember("plan", kind, make)  # on `meta` a call compiles only
+    return make() if q.is_meta else plans.remember("plan", key, make)  # on `meta` a call compiles only
 
 
 class Plan:

@@ -1,4 +1,4 @@
-"""Kernels of a decoding step, one token per row through a layer in five launches: what it takes is reading the weights.
+"""Kernels of a decoding step: one token per row through a layer in five launches, whose time is reading the weights.
 
 `embed_kernel` begins a step: embeddings, and the angles of the new positions. `linear_kernel` computes
 `residual + activation(norm(x) W' + b)` for up to three matrices side by side. Every program normalises a single row
@@ -62,13 +62,13 @@ def embed(tokens, embedding, factor, lengths, turns):
     def make():
         settings = {"BLOCK_E": triton.next_power_of_2(E), "HALF": half, "XPOS": xpos, "SCALE_BASE": base}
         settings |= {"BLOCK_H": triton.next_power_of_2(max(half, 1)), "num_warps": 4, **overlap(device)}
-        return Launches(Launch(embed_kernel, B, (E, factor, period), settings))
+        return Launch(embed_kernel, B, (E, factor, period), settings)
 
     x = torch.empty(B, E, dtype=embedding.dtype, device=device)
     angles = torch.empty(4 if xpos else 2, B, half, dtype=torch.float32, device=device)
     frequencies = lengths if turns is None else turns.frequencies
     zeta = turns.log2_zeta if xpos else frequencies
-    plans.remember("decode table", key, make).one(tokens, embedding, lengths, frequencies, zeta, x, angles)
+    plans.remember("decode table", key, make)(tokens, embedding, lengths, frequencies, zeta, x, angles)
     if turns is None:
         return x, None
     return x, tuple(angles) if xpos else (*angles, *angles)
@@ -130,34 +130,23 @@ def linear(
     key = (linear, M, K, *sizes, eps, dtype, x.device, *settings.values())
 
     def make():
-        return Launches(_linear_launch(M, K, sizes, gated, eps, settings | overlap(x.device)))
+        return _linear_launch(M, K, sizes, gated, eps, settings | overlap(x.device))
 
     launch = plans.remember("decode table", key, make)
     y = torch.empty(M, sizes[0] if gated else sum(sizes), dtype=dtype, device=x.device)
     three = [*weights, *weights[:1] * (3 - len(weights))]
     biases = [x if bias is None else bias for bias in (*biases, *[None] * (3 - len(biases)))]
-    launch.one(x, *three, *biases, *(x if one is None else one for one in (gain, shift, residual)), y)
+    launch(x, *three, *biases, *(x if one is None else one for one in (gain, shift, residual)), y)
     return y
-
-
-class Launches:
-    """A launch, as an entry of the table of plans."""
-
-    estimated_bytes = 1 << 12
-
-    def __init__(self, one: Launch) -> None:
-        self.one = one
 
 
 def _normed_rows(x: Tensor, kind: str, gain: Tensor, shift: Tensor | None, eps: float) -> Tensor:
     M, K = x.shape
     settings = {"NORM": _NORMS[kind], "SHIFT": shift is not None, "BLOCK_K": triton.next_power_of_2(K), "num_warps": 4}
     key = (_normed_rows, M, K, eps, x.dtype, x.device, *settings.values())
-    launch = plans.remember(
-        "decode table", key, lambda: Launches(Launch(norm_kernel, M, (K, eps), settings | overlap(x.device)))
-    )
+    launch = plans.remember("decode table", key, lambda: Launch(norm_kernel, M, (K, eps), settings | overlap(x.device)))
     y = torch.empty_like(x)
-    launch.one(x, gain, gain if shift is None else shift, y)
+    launch(x, gain, gain if shift is None else shift, y)
     return y
 
 

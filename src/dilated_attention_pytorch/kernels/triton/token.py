@@ -29,7 +29,6 @@ from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.plan import allows_tf32, precision_of
 from dilated_attention_pytorch.kernels.triton.primitives import LN_2, LOG2_E, load_rows
 from dilated_attention_pytorch.kernels.triton.step import (
-    Launches,
     let_the_next_kernel_start,
     overlap,
     wait_for_the_kernel_before,
@@ -58,7 +57,7 @@ def attend_token(
     eps = 0.0 if qk_norm is None else qk_norm[2]
     kind = (attend_token, rows, B, H, D, qkv.dtype, qkv.device, scale, tf32, rotations is None, qk_norm is None, eps)
 
-    def make() -> tuple[Launches | Tensor, ...]:
+    def make() -> tuple[Launch | Tensor, ...]:
         at_once = B * kv_heads <= _FEW_HEADS
         splits, split_rows = splits_of(rows, B * kv_heads, _SPLIT_ROWS[at_once])
         group, turns = H // kv_heads, _turns_of(rows, splits)
@@ -71,7 +70,7 @@ def attend_token(
             "num_warps": 4, "num_stages": 2, **overlap(qkv.device),
         }  # fmt: skip
         numbers = (rows.total, len(turns.entries), kv_heads, len(splits), split_rows, scale, eps)
-        launch = Launches(Launch(token_kernel, B * len(turns.entries), numbers, settings))
+        launch = Launch(token_kernel, B * len(turns.entries), numbers, settings)
         tables = (turns.entries, turns.turns, turns.splits)
         return launch, ring_tables(rows, qkv)[1], *lasting(qkv.device, lambda: [table(x, qkv.device) for x in tables])
 
@@ -82,7 +81,7 @@ def attend_token(
     out = torch.empty(B, H * D, dtype=qkv.dtype, device=qkv.device)
     turned = rotations or (lengths,) * 4
     norms = (lengths,) * 2 if qk_norm is None else qk_norm[:2]
-    launch.one(
+    launch(
         qkv, keys, values, partial, partial_lse, out, counters, lengths, entries, turns, splits, heads, *turned, *norms
     )
     return out

@@ -71,7 +71,7 @@ def attention(kind: Kind) -> Callable[[], object]:
     q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
 
     def forward() -> torch.Tensor:
-        out = attend(call, Inputs(q, k, v), True, False, NO_RESOURCES)
+        out = attend(call, Inputs(q, k, v), NO_RESOURCES)
         assert isinstance(out, torch.Tensor)
         return out
 

@@ -23,8 +23,8 @@ _KEY_ROWS = 128  # of a key tile, in both kernels, but for the forward pass of h
 _QUERY_ROWS = 64  # of a query tile in backward
 NOBODY = (0, 0)  # teams of a branch that other kernels compute sooner
 _STRETCH = 16  # tiles of a list of works that a head takes before the next one does: rows of all heads lie together
-SHORT_ROWS = 64  # segments of documents of so many rows or less are left to the plain kernels
-_ALONE_ROWS = (1024, 512, 256)  # and of so many or less get no team in backward, if there is memory
+SHORT_ROWS = 64  # segments of documents of at most this many rows are left to the plain kernels
+_ALONE_ROWS = (1024, 512, 256)  # segments of at most this many rows get no team in backward, if there is memory
 _WHOLE = 1 << 30
 _MOST_ROWS = 1 << 22  # of a segment: backward counts its key tiles in 16 bits
 _SUMS_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -45,15 +45,15 @@ def padded(head_dim: int) -> int:
 
 
 def _key_rows(block_d: int) -> int:
-    """Of a key tile in the forward pass: what fits into shared memory."""
+    """Rows of a key tile in the forward pass: as many as fit into shared memory."""
     return _KEY_ROWS if block_d <= 128 else _KEY_ROWS // 2
 
 
 def takes_tensors(*tensors: Tensor) -> bool:
-    """Whether they are of a kind for these kernels, on a GPU that has them.
+    """Whether these kernels take such tensors, on a GPU that has them.
 
-    The tensor copy engine needs rows that begin at multiples of 16 bytes, each at its own. The backward pass, whose
-    tensors are four, holds dk and dv in registers, which suffice for a head dim of 128.
+    The tensor copy engine needs rows that begin at multiples of 16 bytes, each at its own. The backward pass, which has
+    four tensors, holds dk and dv in registers, which suffice for a head dim of 128.
     """
     largest = 256 if len(tensors) == 3 else 128
     if tensors[0].dtype not in (torch.bfloat16, torch.float16) or tensors[0].shape[-1] > largest:
@@ -76,8 +76,10 @@ def takes_branch(tokens: int, rate: int, rows: int, block_size: int | None, head
 def forward_launch(
     query: Tensor, key: Tensor, branch, qk_scale: float, kept: BranchLayout | None
 ) -> tuple[Launch, Works]:
-    """Of one branch of a plan; its tensors are q, k, v, out, lse, the list of works of documents, the query heads'
-    offsets, the seed, and the lists of the keys that a layout keeps.
+    """The launch for one branch of a plan, and the works that it lists.
+
+    It takes q, k, v, out, lse, the list of works of documents, the query heads' offsets, the seed, and a layout's lists
+    of kept keys.
     """
     N, H, D = query.shape[1:]
     group = H // key.shape[2]
@@ -124,8 +126,10 @@ def forward_launch(
 def backward_launch(
     query: Tensor, key: Tensor, branch, teams: Teams, scale: float, workspace: Tensor, kept: BranchLayout | None
 ) -> Launch:
-    """Of one branch's segments; its tensors are q, do, k, v, the sums of dq, lse, delta, dq, dk, dv, the workspace, the
-    list of segments of documents, the key/value heads' offsets, the seed, and the lists of a layout.
+    """The launch for one branch's segments.
+
+    It takes q, do, k, v, the sums of dq, lse, delta, dq, dk, dv, the workspace, the list of segments of documents, the
+    key/value heads' offsets, the seed, and the lists of a layout.
     """
     N, H, D = query.shape[1:]
     block_d = padded(D)
@@ -183,8 +187,8 @@ def _turns_at(workspace: Tensor, block_d: int) -> int:
 
 
 def share_out(query: Tensor, key: Tensor, branch, most_bytes: int) -> bool:
-    """Set the teams of a branch's backward, whose sums of dq take so many bytes at most; False where few would work."""
-    rows = _padded_rows(branch)
+    """Set the teams of a branch's backward, with at most `most_bytes` of sums of dq; False if too few would work."""
+    rows = -(-branch.rows // _KEY_ROWS) * _KEY_ROWS
     group = query.shape[2] // key.shape[2]
     multiprocessors = _multiprocessors(device_of(query))
 
@@ -193,7 +197,7 @@ def share_out(query: Tensor, key: Tensor, branch, most_bytes: int) -> bool:
 
     branch.teams, least = [], 0
     if branch.plan.documents is not None:
-        # Nobody knows how long documents are. Where they are short, members of a team would have nothing to do.
+        # The host does not know how long documents are. In short ones, members of a team would have nothing to do.
         least = SHORT_ROWS
         alone = next((rows for rows in _ALONE_ROWS if most_teams(rows) >= multiprocessors), 0)
         if alone:
@@ -207,10 +211,6 @@ def share_out(query: Tensor, key: Tensor, branch, most_bytes: int) -> bool:
         branch.teams.append(Teams(count, size, rows, Works(_WHOLE, least=least)))
     branch.workspace_rows = max(teams.count * group * teams.rows for teams in branch.teams)
     return True
-
-
-def _padded_rows(branch) -> int:
-    return -(-branch.rows // _KEY_ROWS) * _KEY_ROWS
 
 
 def _sums_descriptor(workspace: Tensor, block_d: int) -> tuple[TensorDescriptor]:
@@ -241,7 +241,7 @@ def _lag(block_d: int, is_causal: bool) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _teams(units: int, key_tiles: int, is_causal: bool, multiprocessors: int, most: int) -> tuple[int, int]:
-    """How many teams of how many programs finish soonest, at most so many: NOBODY where those would take too long.
+    """How many teams of how many programs finish soonest, with at most `most` teams; NOBODY if that takes too long.
 
     A larger team needs less scratch, which then stays in L2. But it takes turns longer, and under causality, where
     members of a round walk fewer and fewer query tiles, they come to wait for each other.
