@@ -117,7 +117,7 @@ def prompt_chunk(config: ModelConfig, batch: int, itemsize: int, most: int | Non
     49152
     """
     if most is None:
-        # Of a layer: inputs and projections of attention, float32 rotations, and thrice the feed-forward's hidden rows.
+        # One layer: inputs and projections of attention, float32 rotations, three times the feed-forward's hidden rows.
         per_token = (12 * config.d_model + 3 * config.dim_feedforward) * itemsize + 16 * config.d_model
         most = max(1, _PROMPT_BYTES // (batch * per_token))
     whole = math.lcm(*config.segment_lengths)
