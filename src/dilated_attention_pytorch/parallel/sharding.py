@@ -11,21 +11,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, get_args
 
-from dilated_attention_pytorch.core.checks import (
-    MOST_ENTRIES,
-    MOST_LISTED,
-    MOST_TOKENS,
-    SIZE,
-    check_choice,
-    check_fields,
-    check_sequence,
-    check_whole,
-    checked,
-)
+from dilated_attention_pytorch.core.checks import MOST_ENTRIES, MOST_LISTED, SIZE, check_choice, check_fields, checked
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
 TokenLayout = Literal["contiguous", "zigzag"]
@@ -101,10 +91,10 @@ class Shards:
         return cls.zigzag(tokens, ranks) if layout == "zigzag" else cls(even_lengths(tokens, ranks))
 
     @classmethod
+    @checked(lengths=SIZE)
     def of(cls, lengths: Sequence[int], layout: str = "contiguous") -> Shards:
         """The shards of ranks with these numbers of tokens."""
         check_token_layout(layout)
-        check_sequence("lengths", lengths, partial(check_whole, least=0, most=MOST_TOKENS))
         if layout == "contiguous":
             return cls(tuple(lengths))
         shards = cls.zigzag(sum(lengths), len(lengths))
