@@ -48,7 +48,7 @@ from dilated_attention_pytorch.parallel import (
     RingDilatedAttentionV3,
     Shards,
 )
-from dilated_attention_pytorch.parallel.attention import Kind, shard_plan_for
+from dilated_attention_pytorch.parallel.attention import ShardCall, shard_plan_for
 from dilated_attention_pytorch.parallel.schemes import MEMORY_BUDGET
 
 SPEC: dict[str, Any] = {"segment_lengths": (256, 512, 1024), "dilation_rates": (1, 2, 4)}
@@ -145,7 +145,7 @@ def _ring_schedule(device: str, call: Call, like: Tensor, cache: Resources) -> l
     shards = Shards((like.shape[1] // 8 - 1,) * 8)
     mine = torch.Size((1, shards.lengths[3], HEADS, HEAD_DIM))
     documents = ((range(1), 0, shards.tokens),)
-    kind = Kind(call, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
+    kind = ShardCall(call, shards, documents, mine, HEADS, 4, torch.device(device), "auto", MEMORY_BUDGET)
     rebuild, hit = (partial(shard_plan_for, ranks, kind, found) for found in (NO_RESOURCES, cache))
     return [("ring schedule", "ring schedule, 8 ranks", rebuild, hit)]
 
@@ -198,23 +198,23 @@ def _cache_steps(options: Options) -> Iterator[Record]:
 ATTENTION = (
     "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttentionV2", "BlockSparseRingDilatedAttention",
 )  # fmt: skip
-RINGS: dict[str, Callable[..., Any]] = {
-    "RingDilatedAttention": RingDilatedAttention,
-    "RingDilatedAttentionV2": RingDilatedAttentionV2,
-    "RingDilatedAttentionV3": RingDilatedAttentionV3,
-    "DistributedImprovedDilatedAttention": partial(DistributedImprovedDilatedAttention, sequence_parallel=True),
-}
 RANKS, ROUNDS = 2, 9
-MODULES: dict[str, Callable[..., Any]] = {
-    "DilatedAttention": DilatedAttention,
-    "ImprovedDilatedAttention": ImprovedDilatedAttention,
-    "RingDilatedAttentionV2": RingDilatedAttentionV2,
-    "BlockSparseRingDilatedAttention": partial(BlockSparseRingDilatedAttention, sparse_config=SPARSE),
-    "MultiheadDilatedAttention": MultiheadDilatedAttention,
-    "ImprovedMultiheadDilatedAttention": ImprovedMultiheadDilatedAttention,
-    "BlockSparseRingMultiheadDilatedAttention": partial(BlockSparseRingMultiheadDilatedAttention, sparse_config=SPARSE),
-    "DilatedTransformerEncoderLayer": DilatedTransformerEncoderLayer,
-    "LongNetLM": LongNetLM,
+
+
+def _by_name(*classes: Any, **settings: Any) -> dict[str, Callable[..., Any]]:
+    return {one.__name__: partial(one, **settings) for one in classes}
+
+
+RINGS = {
+    **_by_name(RingDilatedAttention, RingDilatedAttentionV2, RingDilatedAttentionV3),
+    **_by_name(DistributedImprovedDilatedAttention, sequence_parallel=True),
+}
+MODULES = {
+    **_by_name(DilatedAttention, ImprovedDilatedAttention, RingDilatedAttentionV2),
+    **_by_name(BlockSparseRingDilatedAttention, sparse_config=SPARSE),
+    **_by_name(MultiheadDilatedAttention, ImprovedMultiheadDilatedAttention),
+    **_by_name(BlockSparseRingMultiheadDilatedAttention, sparse_config=SPARSE),
+    **_by_name(DilatedTransformerEncoderLayer, LongNetLM),
 }
 
 
@@ -421,10 +421,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 CACHE = Suite(
     name="cache",
     about="the pattern cache: a hit against a rebuild, and calls with the cache on and off",
-    flags=(
-        "device",
-        "tokens",
-    ),
+    flags=("device", "tokens"),
     setup=lambda options: (_kinds, _cache_steps),
     measure=lambda part, options: part(options),
     tables=_tables,
@@ -434,10 +431,7 @@ CACHE = Suite(
 POOL = Suite(
     name="pool",
     about="the workspace pool: time and peak memory of every module with the pool on and off",
-    flags=(
-        "device",
-        "tokens",
-    ),
+    flags=("device", "tokens"),
     setup=lambda options: options.tokens or POOL_LENGTHS[options.device],
     measure=_pool_steps,
     tables=_tables,

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from benchmarks.charts import bars as draw_bars
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names, number, reason
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
 from dilated_attention_pytorch.core.spec import branches_for
 from dilated_attention_pytorch.measuring import host_memory
@@ -65,9 +65,7 @@ _COMPARED = ("dilated", "dense")
 
 
 def _setup(options: Options) -> list[Attempts]:
-    for name in options.sizes:
-        if name not in SIZES:
-            raise ValueError(f"--sizes are of {', '.join(SIZES)}, got {name!r}")
+    check_names("sizes", options.sizes, SIZES)
     titles = [f"{size} {kind}" for kind, size in _rows() if not options.sizes or size in options.sizes]
     chosen = [title.split() for title in titles if {*options.cases} <= {*title.split()}]
     if not chosen:
@@ -174,7 +172,7 @@ def working_eight_bit(device: str) -> OptimizerName:
             make_optimizer([parameter], MemoryOptions(optimizer=name), lr=1e-3).step()
             return name
         except Exception as error:  # whichever way a package fails, the other may work
-            reasons.append(f"{name}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+            reasons.append(f"{name}: {reason(error)}")
     raise ModuleNotFoundError(f"capacity needs an 8-bit AdamW that runs on this machine. {'; '.join(reasons)}")
 
 

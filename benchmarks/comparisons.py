@@ -19,7 +19,7 @@ from benchmarks.charts import bars as draw_bars
 from benchmarks.contenders import FLOOR, OURS, Setup
 from benchmarks.harness import Case, measure
 from benchmarks.ratios import RATIOS, TARGETS, Row, beside_published, but_for_length, judge, memory, rows_of
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, number
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, number, reason
 from dilated_attention_pytorch.pages import plots
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def attempt(setup: Setup, case: Case) -> Record:
         with ready.settings:
             timing = measure(ready.call, case.device)
     except Exception as error:  # whatever another's code raises must not cost the rest of the run
-        first = (str(error).strip() or "no message").splitlines()[0]
-        return {"failed": f"{type(error).__name__}: {first}"}
+        return {"failed": reason(error)}
     return {
         "milliseconds": round(timing.median, 4),
         "p20": round(timing.p20, 4),

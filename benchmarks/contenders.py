@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness import Case
 from benchmarks.peers import build_torchscale, load_torchscale, without_projections
+from benchmarks.suite import check_names
 from dilated_attention_pytorch.core.block_layout import layout_for
 from dilated_attention_pytorch.core.block_pattern import tiles_of
 from dilated_attention_pytorch.functional import dilated_attention
@@ -83,9 +84,7 @@ def named_contenders(contenders: dict[str, Setup], only: Sequence[str], torchsca
     """All contenders, or those named."""
     if not only:
         return contenders
-    unknown = [name for name in only if name not in contenders]
-    if unknown:
-        raise ValueError(f"no contender {unknown[0]!r}: choose from {', '.join(map(repr, contenders))}")
+    check_names("only", only, contenders)
     if TORCHSCALE in only and torchscale is None:
         raise ValueError("the contender 'torchscale' needs --torchscale PATH, a checkout of microsoft/torchscale")
     return {name: contenders[name] for name in only}

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.pages.plots import curves, thinned
@@ -43,8 +43,7 @@ _PIECE = re.compile(rb"[A-Za-z0-9_]+|[ \t]+|\n+|[^A-Za-z0-9_\s]|\s")
 
 def _setup(options: Options) -> list[str]:
     wanted = list(options.only or VARIANTS)
-    if unknown := set(wanted) - VARIANTS.keys():
-        raise ValueError(f"--only names variants of {', '.join(VARIANTS)}; got {', '.join(sorted(unknown))}")
+    check_names("only", wanted, VARIANTS)
     return wanted
 
 

@@ -151,7 +151,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
 
 
 def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
-    """The targets of a GPU at 1,048,576 tokens. On a CPU, the overhead of operators is most of a step."""
+    """The targets are for a GPU at 1,048,576 tokens. On a CPU, the overhead of operators is most of a step."""
     steps = [record for record in records if "ours" in record]
     spread = max(record["ours"] for record in steps) / min(record["ours"] for record in steps)
     yield Verdict(spread <= FLAT, f"time per token flat within {FLAT}; slowest over fastest {spread:.3f}")
@@ -166,11 +166,8 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="decode",
-    about="time per token over context length, and prompts in chunks; targets are of a GPU",
-    flags=(
-        "device",
-        "tokens",
-    ),
+    about="time per token over context length, and prompts in chunks; targets are for a GPU",
+    flags=("device", "tokens"),
     setup=lambda options: (_steps, _prompts),
     measure=lambda part, options: part(options),
     tables=_tables,

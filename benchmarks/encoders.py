@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,17 @@ def choose_encoders(only: Sequence[str] = (), torchscale: Path | None = None) ->
 
     A case without layers is the attention alone, without projections.
     """
-    encoder = _encoder(lambda case: lambda layer: None)
+    encoder = _encoder(lambda layer, case: None)
     contenders: dict[str, Setup] = {
         OURS: lambda case: encoder(case) if case.encoder_layers else ours("auto")(case),
-        EXACT: _encoder(_pad(detached_merge=True)),
-        EXACT_FORWARD: _encoder(_pad(detached_merge=False)),
+        EXACT: _encoder(functools.partial(_pad, detached_merge=True)),
+        EXACT_FORWARD: _encoder(functools.partial(_pad, detached_merge=False)),
         TORCHSCALE: _torchscale_from(torchscale),
     }
     return named_contenders(contenders, only, torchscale)
 
 
-Change = Callable[[DilatedTransformerEncoderLayer], None]
-
-
-def _encoder(change_for: Callable[[Case], Change]) -> Setup:
+def _encoder(change: Callable[[DilatedTransformerEncoderLayer, Case], None]) -> Setup:
     """An encoder whose layers are changed for the contender."""
 
     def setup(case: Case) -> Ready | str:
@@ -64,9 +62,8 @@ def _encoder(change_for: Callable[[Case], Change]) -> Setup:
             )
             for _ in range(case.encoder_layers)
         ]
-        change = change_for(case)
         for layer in layers:
-            change(layer)
+            change(layer, case)
         model = nn.Sequential(*layers, nn.LayerNorm(width))
         dtype = getattr(torch, case.dtype)
         model = model.to(device=case.device, dtype=dtype)
@@ -85,27 +82,17 @@ def _encoder(change_for: Callable[[Case], Change]) -> Setup:
     return setup
 
 
-def _pad(detached_merge: bool) -> Callable[[Case], Change]:
-    def change_for(case: Case) -> Change:
-        def change(layer: DilatedTransformerEncoderLayer) -> None:
-            layer.self_attn.attention = PaddedAttention(
-                case.segment_lengths, case.dilation_rates, detached_merge=detached_merge
-            )
-
-        return change
-
-    return change_for
+def _pad(layer: DilatedTransformerEncoderLayer, case: Case, *, detached_merge: bool) -> None:
+    layer.self_attn.attention = PaddedAttention(
+        case.segment_lengths, case.dilation_rates, detached_merge=detached_merge
+    )
 
 
 def _torchscale_from(checkout: Path | None) -> Setup:
     if checkout is None:
         return lambda case: NO_CHECKOUT
     attention_class = load_torchscale(checkout)
-
-    def change_for(case: Case) -> Change:
-        return lambda layer: setattr(layer, "self_attn", _Torchscale(attention_class, case))
-
-    encoder = _encoder(change_for)
+    encoder = _encoder(lambda layer, case: setattr(layer, "self_attn", _Torchscale(attention_class, case)))
     return lambda case: encoder(case) if case.encoder_layers else torchscale_alone(attention_class, case)
 
 

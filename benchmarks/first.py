@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness import wait_for
+from benchmarks.processes import run_module
 from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine
 from dilated_attention_pytorch.functional import dilated_attention
 
@@ -31,7 +32,8 @@ def _measure(case: tuple[str, int], options: Options) -> Iterator[Record]:
     dtype, head_dim = case
     tokens, heads = SIZES[options.device]
     with tempfile.TemporaryDirectory() as folder:
-        empty, filled = (_in_new_process(options.device, dtype, head_dim, folder) for _ in range(2))
+        arguments = ("benchmarks.first", options.device, dtype, str(head_dim))
+        empty, filled = (json.loads(run_module(*arguments, TRITON_CACHE_DIR=folder)) for _ in range(2))
         kernels = sum(1 for _ in Path(folder).rglob("*.cubin"))
     yield {
         "device": options.device, "dtype": dtype, "head_dim": head_dim, "tokens": tokens, "heads": heads,
@@ -40,31 +42,20 @@ def _measure(case: tuple[str, int], options: Options) -> Iterator[Record]:
     }  # fmt: skip
 
 
-def _in_new_process(device: str, dtype: str, head_dim: int, folder: str) -> dict[str, float]:
-    environment = os.environ | {"TRITON_CACHE_DIR": folder, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "benchmarks.first", device, dtype, str(head_dim)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"a first call in {dtype} with D={head_dim} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
-
-
 def _main(device: str, dtype: str, head_dim: str) -> None:
     """Seconds of the first call and of one like it, without imports and the start of the GPU."""
     tokens, heads = SIZES[device]
     shape = (1, tokens, heads, int(head_dim))
     q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype), device=device, requires_grad=True) for _ in range(3))
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     # What a training step needs of PyTorch anyhow: its own kernels, and autograd's threads.
     torch.ones(8, dtype=q.dtype, device=device, requires_grad=True).square().mean().backward()
 
     def train() -> float:
-        wait()
+        wait_for(device)
         began = time.perf_counter()
         # Not by torch.autograd.grad, which imports PyTorch's symbolic shapes to compare those of a stated gradient.
         dilated_attention(q, k, v, SEGMENTS, RATES, is_causal=True).square().mean().backward()
-        wait()
+        wait_for(device)
         return time.perf_counter() - began
 
     print(json.dumps({"first": train(), "later": train()}))
@@ -94,7 +85,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="first",
-    about="the first training call of a process, with an empty cache folder and a filled one; targets are of a GPU",
+    about="the first training call of a process, with an empty cache folder and a filled one; targets are for a GPU",
     flags=("device",),
     setup=lambda options: list(itertools.product(SECONDS, HEAD_DIMS)),
     measure=_measure,

@@ -2,12 +2,11 @@
 
 The context is not read: caches are filled with random rows, and their lengths are set. The floor is the time of reading
 the weights once, at the bandwidth of a copy in the same run; a second one adds the rows of a bounded cache that a step
-sees. The contexts end where segments end, so these are as many as there can be.
+sees. The contexts end where segments end, so a step sees as many rows as it ever does.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from benchmarks.harness import measure
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
+from benchmarks.harness import free_memory, measure, wait_for
+from benchmarks.peers import llama_like
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names, number, reason
 from dilated_attention_pytorch.models.captured import evaluating, forget_kept
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNetLM
@@ -56,9 +56,8 @@ def _setup(options: Options) -> list[Trial]:
     cuda = options.device == "cuda"
     sizes, batches = options.sizes or tuple(SLOWEST), options.batches or BATCHES
     models = options.only or MODELS
-    for name, wanted, known in (("sizes", sizes, SLOWEST), ("only", models, MODELS)):
-        if unknown := set(wanted) - {*known}:
-            raise ValueError(f"--{name} takes {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    check_names("sizes", sizes, SLOWEST)
+    check_names("only", models, MODELS)
     if not cuda:
         sizes, batches = sizes[:1], batches[:1]
     contexts = options.tokens or (CONTEXTS if cuda else (128, 512))
@@ -84,35 +83,33 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
         with torch.device(options.device):
             make = _llama if trial.model in (LLAMA, BOUNDED) else _longnet
             model, run, found = make(trial, config, torch.bfloat16 if cuda else None)
-        record |= found | _timed(model, run, trial, cuda, bandwidth)
+        record |= found | _timed(model, run, trial, options.device, bandwidth)
         del model, run
     except torch.OutOfMemoryError:
         record["failed"] = "out of memory"
     except Exception as error:  # a package that is missing or broken must not cost the rest of the run
-        record["failed"] = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        record["failed"] = reason(error)
     forget_kept()
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
+    free_memory(options.device)
     yield record
 
 
 Run = Callable[[int], object]
-"""Generates so many tokens, the last of which ends the context."""
+"""Generates this many tokens; the last one ends the context."""
 
 
-def _timed(model: nn.Module, run: Run, trial: Trial, cuda: bool, bandwidth: float) -> Record:
-    wait = torch.cuda.synchronize if cuda else lambda: None
+def _timed(model: nn.Module, run: Run, trial: Trial, device: str, bandwidth: float) -> Record:
+    cuda = device == "cuda"
     for tokens in (6, trial.tokens):
         run(tokens)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     times, compiled = [], counters["stats"]["unique_graphs"]
     for _ in range(_TURNS):
-        wait()
+        wait_for(device)
         began = time.perf_counter()
         run(trial.tokens)
-        wait()
+        wait_for(device)
         times.append((time.perf_counter() - began) / trial.tokens * 1e3)
     ms = statistics.median(times)
     weights = sum(x.nbytes for x in {x.data_ptr(): x for x in stored_tensors(model)}.values())
@@ -180,21 +177,11 @@ def _parity(model: LongNetLM) -> Record:
 
 def _llama(trial: Trial, config: ModelConfig, dtype: torch.dtype | None) -> tuple[nn.Module, Run, Record]:
     """A Llama of the same width, depth and heads with a compiled step, and its own static cache or a bounded one."""
-    from transformers import Cache, LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import Cache, LlamaForCausalLM, StaticCache
 
     from dilated_attention_pytorch.models.hf import DilatedCache, dilated_cache, use_dilated_attention
 
-    shape = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        intermediate_size=8 * config.d_model // 3 // 16 * 16,  # SwiGLU's three matrices in place of two
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads or config.num_heads,
-        max_position_embeddings=trial.context,
-        tie_word_embeddings=config.tie_weights,
-        attn_implementation="sdpa",
-    )
+    shape = llama_like(config, trial.context)
     if trial.model == BOUNDED:
         use_dilated_attention(shape, **config.spec.keywords)
     model = LlamaForCausalLM(shape).to(dtype).eval()
@@ -297,7 +284,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="generate",
-    about="time per token of whole models, beside Hugging Face's Llama with a static cache; targets are of a GPU",
+    about="time per token of whole models, beside Hugging Face's Llama with a static cache; targets are for a GPU",
     flags=("device", "sizes", "tokens", "batches", "only"),
     setup=_setup,
     measure=_measure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +17,20 @@ from dilated_attention_pytorch.core.pattern import forward_flops, training_bytes
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
 from dilated_attention_pytorch.measuring import Timing, machine, measure
 
-__all__ = ["Case", "Comparison", "Timing", "compare", "machine", "measure"]
+__all__ = ["Case", "Comparison", "Timing", "compare", "free_memory", "machine", "measure", "wait_for"]
+
+
+def wait_for(device: str) -> None:
+    """Wait until a GPU has computed everything; on a CPU everything is computed already."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def free_memory(device: str) -> None:
+    """Free what the case before has left, so that the peak memory of the next one is its own."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +141,14 @@ def compare(
     calls in a row, as in training: the host prepares the next one while the device computes.
     """
     cuda = device == "cuda"
-    wait = torch.cuda.synchronize if cuda else lambda: None
     clock = time.perf_counter if cuda else time.process_time
 
     def once(run: Callable[[], object]) -> float:
-        wait()
+        wait_for(device)
         began = clock()
         for _ in range(in_a_row):
             run()
-        wait()
+        wait_for(device)
         return (clock() - began) * 1e3 / in_a_row
 
     in_a_row = 1

@@ -1,4 +1,4 @@
-"""torchscale's dilated attention, loaded from a checkout, on PyTorch's own flash kernel."""
+"""What ours is measured beside: torchscale's dilated attention from a checkout, and the sizes of a Llama."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dilated_attention_pytorch.models.config import ModelConfig
 
 _FILE = Path("torchscale/component/dilated_attention.py")
 
@@ -106,6 +108,24 @@ def flash_attention_of_pytorch(
         flash = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse = flash(q, k, v, dropout, is_causal, scale=softmax_scale)[:2]
     return out.transpose(1, 2), lse
+
+
+def llama_like(config: ModelConfig, tokens: int, **settings: Any) -> Any:
+    """The `LlamaConfig` of the same vocabulary, width, depth and heads, with PyTorch's attention."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.d_model,
+        intermediate_size=8 * config.d_model // 3 // 16 * 16,  # SwiGLU's three matrices in place of two
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads or config.num_heads,
+        max_position_embeddings=tokens,
+        tie_word_embeddings=config.tie_weights,
+        attn_implementation="sdpa",
+        **settings,
+    )
 
 
 @contextmanager

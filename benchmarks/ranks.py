@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import wait_for
+from benchmarks.processes import run_on_ranks
 from benchmarks.suite import Options, Record, Suite, Table, Verdict, append_line, by_machine
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -48,19 +49,10 @@ def _setup(options: Options) -> list[tuple[int, int]]:
 def _launch(case: tuple[int, int], options: Options) -> Iterator[Record]:
     """The records of a launch of torchrun, one per scheme."""
     count, tokens = case
-    threads = str(max(1, (os.cpu_count() or 1) // count))
-    environment = {"OMP_NUM_THREADS": threads} | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    threads = max(1, (os.cpu_count() or 1) // count)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "lines.jsonl"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m"]
-        done = subprocess.run(
-            [*command, "benchmarks.ranks", options.device, str(tokens), str(results)],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise OSError(f"{count} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        run_on_ranks(count, "benchmarks.ranks", options.device, str(tokens), str(results), threads=threads)
         yield from map(json.loads, results.read_text().splitlines())
 
 
@@ -74,18 +66,17 @@ def _measure(device: str, tokens: int, scheme: str) -> Record:
     shards = Shards.cut(tokens, ranks.size)
     mine = (1, shards.tokens_of(ranks.rank), heads, head_dim)
     q, k, v = (torch.randn(mine, dtype=getattr(torch, dtype), device=device, requires_grad=True) for _ in range(3))
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def step() -> float:
         """Milliseconds of forward and backward on the slowest rank."""
         dist.barrier()
-        wait()
+        wait_for(device)
         began = time.perf_counter()
         chosen: Any = "ring" if dense else scheme
         out = sharded_dilated_attention(q, k, v, segments, rates, scheme=chosen, shard_lengths=shards.lengths)
         assert isinstance(out, torch.Tensor)
         out.sum().backward()
-        wait()
+        wait_for(device)
         taken = torch.tensor([(time.perf_counter() - began) * 1e3], device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         return float(taken)
@@ -143,10 +134,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 SUITE = Suite(
     name="ranks",
     about="bytes that two and four ranks receive under each scheme, counted beside their formulas, and times",
-    flags=(
-        "device",
-        "tokens",
-    ),
+    flags=("device", "tokens"),
     setup=_setup,
     measure=_launch,
     tables=_tables,

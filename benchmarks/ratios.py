@@ -151,8 +151,12 @@ class Target:
     text: str
     ratio: Ratio
     limit: float
-    applies_to: Callable[[Row], bool]
+    cases: Callable[[Row], bool] = lambda row: True
     at_least: bool = True
+    device: str = "cuda"
+
+    def applies_to(self, row: Row) -> bool:
+        return row.case.device == self.device and self.cases(row)
 
     def met_by(self, value: float) -> bool:
         return value >= self.limit if self.at_least else value <= self.limit
@@ -163,101 +167,94 @@ TARGETS = (
         "a GPU, 131,072 tokens or more: 0.95 of dense attention's rate at the same FLOPs, or better",
         rate,
         0.95,
-        lambda row: _on_gpu(row) and row.suite == "attention" and row.case.tokens >= 131_072,
+        lambda row: row.suite == "attention" and row.case.tokens >= 131_072,
     ),
     Target(
         "a GPU, 32,768 tokens, forward and backward: 8 times faster than torchscale, or better",
         faster_than(TORCHSCALE),
         8.0,
-        lambda row: _on_gpu(row) and row.suite != "blocksparse" and row.case.tokens == 32_768 and row.case.backward,
+        lambda row: row.suite != "blocksparse" and row.case.tokens == 32_768 and row.case.backward,
     ),
     Target(
         "a GPU, GigaPath's attention alone, with backward, 10,000 tiles: 4 times faster than torchscale's, or better",
         faster_than(TORCHSCALE),
         4.0,
-        lambda row: _on_gpu(row) and _is_gigapath_alone(row) and row.case.tokens < 45_000,
+        lambda row: _is_gigapath_alone(row) and row.case.tokens < 45_000,
     ),
     Target(
         "the same, 45,000 and 200,000 tiles: 3 times faster, or better",
         faster_than(TORCHSCALE),
         3.0,
-        lambda row: _on_gpu(row) and _is_gigapath_alone(row) and row.case.tokens >= 45_000,
+        lambda row: _is_gigapath_alone(row) and row.case.tokens >= 45_000,
     ),
     Target(
         "a GPU, 131,072 tokens or more, a longest segment of all of them: dense attention's rate at the same FLOPs",
         rate,
         1.0,
         lambda row: (
-            _on_gpu(row)
-            and row.suite == "attention"
-            and row.case.tokens >= 131_072
-            and max(row.case.segment_lengths) >= row.case.tokens
+            row.suite == "attention" and row.case.tokens >= 131_072 and max(row.case.segment_lengths) >= row.case.tokens
         ),
     ),
     Target(
         "a GPU, the kernels that run on any: 1.15 of the rate of PyTorch's flash kernel, or better",
         plain_rate,
         1.15,
-        lambda row: _on_gpu(row),
     ),
     Target(
         "a GPU, dropout 0.1, forward and backward: at most 1.4 times the time without",
         faster_than(DROPOUT),
         1.4,
-        lambda row: _on_gpu(row) and row.case.backward,
+        lambda row: row.case.backward,
         at_least=False,
     ),
     Target(
         "a GPU, 512 to 4,096 tokens: at most 1.2 times one dense call on the same tokens",
         time_over(OURS, SAME_TOKENS),
         1.2,
-        lambda row: _on_gpu(row) and row.suite == "short" and row.case.tokens <= 4096,
+        lambda row: row.suite == "short" and row.case.tokens <= 4096,
         at_least=False,
     ),
     Target(
         "the same in CUDA graphs",
         time_over(OURS_CAPTURED, DENSE_CAPTURED),
         1.2,
-        lambda row: _on_gpu(row) and row.suite == "short" and row.case.tokens <= 4096,
+        lambda row: row.suite == "short" and row.case.tokens <= 4096,
         at_least=False,
     ),
     Target(
         "a GPU, peak memory of forward and backward: at most 1.10 of what they must hold",
         memory,
         1.10,
-        lambda row: _on_gpu(row) and row.suite != "short",
+        lambda row: row.suite != "short",
         at_least=False,
     ),
     Target(
         "a GPU, 1M to 16M tokens: time per token within 3 %",
         off_linear,
         0.03,
-        lambda row: _on_gpu(row) and row.suite == "scaling" and row.case.tokens > 1 << 20,
+        lambda row: row.suite == "scaling" and row.case.tokens > 1 << 20,
         at_least=False,
     ),
     Target(
         "a GPU, 32,768 tokens, a tenth of the tiles: 7 times faster than all through the same kernels, or better",
         faster_than(EVERY_TILE),
         7.0,
-        lambda row: _on_gpu(row) and row.suite == "blocksparse" and row.case.tokens == 32_768,
+        lambda row: row.suite == "blocksparse" and row.case.tokens == 32_768,
     ),
     Target(
         "a GPU, 32,768 tokens, a tenth of the tiles: 1.3 times faster than FlexAttention with the same, or better",
         faster_than(FLEX, FLEX_FLASH),
         1.3,
-        lambda row: _on_gpu(row) and row.suite == "blocksparse" and row.case.tokens == 32_768,
+        lambda row: row.suite == "blocksparse" and row.case.tokens == 32_768,
     ),
     Target(
         "a CPU: 0.9 of dense attention's rate at the same FLOPs, or better",
         rate,
         0.9,
-        lambda row: row.case.device == "cpu" and row.suite == "attention",
+        lambda row: row.suite == "attention",
+        device="cpu",
     ),
 )
-
-
-def _on_gpu(row: Row) -> bool:
-    return row.case.device == "cuda"
 
 
 def _is_gigapath_alone(row: Row) -> bool:

@@ -7,7 +7,6 @@ step takes one slide after the other and accumulates the gradients. Where it run
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import free_memory, wait_for
 from benchmarks.peers import load_torchscale_encoder
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names, number
 from dilated_attention_pytorch.models.config import EncoderConfig
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.nn.positions import SlidePositions
@@ -77,8 +77,7 @@ class _Torchscale(nn.Module):
 def _setup(options: Options) -> list[Trial]:
     names = [OURS, *([TORCHSCALE] if options.torchscale else [])]
     if options.only:
-        if unknown := set(options.only) - {OURS, TORCHSCALE}:
-            raise ValueError(f"--only names of {OURS!r}, {TORCHSCALE!r}; got {', '.join(sorted(unknown))}")
+        check_names("only", options.only, (OURS, TORCHSCALE))
         if TORCHSCALE in options.only and not options.torchscale:
             raise ValueError(f"{TORCHSCALE!r} needs --torchscale PATH: a checkout of microsoft/torchscale")
         names = list(options.only)
@@ -101,9 +100,7 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
 def _steps(trial: Trial, options: Options, *, recompute: bool) -> Record:
     """Seconds of the median step, slides per second and peak memory."""
     device, cuda = torch.device(options.device), options.device == "cuda"
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
+    free_memory(options.device)
     torch.manual_seed(0)
     config = EncoderConfig(**(GIGAPATH if cuda else _TINY))
     memory = MemoryOptions(precision="bf16", checkpointing="full" if recompute else "none", compile=cuda)
@@ -118,10 +115,10 @@ def _steps(trial: Trial, options: Options, *, recompute: bool) -> Record:
 
     def step(tiles: int, slides: int) -> float:
         batch = _batch(tiles, slides, config.input_dim, device)
-        _wait(device)
+        wait_for(options.device)
         began = time.perf_counter()
         outcome = update(_losses(model, batch, memory, packed))
-        _wait(device)
+        wait_for(options.device)
         if outcome.is_broken:
             raise FloatingPointError(f"the step of {trial.name} is broken: {outcome}")
         return time.perf_counter() - began
@@ -166,11 +163,6 @@ def _losses(model: nn.Module, batch: Batch, memory: MemoryOptions, packed: bool)
         yield loss(lambda x=x, c=coordinates: model(x, c), target)  # type: ignore[misc]
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _ratios(records: Sequence[Record]) -> dict[int, float]:
     """By tiles: how many times torchscale's slides per second are ours."""
     rates = {(x["model"], x["tiles"]): x["slides_per_second"] for x in records if "failed" not in x}
@@ -205,7 +197,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="slides",
-    about="training steps of Prov-GigaPath's slide encoder, packed, beside torchscale's; targets are of a GPU",
+    about="training steps of Prov-GigaPath's slide encoder, packed, beside torchscale's; targets are for a GPU",
     flags=("device", "tokens", "only", "torchscale"),
     setup=_setup,
     measure=_measure,

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import step_ranks
 from benchmarks.harness import measure
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, number
+from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names, number
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
 from dilated_attention_pytorch.core.pattern import forward_flops
 from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -44,9 +44,7 @@ def _setup(options: Options) -> list[Trial | None]:
     if options.ranks:
         return [None]
     names = list(options.sizes or SIZES)
-    for name in names:
-        if name not in SIZES:
-            raise ValueError(f"--sizes are of {', '.join(SIZES)}, got {name!r}")
+    check_names("sizes", names, SIZES)
     cuda = options.device == "cuda"
     room = torch.cuda.mem_get_info()[0] if cuda else 1 << 40
     trials: list[Trial | None] = []
@@ -68,8 +66,7 @@ def _setup(options: Options) -> list[Trial | None]:
             LLAMA: replace(case, llama=True, options=again),
         }
         wanted = options.only or every
-        if unknown := set(wanted) - every.keys():
-            raise ValueError(f"--only names of {', '.join(every)}; got {', '.join(sorted(unknown))}")
+        check_names("only", wanted, every)
         trials += [Trial(one, name, every[one]) for one in wanted]
     return trials
 
@@ -154,7 +151,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="step",
-    about="training steps beside the same model with dense attention and Hugging Face's Llama; targets are of a GPU",
+    about="training steps beside the same model with dense attention and Hugging Face's Llama; targets are for a GPU",
     flags=("device", "sizes", "only", "ranks"),
     setup=_setup,
     measure=_measure,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import run_on_ranks
 from benchmarks.suite import Record, Table, Verdict, append_line
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNetLM
@@ -24,7 +24,7 @@ from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.data import Batch
 from dilated_attention_pytorch.train.memory import MemoryOptions, make_optimizer, prepare
 from dilated_attention_pytorch.train.presets import model_preset
-from dilated_attention_pytorch.train.ranks import join_ranks, torchrun_arguments
+from dilated_attention_pytorch.train.ranks import join_ranks
 from dilated_attention_pytorch.train.step import Stepper
 
 RANKS, STEPS = 2, 5
@@ -48,20 +48,10 @@ def measure(device: str) -> Iterator[Record]:
         raise ValueError(f"--ranks needs {RANKS} GPUs, and there are {torch.cuda.device_count()}: say --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "lines.jsonl"
-        launch("benchmarks.step_ranks", device, str(results))
+        run_on_ranks(RANKS, "benchmarks.step_ranks", device, str(results))
         for line in map(json.loads, results.read_text().splitlines()):
             alone = train(device, WAYS[line["model"]].get("optimizer", "adamw"))
             yield {**line, "alone": alone["losses"], "within": _WITHIN[device]}
-
-
-def launch(module: str, *arguments: str) -> None:
-    """Run a module on the ranks of a torchrun."""
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    program = torchrun_arguments(RANKS, 0, ["-m", module, *arguments])
-    command = [sys.executable, "-m", "torch.distributed.run", *program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise OSError(f"{RANKS} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
 
 
 def train(device: str, optimizer: Any = "adamw", engine: Any = "fsdp", sequence: int = 1, tensor: int = 1) -> Record:

@@ -77,7 +77,7 @@ class Suite:
     name: str
     about: str
     flags: Sequence[str] = ()
-    """The flags that it takes beside --out."""
+    """The flags that it takes besides --out."""
     setup: Callable[[Options], Sequence[Any]]
     """The cases to measure; raises where the options cannot be honoured."""
     measure: Callable[[Any, Options], Iterable[Record]]
@@ -172,6 +172,22 @@ def by_machine(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """The records of each machine, with its name."""
     for name in dict.fromkeys(record["on_machine"] for record in records):
         yield name, [record for record in records if record["on_machine"] == name]
+
+
+def check_names(flag: str, wanted: Iterable[str], known: Iterable[str]) -> None:
+    """Raise if a flag names something that the suite does not have."""
+    if unknown := set(wanted) - {*known}:
+        every, wrong = (", ".join(map(repr, names)) for names in (known, sorted(unknown)))
+        raise ValueError(f"--{flag} takes names of {every}; got {wrong}")
+
+
+def reason(error: Exception) -> str:
+    """An error in one line, for the record of what failed with it.
+
+    >>> reason(ValueError("too long\\nmore")), reason(KeyError())
+    ('ValueError: too long', 'KeyError: no message')
+    """
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def markdown_row(cells: Sequence[str]) -> str:

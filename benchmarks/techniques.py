@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-
 from benchmarks.capacity import working_eight_bit
-from benchmarks.suite import Options, Record, Suite, Table, number
+from benchmarks.harness import free_memory
+from benchmarks.suite import Options, Record, Suite, Table, check_names, number
 from benchmarks.training_step import StepCase, attempt_step
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.footprint import footprint
@@ -113,16 +111,13 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
         "predicted_bytes": _predicted(case),
         **attempt_step(case),
     }
-    gc.collect()
-    if case.device == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(case.device)
 
 
 def _chosen(every: Sequence[Technique], only: Sequence[str]) -> list[Technique]:
     by_name = {one.name: one for one in every}
     wanted = set(only or by_name)
-    if unknown := wanted - by_name.keys():
-        raise ValueError(f"--only names techniques of {', '.join(by_name)}; got {', '.join(sorted(unknown))}")
+    check_names("only", wanted, by_name)
     for one in reversed(every):
         if one.name in wanted and one.against:
             wanted.add(one.against)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import wait_for
+from benchmarks.peers import llama_like
+from benchmarks.processes import environment
+from benchmarks.suite import reason
 from dilated_attention_pytorch.core.pool import get_global_memory_pool
 from dilated_attention_pytorch.measuring import peak_resident
 from dilated_attention_pytorch.models.config import ModelConfig
@@ -77,19 +80,18 @@ def measure_step(case: StepCase) -> dict[str, Any]:
     model, loss_of = _llama(case) if case.llama else _longnet(case)
     optimizer = make_optimizer(model.parameters(), case.options, lr=1e-4)
     scaler = make_scaler(case.options, case.device)
-    wait = torch.cuda.synchronize if cuda else lambda: None
 
     def step(tokens: int) -> float:
         """Seconds of forward, backward and update."""
         batch = torch.randint(case.config.vocab_size, (1, tokens + 1), device=case.device)
         optimizer.zero_grad(set_to_none=True)
-        wait()
+        wait_for(case.device)
         began = time.perf_counter()
         value = loss_of(batch)
         scaler.scale(value).backward()
         scaler.step(optimizer)
         scaler.update()
-        wait()
+        wait_for(case.device)
         seconds = time.perf_counter() - began
         losses.append(float(value.detach()))
         return seconds
@@ -149,24 +151,11 @@ def _longnet(case: StepCase) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 
 def _llama(case: StepCase) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """A Llama as its users train it, with PyTorch's attention and its own loss."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config, options = case.config, case.options
-    width = config.d_model
-    shape = LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=width,
-        intermediate_size=8 * width // 3 // 16 * 16,  # SwiGLU's three matrices in place of two
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads or config.num_heads,
-        max_position_embeddings=case.tokens,
-        tie_word_embeddings=True,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+    options = case.options
     with torch.device(case.device):
-        model = LlamaForCausalLM(shape)
+        model = LlamaForCausalLM(llama_like(case.config, case.tokens, use_cache=False))
     model.train()
     if options.checkpointing != "none":
         model.gradient_checkpointing_enable()
@@ -204,18 +193,17 @@ def attempt_step(case: StepCase) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         return {"failed": OUT_OF_MEMORY}
     except Exception as error:  # a package that is missing or broken must not cost the rest of the run
-        first = (str(error).strip() or "no message").splitlines()[0]
-        return {"failed": f"{type(error).__name__}: {first}"}
+        return {"failed": reason(error)}
 
 
 def step_in_a_process(case: StepCase, timeout: float = 240.0) -> dict[str, Any]:
     """`attempt_step` in a new process, whose allocator can let segments grow."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    variables = environment()
+    variables.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__]
     try:
         done = subprocess.run(
-            command, input=json.dumps(asdict(case)), env=environment, capture_output=True, text=True, timeout=timeout
+            command, input=json.dumps(asdict(case)), env=variables, capture_output=True, text=True, timeout=timeout
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"no end within {timeout:.0f} s"}

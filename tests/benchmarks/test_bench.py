@@ -103,7 +103,7 @@ def test_a_contender_that_fails_costs_no_other_result(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["short", "--only", "theirs"], "no contender 'theirs': choose from 'ours', 'dense, same FLOPs'"),
+        (["short", "--only", "theirs"], "--only takes names of 'ours', 'dense, same FLOPs'"),
         (["short", "--only", "torchscale"], "needs --torchscale PATH"),
         (["short", "--torchscale", "/nowhere"], "/nowhere has no torchscale/component/dilated_attention.py: git clone"),
         (["short", "--cases", "D=63"], "no case has all the words ['D=63']"),

@@ -28,7 +28,7 @@ def test_the_first_call_is_measured_in_new_processes_with_an_empty_folder_and_a_
 
 
 def test_a_process_that_fails_is_told_with_its_error(monkeypatch) -> None:
-    with pytest.raises(OSError, match=r"float31 with D=64 ended with 1:(.|\n)*float31"):
+    with pytest.raises(OSError, match=r"benchmarks.first cpu float31 64 ended with 1:(.|\n)*float31"):
         list(first.SUITE.measure(("float31", 64), Options(device="cpu")))
 
 

@@ -23,7 +23,7 @@ def test_the_generate_suite_measures_models_and_the_floor(tmp_path, capsys) -> N
     for verdict in generate.SUITE.verdict(lines):
         assert str(verdict) in printed
     assert main(["generate", "--device", "cpu", "--sizes", "1m"]) == 1
-    assert "--sizes takes 125m, 1.3b; got 1m" in capsys.readouterr().err
+    assert "--sizes takes names of '125m', '1.3b'; got '1m'" in capsys.readouterr().err
 
 
 def row(ms, size="125m", batch=1, context=4096, model=generate.OURS):

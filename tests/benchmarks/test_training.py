@@ -169,9 +169,9 @@ def test_the_page_has_both_tables(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("capacity --sizes 7b", "--sizes are of 125m"),
+        ("capacity --sizes 7b", "--sizes takes names of '125m'"),
         ("capacity --sizes 8b --cases longest", "choose from 8b uncapped, 8b offloaded"),
-        ("techniques --only magic", "--only names techniques of float32"),
+        ("techniques --only magic", "--only takes names of 'float32'"),
     ],
 )
 def test_what_cannot_be_measured_says_why(flags, message, capsys) -> None:
@@ -223,7 +223,8 @@ def test_steps_stand_beside_those_that_users_would_take_instead(monkeypatch, tmp
     assert "| 125m: Hugging Face Llama | 256 |" in printed
     assert "met: 125m, 256 tokens: 0.00 of the ceiling" in printed
     assert main(["step", "--device", "cpu", "--only", "GPT"]) == 1
-    assert "--only names of ours, ours, plain, dense attention, Hugging Face Llama; got GPT" in capsys.readouterr().err
+    names = "'ours', 'ours, plain', 'dense attention', 'Hugging Face Llama'"
+    assert f"--only takes names of {names}; got 'GPT'" in capsys.readouterr().err
 
 
 def test_fused_and_plain_pieces_train_alike_on_real_text(monkeypatch, tmp_path, capsys) -> None:
@@ -246,11 +247,11 @@ def test_fused_and_plain_pieces_train_alike_on_real_text(monkeypatch, tmp_path, 
     assert "met: fused and compiled: final loss within 0.5% of plain" in page
     assert f"| plain | {records[1]['final_loss']:.4f} | +0.000% |" in page
     assert main([*flags, "--only", "half"]) == 1
-    assert "--only names variants of fused and compiled, plain, float32; got half" in capsys.readouterr().err
+    assert "--only takes names of 'fused and compiled', 'plain', 'float32'; got 'half'" in capsys.readouterr().err
 
 
 def test_two_ranks_have_the_losses_of_one_process(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(step.step_ranks, "launch", lambda *program: run_ranks(2, *program))
+    monkeypatch.setattr(step.step_ranks, "run_on_ranks", run_ranks)
     results = tmp_path / "results.jsonl"
     assert main(["step", "--ranks", "--device", "cpu", "--out", str(results)]) == 0
     printed = capsys.readouterr().out

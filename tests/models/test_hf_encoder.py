@@ -8,7 +8,11 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from dilated_attention_pytorch import LongNetEncoder  # noqa: E402
-from dilated_attention_pytorch.models.hf import LongNetEncoderConfig, LongNetForSequenceClassification  # noqa: E402
+from dilated_attention_pytorch.models.hf import (  # noqa: E402
+    LongNetConfig,
+    LongNetEncoderConfig,
+    LongNetForSequenceClassification,
+)
 
 SIZES = {
     "input_dim": 6, "d_model": 16, "num_heads": 4, "num_layers": 2, "segment_lengths": (4, 64),
@@ -64,3 +68,11 @@ def test_labels_give_a_loss_and_checkpointing_changes_no_gradient(labels) -> Non
         else (out.logits[:, 0] - labels).square().mean()
     )
     torch.testing.assert_close(out.loss, wanted)
+
+
+@pytest.mark.parametrize("kind", [LongNetConfig, LongNetEncoderConfig])
+def test_a_config_that_states_two_patterns_is_refused(kind) -> None:
+    config = kind(segment_lengths=[4, 64], dilation_rates=[1, 4])
+    assert kind(dilated_attention=config.dilated_attention).dilated_attention == config.dilated_attention
+    with pytest.raises(ValueError, match="dilated_attention and segment_lengths both state the pattern"):
+        kind(dilated_attention=config.dilated_attention, segment_lengths=[8])

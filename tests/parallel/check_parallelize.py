@@ -336,6 +336,12 @@ def check_slides() -> None:
         several(rows[:, dist.get_rank() :].float())
 
 
+def check_generation_is_refused(mesh: DeviceMesh) -> None:
+    model = parallelize(built(LongNetLM, **FLAT), mesh, shard_parameters=False)
+    with pytest.raises(ValueError, match="a cache serves whole branches on one device"):
+        model.generate(torch.zeros(1, 4, dtype=torch.int64), 2)
+
+
 def check_pooled(mesh: DeviceMesh, plain: nn.Module, model: nn.Module, x: Tensor, given: dict[str, Tensor]) -> None:
     rank, parts = place(mesh, "data")
 
@@ -367,6 +373,7 @@ def check_parallelize() -> None:
     fresh = DeviceMesh.from_group(dist.new_group(range(4)), "cpu", mesh_dim_names=("sequence",))
     check_layers_ask_nothing(fresh)
     check_recomputed_layers_keep_their_lengths(fresh)
+    check_generation_is_refused(fresh)
     check_multihead(both)
     check_multihead(heads)
     check_dropout(heads)

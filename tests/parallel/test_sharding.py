@@ -10,7 +10,6 @@ from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS, Branch, DilatedSpe
 from dilated_attention_pytorch.parallel.schemes import (
     branch_traffic,
     choose_scheme,
-    gathered_bytes,
     message_bytes,
 )
 from dilated_attention_pytorch.parallel.sharding import (
@@ -142,7 +141,6 @@ def test_bytes_are_those_of_the_closed_formulas(ranks, rate) -> None:
         # Gradients are summed in float32: twice the bytes of bfloat16.
         assert branch_traffic("gather", wire, segments, rank, backward=True).received == 6 * (ranks - 1) * u
         assert branch_traffic("ring", wire, segments, rank, backward=True).received == 6 * (ranks - 1) * u
-        assert gathered_bytes(wire, segments, rank) == 2 * (ranks - 1) * u
         assert message_bytes("gather", wire, segments, rank) == 2 * ranks * u
         assert message_bytes("ring", wire, segments, rank) == 4 * u
 
@@ -156,7 +154,7 @@ def test_what_is_sent_is_received(cut, spec, is_causal, backward, scheme) -> Non
         ranks = range(len(shards.lengths))
         traffic = [branch_traffic(scheme, wire, segments, rank, backward=backward) for rank in ranks]
         assert sum(t.sent for t in traffic) == sum(t.received for t in traffic)
-        received = [gathered_bytes(wire, segments, rank) for rank in ranks]
+        received = [branch_traffic("gather", wire, segments, rank).received for rank in ranks]
         assert backward or received == [t.received for t in traffic]
 
 

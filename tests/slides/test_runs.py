@@ -12,7 +12,7 @@ import torch
 
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
-from dilated_attention_pytorch.models.torchscale import _named
+from dilated_attention_pytorch.models.torchscale import _our_names
 from dilated_attention_pytorch.slides import loop
 from dilated_attention_pytorch.slides.batches import Batch
 from dilated_attention_pytorch.slides.config import SlidesConfig
@@ -171,7 +171,7 @@ def test_a_run_starts_from_a_slide_encoder_of_prov_gigapath(study, tmp_path) -> 
     sizes = {"input_dim": DIM, "d_model": 32, "num_layers": 2, "num_heads": 16, "dim_feedforward": 48, "cls_rows": 1}
     layout = {"positions": "coordinates", "head_layout": "blocked", "segment_lengths": (8,), "dilation_rates": (1,)}
     theirs = LongNetEncoder(**sizes, **layout)
-    tensors = {name: theirs.state_dict()[ours].clone() for name, ours in _named(theirs)}
+    tensors = {name: theirs.state_dict()[ours].clone() for name, ours in _our_names(theirs).items()}
     tensors["cls_token"] = tensors["cls_token"][None]
     torch.save({"model": tensors}, tmp_path / "slide_encoder.pth")
     settings = config(study, start=str(tmp_path / "slide_encoder.pth"), epochs=1, learning_rate=1e-9)

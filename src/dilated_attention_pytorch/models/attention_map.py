@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dilated_attention_pytorch.core.checks import check_instance, check_sequence, check_whole, checked
+from dilated_attention_pytorch.core.checks import SIZE, check_instance, check_sequence, checked
 from dilated_attention_pytorch.core.spans import document_spans, documents
 from dilated_attention_pytorch.functional import attention_rows, dilated_attention
 from dilated_attention_pytorch.models.padded_attention import PaddedAttention
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     settings: dict[str, Any]
 
 
-@checked()
+@checked(layers=SIZE)
 def attention_map(model: nn.Module, inputs: Any, *, rows: Rows, layers: Sequence[int] | None = None) -> Tensor:
     """The attention weights of some rows: `(layers, rows, heads, N)`, in float32 on the CPU.
 
@@ -63,20 +63,19 @@ def attention_map(model: nn.Module, inputs: Any, *, rows: Rows, layers: Sequence
 
 def weights_of(model: nn.Module, run: Callable[[], object], rows: Rows, layers: Sequence[int] | None = None) -> Tensor:
     """What `attention_map` returns, of the calls that `run()` makes."""
-    wanted = _checked_layers(layers)
     _check_model(model)
     found: list[Tensor | None] = []
 
     def record(seen: Seen) -> Seen:
-        found.append(_weights(seen, rows) if wanted is None or len(found) in wanted else None)
+        found.append(_weights(seen, rows) if layers is None or len(found) in layers else None)
         return seen
 
     with torch.no_grad(), _observed(model, record, rows_of_padded=rows):
         run()
-    return _stacked(found, wanted)
+    return _stacked(found, layers)
 
 
-@checked()
+@checked(layers=SIZE)
 def gradient_map(
     model: nn.Module, inputs: Any, *, of: Callable[[Any], Tensor], layers: Sequence[int] | None = None
 ) -> Tensor:
@@ -92,7 +91,6 @@ def gradient_map(
     >>> gradient_map(encoder.eval(), torch.randn(1, 100, 8), of=lambda logits: logits[0, 1]).shape
     torch.Size([2, 4, 100])
     """
-    wanted = _checked_layers(layers)
     _check_model(model)
     values: list[Tensor] = []
 
@@ -109,11 +107,7 @@ def gradient_map(
         torch.zeros(v.shape[2], v.shape[1]) if g is None else (v.detach() * g).float().sum(-1)[0].T.cpu()
         for v, g in zip(values, gradients)
     ]
-    return _stacked([one if wanted is None or i in wanted else None for i, one in enumerate(maps)], wanted)
-
-
-def _checked_layers(layers: Sequence[int] | None) -> list[int] | None:
-    return None if layers is None else [check_whole("layers", one, least=0) for one in layers]
+    return _stacked([one if layers is None or i in layers else None for i, one in enumerate(maps)], layers)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -220,7 +214,7 @@ def _mean_over_rows(seen: Seen) -> Tensor:
     return found[0, :, :, :group].flatten(1).T.cpu()  # (H, N)
 
 
-def _stacked(found: list[Tensor | None], wanted: list[int] | None) -> Tensor:
+def _stacked(found: list[Tensor | None], wanted: Sequence[int] | None) -> Tensor:
     if missing := [one for one in wanted or () if one >= len(found)]:
         raise ValueError(f"the model makes {len(found)} attention calls, numbered from 0, got layers {missing}")
     chosen = [one for one in (found if wanted is None else [found[i] for i in wanted]) if one is not None]

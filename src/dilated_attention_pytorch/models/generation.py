@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import (
-    MOST_TOKENS,
+    COUNT,
     NOT_NEGATIVE,
+    SIZE,
     check_fields,
-    check_flag,
     check_instance,
     check_whole,
+    checked,
 )
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.captured import evaluating, lend_cache, step_for
@@ -79,8 +80,6 @@ class Sampling:
     def generator(
         self, seed: int | None, generator: torch.Generator | None, device: torch.device
     ) -> torch.Generator | None:
-        if generator is not None:
-            check_instance("generator", generator, torch.Generator)
         if seed is None:
             return generator
         if generator is not None:
@@ -117,7 +116,7 @@ def prompt_chunk(config: ModelConfig, batch: int, itemsize: int, most: int | Non
     49152
     """
     if most is None:
-        # Of a layer: inputs and projections of attention, float32 rotations, and thrice the feed-forward's hidden rows.
+        # One layer: inputs and projections of attention, float32 rotations, three times the feed-forward's hidden rows.
         per_token = (12 * config.d_model + 3 * config.dim_feedforward) * itemsize + 16 * config.d_model
         most = max(1, _PROMPT_BYTES // (batch * per_token))
     whole = math.lcm(*config.segment_lengths)
@@ -322,6 +321,7 @@ def _check_draft(
 class Generates:
     """What a `LongNetLM` does token by token."""
 
+    @checked(max_new_tokens=SIZE)
     def generate(
         self,
         tokens: Tensor,
@@ -347,8 +347,6 @@ class Generates:
             draft: a smaller model of the same vocabulary, which guesses `draft_tokens` tokens that this model then
                 checks at once. The tokens are the same as without it.
         """
-        if on_tokens is not None:
-            check_instance("on_tokens", on_tokens, Callable)
         new = []
         for chosen in self.stream(tokens, max_new_tokens, **settings):
             new.append(chosen)
@@ -356,6 +354,7 @@ class Generates:
                 on_tokens(chosen)
         return torch.cat([tokens, torch.stack(new, dim=1)], dim=1) if new else tokens
 
+    @checked(max_new_tokens=SIZE, chunk=COUNT)
     def stream(
         self,
         tokens: Tensor,
@@ -380,13 +379,10 @@ class Generates:
         """
         model = cast("LongNetLM", self)
         model._check_tokens(tokens)
-        check_whole("max_new_tokens", max_new_tokens, least=0, most=MOST_TOKENS)
         if eos is not None:
             check_whole("eos", eos, least=0, most=model.config.vocab_size - 1)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         draw = sampling.generator(seed, generator, tokens.device)
-        if chunk is not None:
-            check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
         if cache is not None:
             model._check_cache(cache, tokens)
             if key_padding_mask is not None:
@@ -394,7 +390,7 @@ class Generates:
         if draft is not None:
             _check_draft(model, draft, draft_tokens, use_cache=use_cache, cache=cache)
             steps = drafted_logits(model, draft, draft_tokens, tokens, key_padding_mask, chunk)
-        elif check_flag("use_cache", use_cache):
+        elif use_cache:
             steps = cached_logits(model, tokens, key_padding_mask, chunk, cache)
         elif chunk is not None or cache is not None:
             name = "cache" if chunk is None else "chunk"
@@ -405,6 +401,7 @@ class Generates:
         ahead = _AHEAD if tokens.is_cuda and cache is None else 0
         return generated_tokens(steps, sampling, draw, max_new_tokens, eos, ahead)
 
+    @checked(chunk=COUNT)
     @torch.no_grad()
     def read(self, tokens: Tensor, cache: Sequence[DilatedKVCache], *, chunk: int | None = None) -> Iterator[Tensor]:
         """Read a prompt `(B, N)` into a cache of `new_cache`; yields the last hidden states `(B, d_model)` per chunk.
@@ -421,8 +418,6 @@ class Generates:
         model = cast("LongNetLM", self)
         _left_padding(tokens, None)
         model._check_cache(cache, tokens)
-        if chunk is not None:
-            check_whole("chunk", chunk, least=1, most=MOST_TOKENS)
         size = prompt_chunk(model.config, tokens.shape[0], cache[0].keys.itemsize, chunk)
         first = 0
         held = max(cache[0].known_lengths or cache[0].lengths.tolist())  # of the row that is padded least

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.core.checks import (
+    COUNT,
     check_flag,
     check_instance,
     check_sequence,
     check_tensor,
-    check_whole,
     checked,
 )
 from dilated_attention_pytorch.core.modes import is_plain
@@ -99,7 +99,7 @@ class Pretrained(SharesResources, nn.Module):
         """Make the layers that the config describes."""
         raise NotImplementedError
 
-    @checked()
+    @checked(every=COUNT)
     def gradient_checkpointing_enable(
         self, enable: bool = True, run: Callable[..., Tensor] | None = None, every: int = 1
     ) -> None:
@@ -108,7 +108,7 @@ class Pretrained(SharesResources, nn.Module):
         With `every=n`, keep only the input of every n-th layer; backward computes those between again, too.
         `run(layer, *args, **kwargs)` may keep other tensors, or keep them elsewhere; see `train.memory`.
         """
-        self._layers_per_checkpoint = check_whole("every", every, least=1)
+        self._layers_per_checkpoint = every
         self.gradient_checkpointing = enable
         self._run_checkpointed = _recompute_layer if run is None else run
 

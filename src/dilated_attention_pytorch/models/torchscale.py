@@ -232,11 +232,9 @@ def _whole_numbers(name: str, stated: Any) -> list[int]:
         raise ValueError(f"{name} must list whole numbers, one per branch, got {stated!r}") from None
 
 
+# The modules of a layer: torchscale's name and ours.
 _IN_A_LAYER = {
-    "self_attn.q_proj": "self_attn.q_proj",
-    "self_attn.k_proj": "self_attn.k_proj",
-    "self_attn.v_proj": "self_attn.v_proj",
-    "self_attn.out_proj": "self_attn.out_proj",
+    **{name: name for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")},
     "self_attn.inner_attn_ln": "self_attn.norm",
     "self_attn_layer_norm": "norm1",
     "final_layer_norm": "norm2",
@@ -293,7 +291,7 @@ def load_torchscale_weights(
     later = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "logit_soft_cap": config.logit_soft_cap or 0.0}
     if stated := [f"{name}={value!r}" for name, value in later.items() if getattr(config, name) == value]:
         raise ValueError(f"torchscale's LongNet has no {', '.join(stated)}: build {type(model).__name__} without")
-    names = dict(_named(model))
+    names = _our_names(model)
     found = {name: x for name, x in found.items() if not name.endswith(("self_attn.xpos.scale", "version"))}
     if "cls_token" in names and "cls_token" in found:
         found["cls_token"] = found["cls_token"].flatten(0, -2)  # (1, 1, E)
@@ -319,23 +317,21 @@ def load_torchscale_weights(
 _OF_SLIDE_ENCODERS = ("cls_token", "patch_embed.proj.", "encoder.", "norm.")
 
 
-def _named(model: LongNet | LongNetLM | LongNetEncoder) -> Iterator[tuple[str, str]]:
-    """Pairs of torchscale's name and our name of each weight."""
-    layers, norm, within = ("encoder", "encoder_norm", "") if isinstance(model, LongNet) else ("layers", "norm", "")
+def _our_names(model: LongNet | LongNetLM | LongNetEncoder) -> dict[str, str]:
+    """Our name of each weight, by torchscale's name."""
+    layers, norm = ("encoder", "encoder_norm") if isinstance(model, LongNet) else ("layers", "norm")
+    within = "encoder." if isinstance(model, LongNetEncoder) else ""
+    modules = {f"{within}layer_norm": norm}
+    for i in range(model.config.num_layers):
+        modules |= {f"{within}layers.{i}.{theirs}": f"{layers}.{i}.{ours}" for theirs, ours in _IN_A_LAYER.items()}
+    weights: dict[str, str] = {}
     if isinstance(model, LongNetLM):
-        yield "embed_tokens.weight", "embedding.weight"
-        yield "output_projection.weight", "head.weight"
+        weights = {"embed_tokens.weight": "embedding.weight", "output_projection.weight": "head.weight"}
     if isinstance(model, LongNetEncoder):
-        within = "encoder."
-        yield "cls_token", "cls"
-    for kind in ("weight", "bias"):
-        if isinstance(model, LongNetEncoder):
-            yield f"patch_embed.proj.{kind}", f"input.{kind}"
-            yield f"norm.{kind}", f"pooled_norm.{kind}"
-        yield f"{within}layer_norm.{kind}", f"{norm}.{kind}"
-        for i in range(model.config.num_layers):
-            for theirs, ours in _IN_A_LAYER.items():
-                yield f"{within}layers.{i}.{theirs}.{kind}", f"{layers}.{i}.{ours}.{kind}"
+        modules |= {"patch_embed.proj": "input", "norm": "pooled_norm"}
+        weights = {"cls_token": "cls"}
+    both = [(f"{theirs}.{kind}", f"{ours}.{kind}") for theirs, ours in modules.items() for kind in ("weight", "bias")]
+    return weights | dict(both)
 
 
 def _pairs_apart(x: Tensor, head_dim: int) -> Tensor:

@@ -86,9 +86,9 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def load_newest(folder: Path, load: Callable[[Path], Model]) -> tuple[Path, Model]:
-    """What `load` makes of a folder of weights, or of the newest checkpoint of a run that is not damaged; and which.
+    """Load a folder of weights, or the newest undamaged checkpoint of a run; returns the folder and the model.
 
-    Prints which checkpoints it passes over.
+    Prints the damaged checkpoints that it skips.
     """
     *older, newest = list_checkpoints(folder) or [folder]
     if newest == folder and (folder / CORPUS).is_file():

@@ -311,14 +311,15 @@ function fillTable(table, names, rows) {
 }
 
 function costs() {
-  const [name, gib] = GPUS[gpu], dash = "…";
-  const mine = counts && cost(pattern, counts.pairs, tflops, LIBRARY.backwardWork);
-  const dense = counts && cost(pattern, counts.densePairs, tflops, LIBRARY.backwardWork);
+  const [name, gib] = GPUS[gpu];
+  const costOf = (pairs) => cost(pattern, pairs, tflops, LIBRARY.backwardWork);
+  const [mine, dense] = counts ? [costOf(counts.pairs), costOf(counts.densePairs)] : [];
+  const line = (what, text) => [what, ...[mine, dense].map((x) => (x ? text(x) : "…"))];
   const lines = [
-    ["Forward, one layer", ...[mine, dense].map((x) => (x ? flopsText(x.flops) : dash))],
-    ["Time, forward, one layer", ...[mine, dense].map((x) => (x ? secondsText(x.forward) : dash))],
-    ["Time, training step, all layers", ...[mine, dense].map((x) => (x ? secondsText(x.step) : dash))],
-    ["Memory, training, all layers", ...[mine, dense].map((x) => (x ? bytesText(x.bytes) : dash))],
+    line("Forward, one layer", ({ flops }) => flopsText(flops)),
+    line("Time, forward, one layer", ({ forward }) => secondsText(forward)),
+    line("Time, training step, all layers", ({ step }) => secondsText(step)),
+    line("Memory, training, all layers", ({ bytes }) => bytesText(bytes)),
   ];
   const names = ["Attention alone", "This pattern", "Dense"];
   fillTable($("cost"), names, lines.map((line) => element("tr", {}, ...line.map((text) => element("td", {}, text)))));
@@ -399,8 +400,7 @@ function* matrixLines() {
   const offsets = offsetTable(pattern).map((each) => each[head]);
   const rows = edgesOf(view.top, view.span, cells), columns = edgesOf(view.left, view.span, cells);
   const image = new ImageData(cells, cells);
-  drawn = { image, rows, columns, done: 0 };
-  const lines = drawn;
+  drawn = { image, rows };
   // Every eighth line first, so that the whole picture is there at once.
   for (const stride of [8, 4, 2, 1]) {
     for (let y = 0; y < cells; y += stride) {
@@ -409,7 +409,6 @@ function* matrixLines() {
       for (let copy = y; copy < Math.min(y + stride, cells); copy++) paint(image, copy, shares, palette);
       yield;
     }
-    lines.done = stride;
     putMatrix();
   }
 }
@@ -480,11 +479,7 @@ function pick(nextRow, nextHead = head) {
     : `Row ${number(row)} is blind in head ${head}: no branch covers it, and its output is 0.`;
   $("row-strip").setAttribute("aria-label", $("readout").textContent);
   drawRow();
-  const reached = [];
-  run("row reach", (function* () {
-    const depths = yield* reachOfRow(pattern, row);
-    reached.push(...depths);
-  })(), () => drawReach(reached));
+  run("row reach", reachOfRow(pattern, row), drawReach);
   if (another) drawMatrix();
   else putMatrix();
   showCommands();

@@ -216,24 +216,15 @@ def write_timeline(path: Path, curves: Curves, title: str, spans: Spans = ()) ->
 
 
 @styled
-def write_density(
-    path: Path,
-    shares: Sequence[Sequence[float]],
-    title: str,
-    notes: Sequence[str],
-    axes: tuple[str, str] = ("queries", "keys"),
-) -> None:
-    """Draw which rows see which keys, darker where a cell's rows see more of its keys, with notes below.
-
-    `axes` names the rows and columns.
-    """
+def write_density(path: Path, shares: Sequence[Sequence[float]], title: str, notes: Sequence[str]) -> None:
+    """Draw which rows see which keys, darker where a cell's rows see more of its keys, with notes below."""
     check_picture(path)
     figure, plot = new_figure(8, 1 + 7.4 * len(shares) / len(shares[0]) + 0.16 * len(notes))
     # Even a small share is visible: a dilated branch covers few pairs of a cell.
     ink = [[0.0 if share <= 0 else min(1.0, 0.15 + 0.85 * share**0.5) for share in row] for row in shares]
     plot.imshow(ink, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-    plot.set(title=title, ylabel=axes[0], xticks=[], yticks=[])
-    plot.set_xlabel("\n".join([axes[1], *notes]), loc="left", family="monospace")
+    plot.set(title=title, ylabel="queries", xticks=[], yticks=[])
+    plot.set_xlabel("\n".join(["keys", *notes]), loc="left", family="monospace")
     plot.spines[["top", "right"]].set_visible(True)
     save(path, figure)
 

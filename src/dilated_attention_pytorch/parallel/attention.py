@@ -161,12 +161,12 @@ def sharded_dilated_attention(
             (range(rows.start, rows.stop), start, start + tokens)
             for rows, start, tokens, _ in documents_of(spans, batch, shards.tokens)
         )
-        kind = Kind(
+        shard_call = ShardCall(
             call, shards, documents, query.shape, key.shape[2], query.element_size(), query.device, scheme,
             memory_budget,
         )  # fmt: skip
         resources = Resources(get_global_pattern_cache()) if resources is None else resources
-        plan = shard_plan_for(ranks, kind, resources)
+        plan = shard_plan_for(ranks, shard_call, resources)
     out, lse = _Sharded.apply(query, key, value, seed, plan, resources, ranks, agreed)
     return (out, lse) if return_lse else out
 
@@ -227,8 +227,8 @@ def spans_of_all(
     return torch.tensor(joined, dtype=torch.int64).view(batch, 2)
 
 
-class Kind(NamedTuple):
-    """What the plan of a call on a rank depends on."""
+class ShardCall(NamedTuple):
+    """A call on a rank's shard: everything that its plan depends on."""
 
     call: Call
     shards: Shards
@@ -242,29 +242,29 @@ class Kind(NamedTuple):
 
 
 class ShardPlan(NamedTuple):
-    """One rank's part of a kind of call: what it computes alone, longest first, and what it exchanges."""
+    """One rank's part of a call: what it computes alone, longest first, and what it exchanges."""
 
     calls: tuple[LocalCall, ...]
     exchanges: tuple[Exchange, ...]
     allow_tf32: bool | None
 
 
-def shard_plan_for(ranks: RankGroup, kind: Kind, resources: Resources) -> ShardPlan:
-    """The plan of calls of a kind on these ranks, remembered where there is a cache."""
-    return resources.remember("ring schedule", (ranks, kind), lambda: _plan(ranks, kind))
+def shard_plan_for(ranks: RankGroup, shard_call: ShardCall, resources: Resources) -> ShardPlan:
+    """The plan of a call on these ranks, remembered if there is a cache."""
+    return resources.remember("ring schedule", (ranks, shard_call), lambda: _plan(ranks, shard_call))
 
 
-def _plan(ranks: RankGroup, kind: Kind) -> ShardPlan:
-    call, shards, documents, shape, kv_heads = kind[:5]
+def _plan(ranks: RankGroup, shard_call: ShardCall) -> ShardPlan:
+    call, shards, documents, shape, kv_heads, itemsize, device, stated_scheme, budget = shard_call
     batch, tokens, heads, head_dim = shape
     if ranks.rank == 0:
         longest = max((stop - start for _, start, stop in documents), default=0)
         warn_of_reach(call.spec, longest, (call.total_heads or heads) * kv_heads // heads)
     exchanges: list[Exchange] = []
     elsewhere = set()
-    for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, kind.itemsize):
+    for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, itemsize):
         kept = call.sparse is not None
-        scheme = choose_scheme(kind.scheme, wire, segments, kind.memory_budget, kept_tiles=kept)
+        scheme = choose_scheme(stated_scheme, wire, segments, budget, kept_tiles=kept)
         if kept or scheme == "all_to_all":  # its exchange computes all pairs of shared segments
             elsewhere.add(index)
         mine = [(number, segment) for number, segment in enumerate(segments) if segment.chunks_of(ranks.rank)]
@@ -282,7 +282,7 @@ def _plan(ranks: RankGroup, kind: Kind) -> ShardPlan:
     for chunk, local in sorted(found, key=lambda one: -len(one[1].at)):
         before, position = shards.held_at(chunk).start, shards.bounds(chunk)[0] + local.at.start
         own = replace(call, table=local.table, first_position=position, partial=partial)
-        spans = None if local.spans is None else torch.tensor(local.spans, device=kind.device)
+        spans = None if local.spans is None else torch.tensor(local.spans, device=device)
         calls.append(LocalCall(range(before + local.at.start, before + local.at.stop), own, spans))
     return ShardPlan(tuple(calls), tuple(exchanges), call.allow_tf32)
 

@@ -125,10 +125,17 @@ class Exchange:
         return self._move(moves, sent, x)
 
     def end(self, begun: Moving, x: Pass, totals: Sequence[Tensor]) -> None:
-        """Fold what this rank's rows see of the segments, and what other ranks found for them, into the totals."""
+        """Fold what this rank's rows see of the segments, and what other ranks found for them, into the totals.
+
+        While the rank computes with the rows of one round, those of the next and the results of the last are under way.
+        """
         like = self.returned(x, totals)
-        returning = None
-        for number, received in self._arrivals(begun, x):
+        moving, returning = begun, None
+        for number in range(max(len(share.rounds) for share in self.shares)):
+            received = [dict(came) for came in moving.settled(x)]
+            following = [share.round(number + 1) for share in self.shares]
+            moves = [(came, one.sends, one.receives) for came, one in zip(received, following)]
+            moving = self._move(moves, self.sent(x), x)
             moves = []
             for share, came in zip(self.shares, received):
                 found = self._results(share, came, like, x, totals)
@@ -137,6 +144,7 @@ class Exchange:
             if like:
                 self._fold(returning, like, x, totals)
                 returning = self._move(moves, like, x)
+        moving.settled(x)
         self._fold(returning, like, x, totals)
 
     def _move(self, moves: list[tuple[Buffers, Messages, Messages]], like: Sequence[Tensor], x: Pass) -> Moving:
@@ -154,16 +162,6 @@ class Exchange:
         """A message, whose tag differs from those of all others that may be under way between the same ranks."""
         number = share.number * 2 * self.ranks.size + rows.chunk
         return Mail(rank, buffer, number * len(self.call.spec.branches) + self.index)
-
-    def _arrivals(self, moving: Moving, x: Pass) -> Iterator[tuple[int, list[Buffers]]]:
-        """The rows that arrive in each round, by segment; those of the next round are under way."""
-        for number in range(max(len(share.rounds) for share in self.shares)):
-            received = [dict(came) for came in moving.settled(x)]
-            following = [share.round(number + 1) for share in self.shares]
-            moves = [(came, one.sends, one.receives) for came, one in zip(received, following)]
-            moving = self._move(moves, self.sent(x), x)
-            yield number, received
-        moving.settled(x)
 
     def _results(
         self, share: Share, came: Buffers, like: Sequence[Tensor], x: Pass, totals: Sequence[Tensor]

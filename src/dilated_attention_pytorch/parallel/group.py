@@ -62,7 +62,7 @@ class Posted:
 
 
 Numbers = tuple[tuple[int, ...], ...]
-"""What each rank states about its own shard: its tokens, and further numbers that the call needs of every rank."""
+"""One entry per rank: the tokens of its shard, then other numbers of the rank that all ranks need."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class RankGroup:
         self._counts_all = True  # whether all calls that may be recomputed count in `_awaited`
 
     def lengths_of_model(self, tokens: int) -> tuple[int, ...] | None:
-        """The running model's shard lengths, if they are those of a sequence of which this rank has `tokens`."""
+        """The shard lengths of the running model, if this rank's is `tokens`; otherwise None."""
         return self.lengths if self.lengths is not None and self.lengths[self.rank] == tokens else None
 
     @property

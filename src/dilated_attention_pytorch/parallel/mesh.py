@@ -250,6 +250,10 @@ class PositionsAcrossRanks(nn.Module):
         shards = Shards(ranks.agree(call, tokens, lengths=ranks.lengths_of_model(tokens)).lengths)
         return self.of_whole(batch, tokens, spans, device, first=shards.bounds(ranks.rank)[0])
 
+    def of(self, positions: Tensor) -> Rotation:
+        """The rotation of positions `(1 or B, N)`, for a cache; the attention then says that it takes none."""
+        return self.of_whole.of(positions)
+
 
 class WholeMemory:
     """A hook of `nn.MultiheadAttention(batch_first=True)` that gathers keys, values and their mask from all ranks.

@@ -45,7 +45,7 @@ class RingDilatedAttention(AcrossRanks):
         use_checkpointing: keep only q, k and v, and compute out and lse again in the backward pass.
         block_size: refused; the kernels choose their tiles.
         group, mesh, axis: the ranks: a process group, or this axis of a mesh; by default the default group.
-        scheme: `gather` with `token_layout="zigzag"`.
+        scheme: how rows travel; `token_layout="zigzag"` needs `gather`.
         settings: the others of `AcrossRanks`, and those of `DilatedAttention`.
 
     >>> attention = RingDilatedAttention(segment_lengths=[16, 128], dilation_rates=[1, 4], ring_size=1)
@@ -239,9 +239,7 @@ def _attention_at(
     """Attention whose sequence and heads are shared by the ranks of `places`."""
     sequence, heads = places
     if sequence is not None:
-        ring = RingDilatedAttention(*branches, group=sequence.group, mesh=sequence.mesh, **settings)
-        ring.heads = heads
-        return ring
+        return RingDilatedAttention(*branches, group=sequence.group, mesh=sequence.mesh, heads=heads, **settings)
     if heads is not None:
         return AcrossRanks(*branches, sequence=None, heads=heads, **settings)
     return DilatedAttention(*branches, **settings)

@@ -172,7 +172,7 @@ class _Shared(NamedTuple):
 
 @checked()
 def make_plan(job: Job) -> Plan:
-    """Everything about a job, for every rank.
+    """Plan a job: the bytes, memory, work and time of every rank.
 
     >>> plan = make_plan(Job(spec=DilatedSpec.of([8192, 1_048_576], [1, 512]), tokens=1_048_576, gpus=64))
     >>> [(branch.scheme, branch.forward[0].received) for branch in plan.branches]
@@ -239,7 +239,7 @@ def _rank(job: Job, shards: Shards, branches: Sequence[BranchPlan], shared: Sequ
 
 
 def _sums(job: Job, shards: Shards, mine: Sequence[_Shared], rank: int) -> int:
-    """dq, dk and dv of the shard in float32, if they are of a shorter dtype, and those of one more call beside them."""
+    """Bytes of dq, dk and dv in float32, if their own dtype is shorter, and of those of one more call meanwhile."""
     if not mine:
         return 0
     swapped = frozenset(one.branch for one in mine if one.scheme == "all_to_all")

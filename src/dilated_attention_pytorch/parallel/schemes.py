@@ -13,7 +13,7 @@ Backward, the rows travel again rather than being kept, and their gradients retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from dilated_attention_pytorch.core.checks import NOT_NEGATIVE, check_choice, check_whole, checked
@@ -68,16 +68,12 @@ def _all_to_all(wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
     return [Round(sends, receives, returns=sends)]
 
 
-_SCHEMES: dict[str, Callable[[Wire, SharedSegment, int], list[Round]]] = {
-    "gather": _gather,
-    "ring": _ring,
-    "all_to_all": _all_to_all,
-}
-
-
 def rounds_of(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
-    """The rounds of a rank that holds part of a shared segment. Only gather takes a rank with several chunks."""
-    return _SCHEMES[scheme](wire, segment, rank)
+    """The rounds of a rank for a shared segment; none if it holds nothing of it. Only gather allows several chunks."""
+    if not segment.chunks_of(rank):
+        return []
+    plan = {"gather": _gather, "ring": _ring, "all_to_all": _all_to_all}[scheme]
+    return plan(wire, segment, rank)
 
 
 @checked()
@@ -90,7 +86,7 @@ def branch_traffic(
     out, back = _bytes_per_row(scheme, wire, backward)
     traffic = Traffic(0, 0)
     for segment in segments:
-        for one in _rounds(scheme, wire, segment, rank):
+        for one in rounds_of(scheme, wire, segment, rank):
             sent, received, returned = (_count(wire, segment, messages) for messages in one)
             traffic += Traffic(sent * out + received * back, received * out + returned * back)
     return traffic
@@ -104,7 +100,7 @@ def message_bytes(
     total = 0
     for segment in segments:
         most = returning = 0  # returning: results of the round before, on their way
-        rounds = _rounds(scheme, wire, segment, rank)
+        rounds = rounds_of(scheme, wire, segment, rank)
         received = [_count(wire, segment, one.receives) for one in rounds]
         for number, (one, came) in enumerate(zip(rounds, received)):
             if number == 0:  # the rank's own rows leave, in one buffer for all ranks that they go to
@@ -115,15 +111,6 @@ def message_bytes(
             returning = found + returns
         total += most
     return total
-
-
-def gathered_bytes(wire: Wire, segments: Sequence[SharedSegment], rank: int) -> int:
-    """The memory that other ranks' K and V take on a rank under gather."""
-    return branch_traffic("gather", wire, segments, rank).received
-
-
-def _rounds(scheme: str, wire: Wire, segment: SharedSegment, rank: int) -> list[Round]:
-    return rounds_of(scheme, wire, segment, rank) if segment.chunks_of(rank) else []
 
 
 def _count(wire: Wire, segment: SharedSegment, messages: Messages) -> int:
@@ -143,7 +130,7 @@ def _bytes_per_row(scheme: str, wire: Wire, backward: bool) -> tuple[int, int]:
     return (heads + 2) * row, heads * (row + wire.sum_itemsize)  # q, k, v; out, lse
 
 
-def why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | None:
+def _why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | None:
     for segment in segments:
         if len(wire.offsets) % len(segment.ranks):
             return (
@@ -178,23 +165,28 @@ def choose_scheme(
         raise ValueError("a scheme is chosen for segments that ranks share, got none")
     zigzag = wire.shards.ranks is not None
     check_scheme(scheme, "zigzag" if zigzag else "contiguous")
-    reason = why_not_all_to_all(wire, segments)
+    reason = _why_not_all_to_all(wire, segments)
     if scheme == "all_to_all" and reason is not None:
         raise ValueError(f"scheme 'all_to_all' cannot take this call: {reason}; gather or ring can")
     if scheme != "auto":
         return scheme
     ranks = {wire.shards.rank_of(chunk) for segment in segments for chunk in segment.ranks}
-    gathered = max(gathered_bytes(wire, segments, rank) for rank in ranks)
-    if zigzag or kept_tiles:
+
+    def most_received(scheme: str) -> int:
+        return max(branch_traffic(scheme, wire, segments, rank).received for rank in ranks)
+
+    gathered = most_received("gather")
+    must_gather = zigzag or kept_tiles
+    if reason is None and not must_gather and most_received("all_to_all") < gathered:
+        return "all_to_all"
+    if gathered <= budget:
+        return "gather"
+    if must_gather:
         what, way_out = "token_layout 'zigzag'", "leave shards contiguous, whose rows can go round a ring"
         if kept_tiles:
             what, way_out = "a block layout", "leave sparse_config out"
-        if gathered > budget:
-            raise ValueError(
-                f"gathered rows of branch {wire.branch} take {gathered} bytes on a rank, over the memory_budget of "
-                f"{budget}, and {what} only gathers: raise memory_budget, or {way_out}"
-            )
-        return "gather"
-    if reason is None and max(branch_traffic("all_to_all", wire, segments, r).received for r in ranks) < gathered:
-        return "all_to_all"
-    return "gather" if gathered <= budget else "ring"
+        raise ValueError(
+            f"gathered rows of branch {wire.branch} take {gathered} bytes on a rank, over the memory_budget of "
+            f"{budget}, and {what} only gathers: raise memory_budget, or {way_out}"
+        )
+    return "ring"

@@ -11,21 +11,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, get_args
 
-from dilated_attention_pytorch.core.checks import (
-    MOST_ENTRIES,
-    MOST_LISTED,
-    MOST_TOKENS,
-    SIZE,
-    check_choice,
-    check_fields,
-    check_sequence,
-    check_whole,
-    checked,
-)
+from dilated_attention_pytorch.core.checks import MOST_ENTRIES, MOST_LISTED, SIZE, check_choice, check_fields, checked
 from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, OffsetTable
 
 TokenLayout = Literal["contiguous", "zigzag"]
@@ -101,10 +91,10 @@ class Shards:
         return cls.zigzag(tokens, ranks) if layout == "zigzag" else cls(even_lengths(tokens, ranks))
 
     @classmethod
+    @checked(lengths=SIZE)
     def of(cls, lengths: Sequence[int], layout: str = "contiguous") -> Shards:
         """The shards of ranks with these numbers of tokens."""
         check_token_layout(layout)
-        check_sequence("lengths", lengths, partial(check_whole, least=0, most=MOST_TOKENS))
         if layout == "contiguous":
             return cls(tuple(lengths))
         shards = cls.zigzag(sum(lengths), len(lengths))
@@ -228,7 +218,7 @@ def shared_segments(branch: Branch, shards: Shards, documents: Sequence[Document
 
 
 @dataclass(frozen=True)
-class LocalCall:
+class LocalTokens:
     """What a rank computes alone, as one call of an engine on some tokens of its shard: their rows against their keys.
 
     `at` are those tokens, and `spans` the documents in them, None for whole rows. `table` shifts the offsets of a
@@ -248,7 +238,7 @@ def local_calls(
     batch: int,
     chunk: int,
     without_shared: frozenset[int] = frozenset(),
-) -> tuple[LocalCall, ...]:
+) -> tuple[LocalTokens, ...]:
     """The calls that compute each of a chunk's rows against the keys in the chunk, each pair once.
 
     From the first start of a segment on, the chunk's tokens are documents as on a single device. What comes before is
@@ -263,15 +253,15 @@ def local_calls(
             shifted = tuple(None if o is None else (o - shift) % branch.dilation_rate for o in table[index])
             if any(o is not None for o in shifted):
                 calls.setdefault(spans, [absent] * len(table))[index] = shifted
-    return tuple(_local_call(spans, tuple(rows), batch) for spans, rows in calls.items())
+    return tuple(_local_tokens(spans, tuple(rows), batch) for spans, rows in calls.items())
 
 
-def _local_call(spans: Spans, table: OffsetTable, batch: int) -> LocalCall:
+def _local_tokens(spans: Spans, table: OffsetTable, batch: int) -> LocalTokens:
     """A call on no more tokens than it computes, because results are as long as a call's tokens."""
     first = min(start for start, end in spans if start < end)
     last = max(end for _, end in spans)
     moved = tuple((start - first, end - first) if start < end else (0, 0) for start, end in spans)
-    return LocalCall(range(first, last), None if moved == ((0, last - first),) * batch else moved, table)
+    return LocalTokens(range(first, last), None if moved == ((0, last - first),) * batch else moved, table)
 
 
 def _runs(

@@ -43,7 +43,7 @@ def indivisible(model: nn.Module, ranks: int) -> str | None:
 def share_features(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the projections of every multihead attention and feed-forward network over the ranks of a mesh of one axis.
 
-    `AcrossRanks` tells the attention within which heads it has.
+    `AcrossRanks` tells the attention which of the heads this rank has.
     """
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

@@ -122,10 +122,9 @@ def _unpack(batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor) -> tuple[tu
                 "the model as a tuple"
             )
         return (batch["input_ids"],), batch.get("labels")
-    inputs = tuple(batch)
-    if not inputs or not all(isinstance(x, Tensor) for x in inputs):
-        raise ValueError(f"a sample batch is a dict, a tensor or a tuple of tensors, got {[type(x) for x in inputs]}")
-    return inputs, None
+    if not batch:
+        raise ValueError("a sample batch is a dict, a tensor or a tuple of tensors, got no tensor")
+    return tuple(batch), None
 
 
 def _first(output: Any) -> Any:

@@ -27,8 +27,8 @@ def layer_of(key: Tensor) -> DilatedLayer | None:
 class TokenCount:
     """The tokens that a cache has had, with padding, as transformers counts them: one count for all layers.
 
-    torch.compile would compile a number that changes anew for every token. So a compiled step counts on the device
-    only, and reads no more of the host than whether there are earlier tokens.
+    torch.compile would recompile a step for every new value of a Python number. So a compiled step counts on the device
+    only, and reads nothing on the host except whether there are earlier tokens.
     """
 
     def __init__(self) -> None:
@@ -329,7 +329,7 @@ def dilated_cache(model: Any, batch: int, *, rewindable: int = 0) -> DilatedCach
             'attn_implementation="dilated" or switch it with use_dilated_attention'
         )
     cache = DilatedCache(read_pattern(config), config.num_hidden_layers, config.num_attention_heads, batch, rewindable)
-    # A compiled model must find its tensors. Layers whose keys are of another kind make them anew.
+    # A compiled model needs the tensors from the start. Layers whose keys have another shape or dtype make new ones.
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache.early_initialization(batch, heads, dim, model.dtype, model.device)

@@ -10,9 +10,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
-from dilated_attention_pytorch.models.config import EncoderConfig, feed_forward_width
+from dilated_attention_pytorch.models.config import EncoderConfig
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
-from dilated_attention_pytorch.models.hf.longnet import LongNetLayer, LongNetPreTrainedModel, refuse_unknown
+from dilated_attention_pytorch.models.hf.longnet import (
+    LongNetLayer,
+    LongNetPreTrainedModel,
+    refuse_unknown,
+    take_pattern,
+    take_sizes,
+)
 from dilated_attention_pytorch.models.hf.pattern import FIELD, pattern_values, read_pattern
 from dilated_attention_pytorch.nn.positions import SlidePositions
 
@@ -42,19 +48,13 @@ class LongNetEncoderConfig(PreTrainedConfig):
     }
 
     def __init__(self, **values: Any) -> None:
-        for name, ours in self.attribute_map.items():
-            if name in values:
-                values[ours] = values.pop(name)
-        own = {name: values.pop(name, default) for name, default in _OWN.items() if name != "dim_feedforward"}
-        width = values.pop("dim_feedforward", None) or feed_forward_width(own["d_model"], own["activation"])
-        pattern = values.pop(FIELD, None)
+        sizes = take_sizes(values, self.attribute_map, _OWN)
+        pattern, stated = take_pattern(values, "max_length")
         if pattern is None:
-            names = ("segment_lengths", "dilation_rates", "head_layout", "max_length")
-            stated = {name: values.pop(name) for name in names if name in values}
-            checked = EncoderConfig(**own, **stated, dim_feedforward=width)
-            pattern, own["cls_rows"] = pattern_values(checked.spec), checked.cls_rows
+            checked = EncoderConfig(**sizes, **stated)
+            pattern, sizes["cls_rows"] = pattern_values(checked.spec), checked.cls_rows
         super().__init__(**values)
-        for name, value in (own | {"dim_feedforward": width}).items():
+        for name, value in sizes.items():
             setattr(self, name, value)
         setattr(self, FIELD, pattern)
 

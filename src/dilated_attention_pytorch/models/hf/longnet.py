@@ -33,10 +33,27 @@ from dilated_attention_pytorch.models.longnet import LongNetLM, soft_cap
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache, reordered
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
-_DEFAULTS = ModelConfig()
+_PATTERN = ("segment_lengths", "dilation_rates", "head_layout")
 # Fields of `ModelConfig` that have another name here, or that only an encoder-decoder has.
-_ELSEWHERE = {"segment_lengths", "dilation_rates", "head_layout", "tie_weights", "num_decoder_layers"}
-_OWN_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _ELSEWHERE]
+_ELSEWHERE = {*_PATTERN, "tie_weights", "num_decoder_layers"}
+_OWN = {field.name: field.default for field in dataclasses.fields(ModelConfig) if field.name not in _ELSEWHERE}
+
+
+def take_sizes(values: dict[str, Any], names: dict[str, str], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Remove our sizes from a config's keywords, where they may have transformers' `names`, and return them."""
+    values |= {ours: values.pop(theirs) for theirs, ours in names.items() if theirs in values}
+    sizes = {name: values.pop(name, default) for name, default in defaults.items()}
+    sizes["dim_feedforward"] = sizes["dim_feedforward"] or feed_forward_width(sizes["d_model"], sizes["activation"])
+    return sizes
+
+
+def take_pattern(values: dict[str, Any], *more: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Remove the pattern from a config's keywords: the value of its field, and the keywords that state it instead."""
+    pattern = values.pop(FIELD, None)
+    stated = {name: values.pop(name) for name in (*_PATTERN, *more) if name in values}
+    if pattern is not None and stated:
+        raise ValueError(f"{FIELD} and {', '.join(stated)} both state the pattern: pass one of them")
+    return pattern, stated
 
 
 class LongNetConfig(PreTrainedConfig):
@@ -57,33 +74,23 @@ class LongNetConfig(PreTrainedConfig):
     }
 
     def __init__(self, **values: Any) -> None:
-        pattern = values.pop(FIELD, None) or {
-            name: values.pop(name, getattr(_DEFAULTS, name))
-            for name in ("segment_lengths", "dilation_rates", "head_layout")
-        }
-        for name, names in self.attribute_map.items():
-            if name in values:
-                values[names] = values.pop(name)
-        own = {name: values.pop(name, getattr(_DEFAULTS, name)) for name in _OWN_FIELDS if name != "dim_feedforward"}
-        width = values.pop("dim_feedforward", None) or feed_forward_width(own["d_model"], own["activation"])
-        own["dim_feedforward"] = width
-        values.setdefault("tie_word_embeddings", _DEFAULTS.tie_weights)
-        values.setdefault("use_cache", True)
-        super().__init__(**values)
-        for name, value in own.items():
+        pattern, stated = take_pattern(values)
+        sizes = take_sizes(values, self.attribute_map, _OWN)
+        super().__init__(**({"tie_word_embeddings": ModelConfig.tie_weights, "use_cache": True} | values))
+        for name, value in sizes.items():
             setattr(self, name, value)
-        setattr(self, FIELD, pattern)
+        setattr(self, FIELD, pattern or ({name: getattr(ModelConfig, name) for name in _PATTERN} | stated))
         setattr(self, FIELD, pattern_values(read_pattern(self)))  # which refuses a wrong hand-written pattern
 
     def model_config(self) -> ModelConfig:
         """The same sizes as a `ModelConfig`, checked."""
-        own = {name: getattr(self, name) for name in _OWN_FIELDS}
+        own = {name: getattr(self, name) for name in _OWN}
         return ModelConfig(**read_pattern(self).keywords, tie_weights=self.tie_word_embeddings, **own)
 
     @classmethod
     def of(cls, config: ModelConfig, **values: Any) -> LongNetConfig:
         """The config of a `LongNetLM`; `values` are settings of transformers, such as `eos_token_id`."""
-        own = {name: getattr(config, name) for name in _OWN_FIELDS} | {FIELD: pattern_values(config.spec)}
+        own = {name: getattr(config, name) for name in _OWN} | {FIELD: pattern_values(config.spec)}
         return cls(**own, tie_word_embeddings=config.tie_weights, **values)
 
 
