@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -211,7 +210,7 @@ class Checkpointer:
 
     def _publish(self, unfinished: Path, folder: Path) -> None:
         for name, content in self._beside.items():
-            files.write_whole(unfinished / name, methodcaller("write_bytes", content))
+            files.write_whole(unfinished / name, content)
         sums: dict[str, files.Checksum] = {}
         for noted in (unfinished / run_folder.SHARDS).glob(f"*.{files.CHECKSUMS}"):  # by each rank, of its own files
             sums |= {f"{run_folder.SHARDS}/{name}": one for name, one in files.read_checksums(noted).items()}

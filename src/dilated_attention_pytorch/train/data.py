@@ -99,8 +99,7 @@ class Corpus:
             name: {"tokens": len(split), "documents": len(split.documents), "bytes": split.bytes}
             for name, split in (("training", self.training), ("validation", self.validation))
         }
-        noted = json.dumps({"source": self.source, "content": self.content, **sizes}, indent=2) + "\n"
-        write_whole(path, lambda partial: partial.write_text(noted))
+        write_whole(path, json.dumps({"source": self.source, "content": self.content, **sizes}, indent=2) + "\n")
 
     def training_batch(
         self, batch_size: int, length: int, seed: int, step: int, *, order: Order = "random", rows: int = 0

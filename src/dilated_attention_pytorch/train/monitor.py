@@ -140,7 +140,7 @@ class WandbMonitor:
         identity = run / "wandb-id"
         if not identity.is_file():
             run.mkdir(parents=True, exist_ok=True)
-            write_whole(identity, lambda path: path.write_text(uuid.uuid4().hex[:8]))
+            write_whole(identity, uuid.uuid4().hex[:8])
         self._run = wandb.init(dir=str(run), name=run.name, id=identity.read_text(), resume="allow")
 
     def log(self, values: Values, step: int) -> None:

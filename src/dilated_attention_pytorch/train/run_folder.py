@@ -107,9 +107,8 @@ def sample_path(run: Path, step: int) -> Path:
 
 
 def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(map(json_line, records))
     with naming_a_full_disk(run, METRICS):
-        write_whole(run / METRICS, lambda path: path.write_text(lines))
+        write_whole(run / METRICS, "".join(map(json_line, records)))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
