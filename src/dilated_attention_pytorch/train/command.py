@@ -111,7 +111,7 @@ def _flags_by_group() -> Any:
     }
     defaults = {"": TrainConfig(), **DEFAULTS}
     for name, (table, field) in SETTINGS.items():
-        kind = Path if name == "stages" else _without_none(hints[table][field.name])
+        kind = Path if name == "stages" else without_none(hints[table][field.name])
         words = field.metadata["help"]
         default = "" if "(default" in words else _shown(getattr(defaults[table], field.name))
         short = [f"--{field.metadata['short']}"] if field.metadata["short"] else None
@@ -133,7 +133,7 @@ def _shown(default: Any) -> str:
     return " ".join(map(str, default)) if isinstance(default, tuple) else shlex.quote(str(default))
 
 
-def _without_none(kind: Any) -> Any:
+def without_none(kind: Any) -> Any:
     rest = [part for part in get_args(kind) if part is not NoneType]
     return rest[0] if NoneType in get_args(kind) else kind
 

@@ -228,7 +228,7 @@ class TrainConfig:
 
     def is_same_run(self, other: TrainConfig) -> bool:
         """Whether both describe one run, perhaps carried out in another way."""
-        return _identity(self) == _identity(other)
+        return identity(self) == identity(other)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -251,10 +251,10 @@ class TrainConfig:
             raise ValueError(str(error)) from None
 
 
-def _identity(config: Any) -> dict[str, Any]:
+def identity(config: Any) -> dict[str, Any]:
     """The settings that make a run the run it is."""
     kept = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if not may_change(one)}
-    return {name: _identity(value) if dataclasses.is_dataclass(value) else value for name, value in kept.items()}
+    return {name: identity(value) if dataclasses.is_dataclass(value) else value for name, value in kept.items()}
 
 
 def may_change(field: dataclasses.Field[Any]) -> bool:
