@@ -150,7 +150,7 @@ class _Fold:
 
     def train(self) -> None:
         """Take the steps that are left, then write the best model, its predictions and its figures."""
-        config, step = self.config, self.start
+        config, step, saved = self.config, self.start, self.start
         self.model.train()
         with interrupts(patient=False) as signals:
             for micro_batches in self._batches(self.start):
@@ -167,13 +167,14 @@ class _Fold:
                 record["rows_per_second"] = rows / max(time.perf_counter() - began, 1e-9)
                 self.records.append(record)
                 if outcome.is_broken:
-                    print(check_broken(outcome, self.records, _SKIPPED, 0), flush=True)
+                    print(check_broken(outcome, self.records, _SKIPPED, saved, "lower --learning-rate"), flush=True)
                 at_end = step % self.steps_per_epoch == 0
                 if at_end:
                     self._validate(record)
                 if at_end or signals:
                     run_folder.write_metrics(self.run, self.records)
                     self.checkpointer.save(step, self._validated())
+                    saved = step
                 if signals:
                     self.checkpointer.close()
                     print(f"stopped after step {step}; continue with --resume", flush=True)

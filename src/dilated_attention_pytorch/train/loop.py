@@ -262,9 +262,10 @@ class _Trainer:
                 records.append(record)
                 if outcome.is_broken:
                     skipped += 1
-                    said = check_broken(outcome, records, config.skip_broken_steps, saved)
+                    advice = "lower --learning-rate, or raise --skip-broken-steps"
+                    message = check_broken(outcome, records, config.skip_broken_steps, saved, advice)
                     if ranks.first:
-                        bar.write(said)
+                        bar.write(message)
                 if now.validation:
                     record["validation_bits"] = self._validation_bits(now.validation)
 
