@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -84,7 +85,7 @@ class SlidesConfig:
         if self.tile_pixels is not None and not self.tile_pixels > 0:
             raise ValueError(f"tile_pixels must be above 0, got {self.tile_pixels}")
 
-    @property
+    @functools.cached_property
     def memory(self) -> MemoryOptions:
         on_gpu = find_device(self.device).type == "cuda"
         return MemoryOptions(
