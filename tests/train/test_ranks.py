@@ -315,8 +315,8 @@ def test_an_error_that_cannot_be_pickled_reaches_other_ranks_in_words() -> None:
             raise TypeError("not me")
 
     known = OSError(28, "No space left on device")
-    assert train_ranks._that_travels(known) is known
-    assert str(train_ranks._that_travels(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
+    assert train_ranks._picklable(known) is known
+    assert str(train_ranks._picklable(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
 
 
 def test_ranks_are_started_in_one_folder_by_torchrun(monkeypatch, capsys) -> None:
