@@ -15,7 +15,7 @@ from dilated_attention_pytorch.tools.command import add_doctor, add_explore, add
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 1 after an error that the user can mend, or 128 + the number of a signal."""
+    """Run a command; returns 0, 1 after an error that the user can fix, or 128 + the number of a signal."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         if given[:1] == ["train"]:

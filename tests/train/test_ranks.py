@@ -339,5 +339,5 @@ def test_ranks_are_started_in_one_folder_by_torchrun(monkeypatch, capsys) -> Non
     assert main(["train", "--ranks", "0"]) == 1
     assert "--ranks must be at least 1" in capsys.readouterr().err
     assert main(["train", "--max-restarts", "1"]) == 1
-    assert "--max-restarts goes with --ranks" in capsys.readouterr().err
+    assert "--max-restarts needs --ranks" in capsys.readouterr().err
     assert not caught

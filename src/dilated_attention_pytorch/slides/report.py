@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.pages.plots import Points
 
 _BINS = 10  # of a calibration
-_WIDTH = 4.2  # inches of a chart, which a telephone shows without making it smaller
+_WIDTH = 4.2  # inches of a chart, which a phone shows at full size
 _TITLES = {"auc": "AUC", "r2": "R²", "mae": "mean absolute error", "c_index": "C-index"}
 
 

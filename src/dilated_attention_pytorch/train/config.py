@@ -179,11 +179,11 @@ class TrainConfig:
         deepspeed, tiles_in_stage_3 = engine == "deepspeed", memory.mlp_tile and self.zero and self.zero.stage == 3
         whole = [name for name in ("float8", "structured_sparsity") if getattr(memory, name)]
         return {
-            f"engine {engine} wants every parameter alike on all ranks, and tensor_parallel={tensor} cuts them: use "
+            f"engine {engine} needs every parameter whole on all ranks, and tensor_parallel={tensor} splits them: use "
             "engine fsdp, or tensor_parallel 1": engine != "fsdp" and tensor > 1,
-            f"{', '.join(whole)} replaces linear layers whole, and tensor_parallel={tensor} cuts them: use "
+            f"{', '.join(whole)} replaces whole linear layers, and tensor_parallel={tensor} splits them: use "
             f"tensor_parallel 1, or leave {', '.join(whole)} out": bool(whole) and tensor > 1,
-            f"ZeRO's stage and offload are of the engine deepspeed, and this one is {engine}": (
+            f"ZeRO's stage and offload need the engine deepspeed, and this one is {engine}": (
                 self.zero is not None and not deepspeed
             ),
             f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} keeps "

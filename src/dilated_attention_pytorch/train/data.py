@@ -231,7 +231,7 @@ def text_files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[P
             raise FileNotFoundError(f"no file or folder {name}: --data takes text files and folders of them")
     if not found:
         raise FileNotFoundError(
-            f"no text files in {', '.join(paths)}: there are none but hidden, binary and a run's own"
+            f"no text files in {', '.join(paths)}: hidden files, binary files and the files of runs do not count"
         )
     return found, ", ".join(paths)
 

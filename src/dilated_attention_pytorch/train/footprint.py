@@ -82,9 +82,9 @@ def footprint(config: ModelConfig, tokens: int, options: MemoryOptions, *, batch
     """
     for name in ("float8", "structured_sparsity"):
         if getattr(options, name):
-            raise ValueError(f"no model says what {name} holds: leave it out here, and measure with bench techniques")
+            raise ValueError(f"the memory model does not cover {name}: leave it out, or measure with bench techniques")
     if config.dropout:
-        raise ValueError(f"no model says what dropout={config.dropout} holds: pass a config with dropout=0.0")
+        raise ValueError(f"the memory model does not cover dropout={config.dropout}: pass a config with dropout=0.0")
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens and batch must be at least 1, got {tokens} and {batch}")
     return _Step(config, tokens * batch, tokens, options).run()

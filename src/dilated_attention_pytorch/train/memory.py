@@ -192,7 +192,7 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
     if options.parameters == "bf16":
         model.bfloat16()
     if options.mlp_tile and not tile_feed_forwards(model, options.mlp_tile):
-        raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model once")
+        raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model only once")
     if options.compile:
         mode = None if options.compile_mode == "default" else options.compile_mode
         for layer in _layers(model):

@@ -239,11 +239,11 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
         yield Ranks(device=find_device(device))
         return
     if dist.is_initialized():
-        raise RuntimeError("training makes its own process group: call it before, or after destroying, yours")
+        raise RuntimeError("training creates its own process group: destroy yours first, or create it after training")
     chosen = find_device(device)
     if chosen.type == "cuda":
         if ":" in device:
-            raise ValueError(f"each rank takes the GPU of its own number on its machine: say cuda, not {device}")
+            raise ValueError(f"each rank takes the GPU of its local rank: say cuda, not {device}")
         chosen = torch.device("cuda", local_rank())
         torch.cuda.set_device(chosen)
     # Numbers and checkpoints travel between CPUs, so ranks have gloo beside NCCL.

@@ -94,7 +94,7 @@ def record_start(run: Path, step: int, device: str, **known: Any) -> None:
 
 
 def last_threads(run: Path, ranks: int | None) -> int | None:
-    """The number of PyTorch's threads at the last start of a run on a CPU, on as many ranks; None if unknown."""
+    """PyTorch's number of threads at the last start of a run on a CPU with as many ranks; None if unknown."""
     start: dict[str, Any] = next(reversed(_lines(run / STARTS, [])), {})
     known = start.get("machine")
     threads = known.get("threads") if isinstance(known, dict) and start.get("ranks") == ranks else None

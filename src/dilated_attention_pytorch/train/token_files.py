@@ -102,7 +102,7 @@ class FileNumbers:
     def __getitem__(self, place: slice) -> Tensor:
         start, stop, step = place.indices(self._count)
         if step != 1:
-            raise IndexError(f"numbers of a file are read in a row, got a step of {step}")
+            raise IndexError(f"numbers of a file are read in slices of step 1, got a step of {step}")
         content, size = bytearray(), (stop - start) * self._dtype.itemsize
         with self._turn:
             self._file.seek(start * self._dtype.itemsize)
