@@ -194,35 +194,34 @@ def gradient_accumulation_training(
     check_divides("actual_batch_size", actual_batch_size, "target_batch_size", target_batch_size)
     step = _Step(model, optimizer, scaler, options, compute_loss, clip_norm)
     losses: list[float] = []
-    group: list[Batch] = []
-    seen = room = 0
-
-    def end_group() -> None:
-        losses.append(step(group))
+    for seen, batches in _regrouped(dataloader, target_batch_size, actual_batch_size):
+        losses.append(step(batches))
         print(f"Step {seen}, Loss: {losses[-1]:.4f}")
-        group.clear()
+    return losses
 
-    for batch in dataloader:
+
+def _regrouped(dataloader: Iterable[Batch], target: int, most: int) -> Iterator[tuple[int, list[Batch]]]:
+    """The batches of each step, which have `target` sequences, and the number of batches taken from the loader."""
+    group: list[Batch] = []
+    room, seen = target, 0
+    for seen, batch in enumerate(dataloader, start=1):
         rows = len(check_item(batch, ("labels", *_LENGTHS))["input_ids"])
-        if rows > actual_batch_size:
-            raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={actual_batch_size}")
-        seen += 1
-        room = room if group else target_batch_size
+        if rows > most:
+            raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={most}")
         if rows > room:  # never true of packed documents, which are one row
             first, batch = (
-                {name: x if x is None else x[rows] for name, x in batch.items()}
-                for rows in (slice(room), slice(room, None))
+                {name: x if x is None else x[part] for name, x in batch.items()}
+                for part in (slice(room), slice(room, None))
             )
-            group.append(first)
-            end_group()
-            rows, room = rows - room, target_batch_size
+            yield seen, [*group, first]
+            group, rows, room = [], rows - room, target
         group.append(batch)
         room -= rows
         if room == 0:
-            end_group()
+            yield seen, group
+            group, room = [], target
     if group:
-        end_group()
-    return losses
+        yield seen, group
 
 
 def hierarchical_training_schedule() -> list[dict[str, Any]]:
