@@ -9,13 +9,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dilated_attention_pytorch.tools.command import add_doctor, add_explore, add_plan, add_show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 1 after an error that the user can mend, or 128 + the number of a signal."""
+    """Run a command; returns 0, 1 after an error that the user can fix, or 128 + the number of a signal."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         if given[:1] == ["train"]:
@@ -97,7 +97,17 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(command=_tune)
     bench.add_argument("suite", choices=["tune"], help="measure the kernels' tiles, for DILATED_ATTENTION_TILES")
     bench.add_argument("--out", type=Path, default=Path("tiles.jsonl"), metavar="FILE", help="default: tiles.jsonl")
-    _add_report(commands)
+
+    report = commands.add_parser(
+        "report",
+        help="a training run as one HTML page",
+        description="Settings, curves, checkpoints, samples and machines of a run as one HTML page that needs nothing "
+        "else. Runs that are in progress, interrupted or damaged are shown as far as they can be read.",
+    )
+    report.set_defaults(command=_report)
+    report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
+
     commands.add_parser("recall", help="in a checkout: recall over long distances, LongNet beside a sliding window")
     # Listed here; `slides.command` parses its flags.
     commands.add_parser(
@@ -108,18 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     add_explore(commands)
     add_doctor(commands)
     return parser
-
-
-def _add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report",
-        help="a training run as one HTML page",
-        description="Settings, curves, checkpoints, samples and machines of a run as one HTML page that needs nothing "
-        "else. Runs that are in progress, interrupted or damaged are shown as far as they can be read.",
-    )
-    report.set_defaults(command=_report)
-    report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
 
 
 _RUN_OR_WEIGHTS = "the folder of a run, of one of its checkpoints, or of save_pretrained"

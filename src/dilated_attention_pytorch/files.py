@@ -33,13 +33,16 @@ class Checksum(NamedTuple):
     bytes: int
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then rename it: no reader sees half a file."""
+def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
+    """Write a file beside `path`, then rename it: no reader sees half a file. A callable fills the file itself."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("ab") as stream:
             mode = os.fstat(stream.fileno()).st_mode
-        write(partial)
+        if callable(content):
+            content(partial)
+        else:
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
         with partial.open("rb+") as stream:
             os.fsync(stream.fileno())
         if partial.stat().st_mode != mode:  # safetensors makes its file anew, readable by its owner alone
@@ -126,7 +129,7 @@ def sum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 
 def write_checksums(path: Path, sums: Mapping[str, Checksum]) -> None:
     lines = "".join(f"{one.crc:08x} {one.bytes} {name}\n" for name, one in sorted(sums.items())).encode()
-    write_whole(path, lambda partial: partial.write_bytes(b"%08x\n%b" % (zlib.crc32(lines), lines)))
+    write_whole(path, b"%08x\n%b" % (zlib.crc32(lines), lines))
 
 
 def read_checksums(path: Path) -> dict[str, Checksum]:

@@ -201,10 +201,10 @@ def resident() -> int:
     if pages.exists():
         return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     try:
-        told = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True)
+        listed = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True)
     except FileNotFoundError:
         return 0
-    return int(told.stdout) * 1024 if told.returncode == 0 else 0
+    return int(listed.stdout) * 1024 if listed.returncode == 0 else 0
 
 
 def peak_resident() -> int:

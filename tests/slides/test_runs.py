@@ -68,6 +68,22 @@ def test_every_task_leaves_a_model_predictions_and_figures(study, tmp_path, task
         assert float(case["risk"]) == pytest.approx(float(out[0]), rel=1e-4, abs=1e-5)
 
 
+def test_an_error_about_broken_steps_names_the_last_checkpoint(study, tmp_path, monkeypatch) -> None:
+    update = loop.Update.__call__
+    calls = iter(range(100))
+
+    def broken_later(self, losses):
+        outcome = update(self, losses)
+        return outcome._replace(loss=float("nan")) if next(calls) >= 8 else outcome
+
+    monkeypatch.setattr(loop.Update, "__call__", broken_later)
+    with pytest.raises(FloatingPointError) as raised:
+        loop.run_study(config(study, epochs=9), tmp_path / "run")
+    saved = int(loop.run_folder.list_checkpoints(tmp_path / "run")[-1].name.removeprefix("step-"))
+    assert 0 < saved <= 8 + 5
+    assert str(raised.value).endswith(f"before it: lower --learning-rate; step {saved} is the last checkpoint")
+
+
 def test_layers_are_compiled_where_asked_and_by_default_on_a_gpu(study, tmp_path, monkeypatch) -> None:
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compiled.append(type(layer).__name__))

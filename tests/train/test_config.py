@@ -195,7 +195,7 @@ def test_another_engine_takes_back_what_the_file_says_of_deepspeed(file, started
             "[memory]\noffload = true",
             "[memory]: offload moves what checkpointing keeps",
         ),
-        ("[zero]\nstage = 2", "are of the engine deepspeed, and this one is fsdp"),
+        ("[zero]\nstage = 2", "need the engine deepspeed, and this one is fsdp"),
         ("steps = ", "FILE is not a TOML file"),
         (None, "no config file FILE"),
     ],
@@ -214,7 +214,7 @@ def test_a_file_begins_a_run_and_does_not_resume_one(file, tmp_path, started, ca
     assert "--config begins a run" in capsys.readouterr().err
     (tmp_path / "options.json").write_text("{}")
     assert main(["train", "--options", str(tmp_path / "options.json"), "--config", str(file)]) == 1
-    assert "--options and --config both say how to run" in capsys.readouterr().err
+    assert "--options and --config both describe the run" in capsys.readouterr().err
 
 
 def test_ranks_are_told_the_parsed_config_as_a_file(file, started, monkeypatch) -> None:
@@ -379,7 +379,7 @@ def test_the_config_of_a_run_is_read_as_it_was_written(tmp_path, file) -> None:
             {"engine": "deepspeed", "memory": MemoryOptions(precision="bf16", parameters="bf16")},
             "use engine fsdp or ddp, or parameters 'fp32'",
         ),
-        ({"tensor_parallel": 2, "memory": MemoryOptions(float8=True)}, "float8 replaces linear layers whole"),
+        ({"tensor_parallel": 2, "memory": MemoryOptions(float8=True)}, "float8 replaces whole linear layers"),
         (
             {"tensor_parallel": 2, "memory": MemoryOptions(structured_sparsity=True, precision="bf16")},
             "use tensor_parallel 1, or leave structured_sparsity out",

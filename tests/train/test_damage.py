@@ -200,7 +200,7 @@ def test_weights_that_are_not_finite_push_out_no_checkpoint(tmp_path, text, caps
     monkeypatch.setattr(torch.optim.AdamW, "step", broken)
     many = ["--steps", "40", "--skip-broken-steps", "100"]
     assert main(["train", "--data", str(text), "--out", str(tmp_path / "run"), *FLAGS, *many]) == 1
-    told = "the weights are not finite after step 4, which no further step can mend, so they are not saved"
+    told = "the weights are not finite after step 4 and cannot recover, so they are not saved"
     assert told in capsys.readouterr().err
     newest = list_checkpoints(tmp_path / "run")[-1]
     assert newest.name == "step-00000002"

@@ -119,9 +119,9 @@ def test_two_sequences_hold_what_one_twice_as_long_does_but_for_rotations() -> N
 
 @pytest.mark.parametrize("change", [{"float8": True}, {"structured_sparsity": True}], ids=str)
 def test_what_the_model_does_not_know_is_refused(change) -> None:
-    with pytest.raises(ValueError, match=f"no model says what {next(iter(change))} holds"):
+    with pytest.raises(ValueError, match=f"the memory model does not cover {next(iter(change))}"):
         footprint(SMALL, 1024, MemoryOptions(precision="bf16", **change))
-    with pytest.raises(ValueError, match=r"no model says what dropout=0\.1 holds"):
+    with pytest.raises(ValueError, match=r"the memory model does not cover dropout=0\.1"):
         footprint(replace(SMALL, dropout=0.1), 1024, MemoryOptions())
 
 

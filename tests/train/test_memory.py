@@ -610,7 +610,7 @@ def test_options_of_the_wrong_kind_are_refused(change, message) -> None:
 
 def test_a_model_is_prepared_once_and_before_it_is_wrapped() -> None:
     model = prepare(small_model(), MemoryOptions(mlp_tile=8))
-    with pytest.raises(ValueError, match="prepare a model once"):
+    with pytest.raises(ValueError, match="prepare a model only once"):
         prepare(model, MemoryOptions(mlp_tile=8))
     with pytest.raises(TypeError, match="before anything is wrapped around it, got DataParallel"):
         prepare(nn.DataParallel(model), MemoryOptions())

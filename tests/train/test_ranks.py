@@ -315,8 +315,8 @@ def test_an_error_that_cannot_be_pickled_reaches_other_ranks_in_words() -> None:
             raise TypeError("not me")
 
     known = OSError(28, "No space left on device")
-    assert train_ranks._that_travels(known) is known
-    assert str(train_ranks._that_travels(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
+    assert train_ranks._picklable(known) is known
+    assert str(train_ranks._picklable(Stubborn("a lock was lost"))) == "Stubborn: a lock was lost"
 
 
 def test_ranks_are_started_in_one_folder_by_torchrun(monkeypatch, capsys) -> None:
@@ -339,5 +339,5 @@ def test_ranks_are_started_in_one_folder_by_torchrun(monkeypatch, capsys) -> Non
     assert main(["train", "--ranks", "0"]) == 1
     assert "--ranks must be at least 1" in capsys.readouterr().err
     assert main(["train", "--max-restarts", "1"]) == 1
-    assert "--max-restarts goes with --ranks" in capsys.readouterr().err
+    assert "--max-restarts needs --ranks" in capsys.readouterr().err
     assert not caught

@@ -75,7 +75,7 @@ def test_a_preset_has_the_parameters_of_its_name(size, vocab_size) -> None:
 
 
 def test_a_vocabulary_that_leaves_no_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="leaves a model of 125m no two layers: choose a larger one"):
+    with pytest.raises(ValueError, match="leaves too few for two layers of a 125m model: choose a larger size"):
         model_preset("125m", vocab_size=160_000)
     with pytest.raises(ValueError, match=r"one of 125m, 350m, 760m, 770m, 1\.3b, 2\.7b, 6b, got '7b'"):
         model_preset("7b")
@@ -140,7 +140,7 @@ def test_hardware_is_known_by_the_device(monkeypatch, capability, called, hip, n
 def test_hardware_without_a_preset_is_refused(monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"must be one of auto, h200, .* got 'tpu'"):
         hardware_preset("tpu")
-    with pytest.raises(ValueError, match="no preset for xpu: name hardware like it"):
+    with pytest.raises(ValueError, match="no preset for xpu: name similar hardware"):
         hardware_preset(device="xpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     with pytest.raises(ValueError, match=r"compute capability 6\.1"):
@@ -438,7 +438,7 @@ def test_optimizing_a_large_model_without_deepspeed() -> None:
 
 def test_optimizing_a_large_model_with_deepspeed_wants_it_and_ranks(monkeypatch) -> None:
     monkeypatch.setattr("dilated_attention_pytorch.train.recipes.import_deepspeed", lambda device: None)
-    with pytest.raises(ValueError, match="start the program by torchrun, or pass use_deepspeed=False"):
+    with pytest.raises(ValueError, match="needs torchrun: start the program with it, or pass use_deepspeed=False"):
         optimize_large_model(small_model())
 
 
@@ -705,7 +705,7 @@ def test_a_loss_of_ones_own_and_any_model() -> None:
         ({"tokens": torch.zeros(1, 4)}, r"a mapping with input_ids, .* got \['tokens'\]"),
         ({"input_ids": torch.zeros(1, 4, dtype=torch.long), "mask": None}, r"got \['input_ids', 'mask'\]"),
         ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"are \(batch, tokens\), got \(4,\)"),
-        ({"input_ids": torch.zeros(1, 4, dtype=torch.long), "seqlens": torch.tensor([3])}, "state labels too"),
+        ({"input_ids": torch.zeros(1, 4, dtype=torch.long), "seqlens": torch.tensor([3])}, "pass labels too"),
         ({"input_ids": torch.zeros(1, 1, dtype=torch.long)}, "all of its labels are -100"),
     ],
 )
@@ -808,7 +808,7 @@ def test_what_is_wrong_with_a_stage_is_said_before_training() -> None:
     with pytest.raises(ValueError, match="batch_size must be a whole number of at least 1, got 0"):
         train_hierarchically(model, [sequences(16)] * 3, schedule)
     update_attention_config(model, schedule[0])
-    with pytest.raises(ValueError, match="they are of one token"):
+    with pytest.raises(ValueError, match="every one of them has a single token"):
         train_stage(model, [{"input_ids": [3]}], schedule[0])
     with pytest.raises(ValueError, match=r"input_ids and labels are \(tokens,\), got \(2, 3\)"):
         train_stage(model, [{"input_ids": torch.zeros(2, 3)}], schedule[0])

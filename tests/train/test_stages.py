@@ -63,7 +63,7 @@ def test_a_stage_says_what_it_lacks() -> None:
     with pytest.raises(ValueError, match="has no batch_size, learning_rate and unknown lr"):
         Stage.of({name: value for name, value in STAGES[0].items() if "a" not in name or name == "dilation_rates"}
                  | {"lr": 1, "sequence_length": 3, "segment_lengths": [4], "dilation_rates": [1]})  # fmt: skip
-    with pytest.raises(ValueError, match="epochs=2 are of a dataset"):
+    with pytest.raises(ValueError, match="epochs=2 need a dataset"):
         Stage.of({**FIRST, "learning_rate": 1.0, "epochs": 2})
     with pytest.raises(TypeError, match="a mapping of its settings, got list"):
         Stage.of([1, 2])

@@ -144,8 +144,8 @@ def test_packed_micro_batches_have_the_losses_of_one_process(folder, flags, shar
         (["--engine", "fsdp", "--cpu-offload"], "--cpu-offload goes with --engine deepspeed"),
         (["--engine", "deepspeed", "--zero-stage", "5"], "a ZeRO stage is 1, 2 or 3, got 5"),
         (["--engine", "deepspeed", "--zero-stage", "1", "--nvme-offload", "x"], "NVMe offload needs ZeRO stage 3"),
-        (["--engine", "deepspeed"], "wants to be started by torchrun: add --ranks P, or --ranks 1"),
-        (["--engine", "deepspeed", "--tensor-parallel", "2"], "tensor_parallel=2 cuts them: use engine fsdp"),
+        (["--engine", "deepspeed"], "the engine deepspeed needs torchrun: add --ranks P, or --ranks 1 for one process"),
+        (["--engine", "deepspeed", "--tensor-parallel", "2"], "tensor_parallel=2 splits them: use engine fsdp"),
         (["--engine", "deepspeed", "--precision", "fp16"], "use 'bf16', or engine fsdp or ddp"),
         (["--engine", "deepspeed", "--optimizer", "adamw8bit-torchao"], "shards the state of PyTorch's AdamW"),
         (["--options", "nowhere.json"], "nowhere.json"),
@@ -167,12 +167,12 @@ def test_a_package_that_is_missing_is_named_with_its_installation(monkeypatch) -
 
 @pytest.mark.parametrize("name", ["ddp", "deepspeed"])
 def test_engines_that_want_whole_parameters_refuse_ranks_that_share_heads(name) -> None:
-    with pytest.raises(ValueError, match=f"engine {name} wants every parameter alike .* tensor_parallel=2 cuts them"):
+    with pytest.raises(ValueError, match=f"engine {name} needs every parameter whole .* tensor_parallel=2 splits them"):
         TrainConfig(engine=name, tensor_parallel=2)
 
 
 def test_the_settings_of_another_engine_are_refused() -> None:
-    with pytest.raises(ValueError, match="are of the engine deepspeed, and this one is ddp"):
+    with pytest.raises(ValueError, match="need the engine deepspeed, and this one is ddp"):
         TrainConfig(engine="ddp", zero=Zero())
 
 
@@ -185,7 +185,7 @@ def test_options_decide_which_ranks_share_a_sequence_and_which_share_heads(folde
     assert not {"sequence_parallel", "tensor_parallel"} & settings_of(RunOptions(), ranks=6).keys()
     path = folder / "shared.json"
     for options, message in (
-        (RunOptions(model_parallel=2, use_deepspeed=True), "tensor_parallel=2 cuts them"),
+        (RunOptions(model_parallel=2, use_deepspeed=True), "tensor_parallel=2 splits them"),
         (RunOptions(model_parallel=3), "must divide the number of ranks, got 4"),
     ):
         path.write_text(options.to_json())

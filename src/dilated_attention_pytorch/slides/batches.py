@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -95,20 +96,17 @@ def read_batches(bags: Bags, batches: Sequence[list[int]], *, workers: int = 0) 
     Where there is a GPU they lie in pinned memory, from which copies to it are fast.
     """
     pinned = torch.cuda.is_available()
-    for found in DataLoader(_Told(bags), batch_size=None, sampler=batches, num_workers=workers, pin_memory=pinned):
+    lists: Any = batches  # any sequence is a dataset
+    read: Any = functools.partial(_read_batch, bags)
+    for found in DataLoader(lists, batch_size=None, collate_fn=read, num_workers=workers, pin_memory=pinned):
         if isinstance(found, BrokenFile):
             raise found
         yield found
 
 
-class _Told(Dataset[Any]):
-    """`Bags` that return the error about a broken file: raised in a worker, it would come inside a traceback."""
-
-    def __init__(self, bags: Bags) -> None:
-        self._bags = bags
-
-    def __getitem__(self, numbers: Sequence[int]) -> Batch | BrokenFile:
-        try:
-            return self._bags[numbers]
-        except BrokenFile as error:
-            return error
+def _read_batch(bags: Bags, numbers: Sequence[int]) -> Batch | BrokenFile:
+    """A batch, or the error about a broken file: raised in a worker, it would come inside a traceback."""
+    try:
+        return bags[numbers]
+    except BrokenFile as error:
+        return error

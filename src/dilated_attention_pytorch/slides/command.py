@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
+import io
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import numpy
 import torch
 
 from dilated_attention_pytorch.core.checks import import_optional
@@ -25,6 +26,7 @@ from dilated_attention_pytorch.slides.maps import Kind, tile_weights, write_map
 from dilated_attention_pytorch.slides.report import compared, write_report
 from dilated_attention_pytorch.slides.table import read_study
 from dilated_attention_pytorch.train import run_folder
+from dilated_attention_pytorch.train.command import without_none
 from dilated_attention_pytorch.train.ranks import find_device
 
 _ONLY_TRAIN = {"task", "class_weights", "folds", "pooling"}
@@ -96,9 +98,7 @@ def _add_settings(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
         words = field.metadata.get("help")
         if not words or field.name in leave_out:
             continue
-        kind = hints[field.name]
-        kinds = [one for one in get_args(kind) if one is not type(None)] if type(None) in get_args(kind) else [kind]
-        kind = kinds[0]
+        kind = without_none(hints[field.name])
         default = "" if "(default" in words or field.default in ("", ()) else f" (default: {field.default})"
         flag = "--" + (field.metadata["flag"] or field.name).replace("_", "-")
         how: dict[str, Any] = {"dest": field.name, "help": (words + default).replace("%", "%%")}
@@ -110,10 +110,8 @@ def _add_settings(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
         elif get_origin(kind) is not None:  # a Literal
             how["choices"] = get_args(kind)
         else:
-            how |= {
-                "type": kind,
-                "metavar": {int: "N", float: "X"}.get(kind, "PATH" if field.name != "device" else "NAME"),
-            }
+            text = "NAME" if field.name == "device" else "PATH"
+            how |= {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, text)}
         parser.add_argument(flag, **how)
 
 
@@ -176,15 +174,11 @@ def write_embeddings(path: Path, names: list[str], rows: torch.Tensor) -> None:
                 file["features"], file["slides"] = rows.numpy(), names
 
         write_whole(path, write)
-        return
-    numpy = import_optional("numpy", "slides", "writing .npy files")
-
-    def save(partial: Path) -> None:
-        with partial.open("wb") as stream:
-            numpy.save(stream, rows.numpy())
-
-    write_whole(path, save)
-    write_whole(path.with_suffix(".txt"), lambda partial: partial.write_text("".join(f"{one}\n" for one in names)))
+    else:
+        content = io.BytesIO()
+        numpy.save(content, rows.numpy())
+        write_whole(path, content.getvalue())
+        write_whole(path.with_suffix(".txt"), "".join(f"{one}\n" for one in names))
 
 
 def _map(arguments: argparse.Namespace) -> None:
@@ -197,6 +191,6 @@ def _map(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    if not 0 <= arguments.worst <= math.inf:
+    if arguments.worst < 0:
         raise ValueError(f"--worst must be at least 0, got {arguments.worst}")
     print(write_report(arguments.run, arguments.out, arguments.worst))

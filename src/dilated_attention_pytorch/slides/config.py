@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE,
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.models.config import EncoderConfig, EncoderPositions, Pooling
 from dilated_attention_pytorch.slides.table import Study, Task
+from dilated_attention_pytorch.train.config import identity
 from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, Precision
 from dilated_attention_pytorch.train.ranks import find_device
 from dilated_attention_pytorch.train.stages import decayed_rate
@@ -83,7 +85,7 @@ class SlidesConfig:
         if self.tile_pixels is not None and not self.tile_pixels > 0:
             raise ValueError(f"tile_pixels must be above 0, got {self.tile_pixels}")
 
-    @property
+    @functools.cached_property
     def memory(self) -> MemoryOptions:
         on_gpu = find_device(self.device).type == "cuda"
         return MemoryOptions(
@@ -111,11 +113,7 @@ class SlidesConfig:
 
     def is_same_run(self, other: SlidesConfig) -> bool:
         """Whether both describe one run, perhaps carried out in another way."""
-        return all(
-            getattr(self, one.name) == getattr(other, one.name)
-            for one in dataclasses.fields(self)
-            if not one.metadata.get("may_change")
-        )
+        return identity(self) == identity(other)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

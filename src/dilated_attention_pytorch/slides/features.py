@@ -15,10 +15,12 @@ that the model was trained on. So coordinates are scaled here until a tile is 25
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -60,7 +62,8 @@ def find_file(folder: Path, name: str) -> Path:
 
 def look_at(path: Path) -> Found:
     """Sizes of the bag in a file, without reading its rows."""
-    return _opened(path, lambda features, coords, _: _checked(path, features, coords))
+    with _opened(path) as (features, coords, _):
+        return _checked(path, features, coords)
 
 
 def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
@@ -70,8 +73,7 @@ def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
     wrote beside them (`patch_size_level0`; or `patch_size` and `downsample`), or else the smallest distance between two
     columns or rows of tiles.
     """
-
-    def read(features: Any, coords: Any, noted: dict[str, Any]) -> Bag:
+    with _opened(path) as (features, coords, noted):
         _checked(path, features, coords)
         rows = _tensor(features)
         if not bool(rows.isfinite().all()):
@@ -87,8 +89,6 @@ def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
         pixels = tile_pixels or _noted_tile(noted) or _smallest_step(places)
         return Bag(rows, (places * (TILE / pixels)).float(), pixels)
 
-    return _opened(path, read)
-
 
 def _checked(path: Path, features: Any, coords: Any) -> Found:
     shape = tuple(features.shape[1:] if len(features.shape) == 3 and features.shape[0] == 1 else features.shape)
@@ -102,8 +102,9 @@ def _checked(path: Path, features: Any, coords: Any) -> Found:
     return Found(*shape, coords is not None)
 
 
-def _opened(path: Path, use: Callable[[Any, Any, dict[str, Any]], Any]) -> Any:
-    """`use(features, coords, attributes of coords)` of a file; everything that is wrong with it is a `BrokenFile`."""
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """The features, the coords and the attributes of coords in a file; every error in the block is a `BrokenFile`."""
     try:
         if path.suffix == ".h5":
             h5py = import_optional("h5py", "slides", "reading .h5 files")
@@ -111,20 +112,19 @@ def _opened(path: Path, use: Callable[[Any, Any, dict[str, Any]], Any]) -> Any:
                 if "features" not in file:
                     raise BrokenFile(f"{path} has no dataset 'features': it holds {', '.join(file) or 'nothing'}")
                 coords = file.get("coords")
-                return use(file["features"], coords, {} if coords is None else dict(coords.attrs))
-        if path.suffix == ".npy":
-            numpy = import_optional("numpy", "slides", "reading .npy files")
-            beside = path.with_suffix(".coords.npy")
+                yield file["features"], coords, {} if coords is None else dict(coords.attrs)
+        elif path.suffix == ".npy":
             features, coords = (
-                numpy.load(one, mmap_mode="r", allow_pickle=False) if one.is_file() else None for one in (path, beside)
+                numpy.load(one, mmap_mode="r", allow_pickle=False) if one.is_file() else None
+                for one in (path, path.with_suffix(".coords.npy"))
             )
-            return use(features, coords, {})
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if isinstance(held, Tensor):
-            return use(held, None, {})
-        if not isinstance(held, dict) or not isinstance(held.get("features"), Tensor):
-            raise BrokenFile(f"{path} holds neither a tensor nor a dictionary with features")
-        return use(held["features"], held.get("coords"), {})
+            yield features, coords, {}
+        else:
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            held = {"features": held} if isinstance(held, Tensor) else held
+            if not isinstance(held, dict) or not isinstance(held.get("features"), Tensor):
+                raise BrokenFile(f"{path} holds neither a tensor nor a dictionary with features")
+            yield held["features"], held.get("coords"), {}
     except (BrokenFile, ModuleNotFoundError):
         raise
     except Exception as error:  # every library reports a broken file in its own way
@@ -137,7 +137,6 @@ def _tensor(held: Any) -> Tensor:
     if isinstance(held, Tensor):
         rows = held.to(torch.float32, copy=True)
     else:
-        numpy = import_optional("numpy", "slides", "reading .h5 and .npy files")
         rows = torch.from_numpy(numpy.array(held[()], dtype="float32"))
     return rows[0] if rows.dim() == 3 else rows
 

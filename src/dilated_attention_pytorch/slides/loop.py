@@ -73,17 +73,17 @@ def run_study(config: SlidesConfig, run: Path, *, resume: bool = False) -> list[
     for one in splits:
         check_splits(one, wanted)
         if task == "survival":
-            _check_company(config, [case.found.rows for case in one.of("train")])
+            _check_batch_sizes(config, [case.found.rows for case in one.of("train")])
     start = None if config.start is None else read_start(Path(config.start))
     run.mkdir(parents=True, exist_ok=True)
-    write_whole(known, lambda path: path.write_text(config.to_json()))
+    write_whole(known, config.to_json())
     with keeping_threads():
         if find_device(config.device).type == "cpu" and not environment.value("OMP_NUM_THREADS"):
             torch.set_num_threads(fastest_threads(thread_rates()))
         return _run_folds(config, splits, run, start)
 
 
-def _check_company(config: SlidesConfig, lengths: Sequence[int]) -> None:
+def _check_batch_sizes(config: SlidesConfig, lengths: Sequence[int]) -> None:
     """Refuse batches of one slide each: Cox's loss compares an event with the others of its batch."""
     if max(map(len, make_batches(lengths, config.max_tiles, config.batch_size))) < 2:
         raise ValueError(
@@ -150,7 +150,7 @@ class _Fold:
 
     def train(self) -> None:
         """Take the steps that are left, then write the best model, its predictions and its figures."""
-        config, step = self.config, self.start
+        config, step, saved = self.config, self.start, self.start
         self.model.train()
         with interrupts(patient=False) as signals:
             for micro_batches in self._batches(self.start):
@@ -167,13 +167,14 @@ class _Fold:
                 record["rows_per_second"] = rows / max(time.perf_counter() - began, 1e-9)
                 self.records.append(record)
                 if outcome.is_broken:
-                    print(check_broken(outcome, self.records, _SKIPPED, 0), flush=True)
+                    print(check_broken(outcome, self.records, _SKIPPED, saved, "lower --learning-rate"), flush=True)
                 at_end = step % self.steps_per_epoch == 0
                 if at_end:
                     self._validate(record)
                 if at_end or signals:
                     run_folder.write_metrics(self.run, self.records)
                     self.checkpointer.save(step, self._validated())
+                    saved = step
                 if signals:
                     self.checkpointer.close()
                     print(f"stopped after step {step}; continue with --resume", flush=True)
@@ -259,7 +260,7 @@ class _Fold:
                 loss, predicted[split] = self._evaluate(split)
                 results[split] = {"loss": loss, **self.objective.figures(predicted[split], self.bags[split].cases)}
             text = predictions_csv(self.objective, {s: (self.bags[s].cases, predicted[s]) for s in predicted})
-            write_whole(self.run / PREDICTIONS, lambda path: path.write_text(text))
+            write_whole(self.run / PREDICTIONS, text)
             shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in results["test"].items())
             print(f"test     {shown}", flush=True)
         _write_json(self.run / RESULTS, results)
@@ -276,10 +277,9 @@ class _Fold:
 def predictions_csv(objective: Objective, found: dict[Split, tuple[list[Case], Tensor]]) -> str:
     """One line per slide: its split and truth, then its probabilities, its predicted label or its risk."""
     stream = io.StringIO()
-    names = [f"p_{one}" for one in objective.classes] or [{"survival": "risk"}.get(objective.task, "predicted")]
     truth = ["time", "event"] if objective.task == "survival" else ["label"]
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["slide", "patient", "split", *truth, *names])
+    writer.writerow(["slide", "patient", "split", *truth, *objective.columns])
     for split, (cases, predictions) in found.items():
         for case, row in zip(cases, predictions.tolist()):
             known = [case.label] if objective.task == "classification" else [f"{x:.10g}" for x in case.target]
@@ -330,4 +330,4 @@ def load_start(model: LongNetEncoder, start: Start) -> None:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    write_whole(path, lambda partial: partial.write_text(json.dumps(values, indent=2) + "\n"))
+    write_whole(path, json.dumps(values, indent=2) + "\n")

@@ -68,7 +68,7 @@ def write_map(folder: Path, name: str, weights: Tensor, bag: Bag, kind: str) -> 
     figure = map_figure(weights, bag, kind, width=8)
     figure.suptitle(f"{name}: {len(weights):,} tiles", x=0.01, ha="left", fontsize=10)
     plots.save(picture, figure)
-    write_whole(places, lambda path: path.write_text(json.dumps(geojson(weights, bag))))
+    write_whole(places, json.dumps(geojson(weights, bag)))
     return [picture, places]
 
 

@@ -49,6 +49,11 @@ class Objective:
         """Numbers that the model returns per sequence."""
         return len(self.classes) if self.task == "classification" else 1
 
+    @property
+    def columns(self) -> list[str]:
+        """The names of these numbers in the table of predictions."""
+        return [f"p_{one}" for one in self.classes] or ["risk" if self.task == "survival" else "predicted"]
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The sum of the losses of a batch's sequences; `targets` are those of `Case`."""
         outputs = outputs.float()

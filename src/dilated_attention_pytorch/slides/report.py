@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.pages.plots import Points
 
 _BINS = 10  # of a calibration
-_WIDTH = 4.2  # inches of a chart, which a telephone shows without making it smaller
+_WIDTH = 4.2  # inches of a chart, which a phone shows at full size
 _TITLES = {"auc": "AUC", "r2": "R²", "mae": "mean absolute error", "c_index": "C-index"}
 
 
@@ -54,11 +54,16 @@ def compared(runs: Mapping[str, Path]) -> str:
     """The test figures of runs as lines of text, one run per line; of folds, the mean."""
     lines, names = [], list[str]()
     for name, run in runs.items():
-        found = [json.loads((folder / RESULTS).read_text())["test"] for folder in fold_folders(run)]
-        names = names or list(found[0])
-        means = [statistics.mean(one[figure] for one in found) for figure in names]
-        lines.append(f"{name:<20}" + "".join(f"{value:>20.3f}" for value in means))
+        means = _mean_figures(fold_folders(run))
+        names = names or list(means)
+        lines.append(f"{name:<20}" + "".join(f"{means[figure]:>20.3f}" for figure in names))
     return "\n".join([f"{'test split':<20}" + "".join(f"{name.replace('_', ' '):>20}" for name in names), *lines])
+
+
+def _mean_figures(folders: Sequence[Path]) -> dict[str, float]:
+    """The figures of the test split, averaged over folds."""
+    found = [json.loads((folder / RESULTS).read_text())["test"] for folder in folders]
+    return {name: statistics.mean(one[name] for one in found) for name in found[0]}
 
 
 def write_report(run: Path, out: Path | None = None, worst: int = 4) -> Path:
@@ -94,9 +99,9 @@ def write_report(run: Path, out: Path | None = None, worst: int = 4) -> Path:
 def _read_predictions(folder: Path, objective: Objective) -> list[Prediction]:
     with (folder / PREDICTIONS).open(newline="") as stream:
         rows = [row for row in csv.DictReader(stream) if row["split"] == "test"]
-    names = [f"p_{one}" for one in objective.classes] or (["risk"] if objective.task == "survival" else ["predicted"])
     return [
-        Prediction(row["slide"], row.get("label", ""), [float(row[name]) for name in names], folder) for row in rows
+        Prediction(row["slide"], row.get("label", ""), [float(row[name]) for name in objective.columns], folder)
+        for row in rows
     ]
 
 
@@ -110,12 +115,13 @@ def _fold_table(folders: Sequence[Path], beside: Mapping[str, Path]) -> str:
         for folder, one in zip(folders, read)
     ]
     if len(read) > 1:
-        values = [[one["test"][name] for one in read] for name in names]
-        rows.append(["**mean**", *(f"**{statistics.mean(one):.3f}**" for one in values), ""])
-        rows.append(["standard deviation", *(f"{statistics.stdev(one):.3f}" for one in values), ""])
+        means = _mean_figures(folders)
+        spreads = [statistics.stdev(one["test"][name] for one in read) for name in names]
+        rows.append(["**mean**", *(f"**{means[name]:.3f}**" for name in names), ""])
+        rows.append(["standard deviation", *(f"{spread:.3f}" for spread in spreads), ""])
     for name, run in beside.items():
-        others = [json.loads((folder / RESULTS).read_text())["test"] for folder in fold_folders(run)]
-        rows.append([name, *(f"{statistics.mean(one[figure] for one in others):.3f}" for figure in names), ""])
+        means = _mean_figures(fold_folders(run))
+        rows.append([name, *(f"{means[figure]:.3f}" for figure in names), ""])
     return table(head, rows)
 
 

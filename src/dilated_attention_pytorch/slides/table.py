@@ -1,4 +1,4 @@
-"""The table of a study: which sequences there are, what is to be predicted of them, and who is in which split."""
+"""The table of a study: its sequences, what to predict for each, and its splits."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _check_patients(table: Path, cases: Iterable[Case]) -> None:
         if first.split != case.split:
             raise ValueError(
                 f"{table}: patient {case.patient!r} is in the splits {first.split} ({first.name}) and {case.split} "
-                f"({case.name}): all slides of a patient belong into one"
+                f"({case.name}): all slides of a patient belong in one"
             )
 
 

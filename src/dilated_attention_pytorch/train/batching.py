@@ -71,7 +71,7 @@ class DynamicBatcher:
         groups: dict[int, list[Item]] = {}
         for item in dataset:
             length = len(check_sequence("input_ids", check_item(item)["input_ids"]))
-            self.get_batch_size(length)  # too long, or empty: said before it is rounded
+            self.get_batch_size(length)  # raises if it is too long or empty
             groups.setdefault(self.round_to_segment(length), []).append(item)
         batches = []
         for length, items in groups.items():

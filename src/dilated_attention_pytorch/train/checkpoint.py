@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,7 +100,7 @@ class Checkpointer:
         finite = all(bool(_local(weight).isfinite().all()) for weight in state["model"].values())
         if not self._ranks.gather(finite).all():
             raise FloatingPointError(
-                f"the weights are not finite after step {step}, which no further step can mend, so they are not saved: "
+                f"the weights are not finite after step {step} and cannot recover, so they are not saved: "
                 f"lower --learning-rate; {run_folder.last_checkpoint(self._run)}"
             )
         unfinished = self._ranks.on_first(lambda: _open_unfinished(self._run, folder))
@@ -172,14 +171,14 @@ class Checkpointer:
             error = caught
         damage = str(error) if isinstance(error, files.DamagedFile) else ""
         # One rank may read its shards while another cannot.
-        told = self._ranks.gather_objects((damage, "" if error is None or damage else run_folder.one_line(error)))
-        for _, failure in told:
+        reports = self._ranks.gather_objects((damage, "" if error is None or damage else run_folder.one_line(error)))
+        for _, failure in reports:
             if failure:
                 raise OSError(
                     f"{folder} could not be loaded, and not because it is damaged ({failure}): nothing was renamed, so "
-                    "resume again when that is mended"
+                    "resume again when that is fixed"
                 ) from error
-        return result, next((found for found, _ in told if found), "")
+        return result, next((found for found, _ in reports if found), "")
 
     def _say(self, line: str) -> None:
         if self._ranks.first:
@@ -211,7 +210,7 @@ class Checkpointer:
 
     def _publish(self, unfinished: Path, folder: Path) -> None:
         for name, content in self._beside.items():
-            files.write_whole(unfinished / name, methodcaller("write_bytes", content))
+            files.write_whole(unfinished / name, content)
         sums: dict[str, files.Checksum] = {}
         for noted in (unfinished / run_folder.SHARDS).glob(f"*.{files.CHECKSUMS}"):  # by each rank, of its own files
             sums |= {f"{run_folder.SHARDS}/{name}": one for name, one in files.read_checksums(noted).items()}

@@ -111,7 +111,7 @@ def _flags_by_group() -> Any:
     }
     defaults = {"": TrainConfig(), **DEFAULTS}
     for name, (table, field) in SETTINGS.items():
-        kind = Path if name == "stages" else _without_none(hints[table][field.name])
+        kind = Path if name == "stages" else without_none(hints[table][field.name])
         words = field.metadata["help"]
         default = "" if "(default" in words else _shown(getattr(defaults[table], field.name))
         short = [f"--{field.metadata['short']}"] if field.metadata["short"] else None
@@ -133,7 +133,7 @@ def _shown(default: Any) -> str:
     return " ".join(map(str, default)) if isinstance(default, tuple) else shlex.quote(str(default))
 
 
-def _without_none(kind: Any) -> Any:
+def without_none(kind: Any) -> Any:
     rest = [part for part in get_args(kind) if part is not NoneType]
     return rest[0] if NoneType in get_args(kind) else kind
 
@@ -151,14 +151,14 @@ def run_command(arguments: Sequence[str]) -> int:
             raise ValueError(f"--{name} begins a run: resume it with --auto-resume, or leave --{name} out")
     if options is not None:
         if "config" in given:
-            raise ValueError("--options and --config both say how to run: put into the TOML file what the options say")
+            raise ValueError("--options and --config both describe the run: put the options into the TOML file")
         auto_resume = auto_resume or options.auto_resume
         if ranks is not None and max_restarts is None:
             max_restarts = options.max_restarts
     if auto_resume and (resuming or out is None):
         raise ValueError("--auto-resume continues the run in --out FOLDER: name it, and leave --resume out")
     if max_restarts is not None and ranks is None:
-        raise ValueError("--max-restarts goes with --ranks; torchrun has an option of that name itself")
+        raise ValueError("--max-restarts needs --ranks: under torchrun, use torchrun's own --max-restarts")
     if ranks is not None and (ranks < 1 or (max_restarts or 0) < 0):
         raise ValueError(f"--ranks must be at least 1 and --max-restarts at least 0, got {ranks} and {max_restarts}")
     run = next(iter(given["resume"]), None) if resuming else out
@@ -369,5 +369,5 @@ def is_first_to_fail(file: Path) -> bool:
 
 def train_rank(file: Path) -> None:
     """Train as one of the ranks that `launch_ranks` started, with the config in `file`."""
-    told = json.loads(file.read_text())
-    train(TrainConfig.from_dict(told["config"], file), Path(told["run"]), resume=told["resume"])
+    given = json.loads(file.read_text())
+    train(TrainConfig.from_dict(given["config"], file), Path(given["run"]), resume=given["resume"])

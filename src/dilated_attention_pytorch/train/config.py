@@ -179,11 +179,11 @@ class TrainConfig:
         deepspeed, tiles_in_stage_3 = engine == "deepspeed", memory.mlp_tile and self.zero and self.zero.stage == 3
         whole = [name for name in ("float8", "structured_sparsity") if getattr(memory, name)]
         return {
-            f"engine {engine} wants every parameter alike on all ranks, and tensor_parallel={tensor} cuts them: use "
+            f"engine {engine} needs every parameter whole on all ranks, and tensor_parallel={tensor} splits them: use "
             "engine fsdp, or tensor_parallel 1": engine != "fsdp" and tensor > 1,
-            f"{', '.join(whole)} replaces linear layers whole, and tensor_parallel={tensor} cuts them: use "
+            f"{', '.join(whole)} replaces whole linear layers, and tensor_parallel={tensor} splits them: use "
             f"tensor_parallel 1, or leave {', '.join(whole)} out": bool(whole) and tensor > 1,
-            f"ZeRO's stage and offload are of the engine deepspeed, and this one is {engine}": (
+            f"ZeRO's stage and offload need the engine deepspeed, and this one is {engine}": (
                 self.zero is not None and not deepspeed
             ),
             f"the engine deepspeed shards the state of PyTorch's AdamW, and optimizer={memory.optimizer!r} keeps "
@@ -228,7 +228,7 @@ class TrainConfig:
 
     def is_same_run(self, other: TrainConfig) -> bool:
         """Whether both describe one run, perhaps carried out in another way."""
-        return _identity(self) == _identity(other)
+        return identity(self) == identity(other)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -251,10 +251,10 @@ class TrainConfig:
             raise ValueError(str(error)) from None
 
 
-def _identity(config: Any) -> dict[str, Any]:
+def identity(config: Any) -> dict[str, Any]:
     """The settings that make a run the run it is."""
     kept = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if not may_change(one)}
-    return {name: _identity(value) if dataclasses.is_dataclass(value) else value for name, value in kept.items()}
+    return {name: identity(value) if dataclasses.is_dataclass(value) else value for name, value in kept.items()}
 
 
 def may_change(field: dataclasses.Field[Any]) -> bool:

@@ -99,8 +99,7 @@ class Corpus:
             name: {"tokens": len(split), "documents": len(split.documents), "bytes": split.bytes}
             for name, split in (("training", self.training), ("validation", self.validation))
         }
-        noted = json.dumps({"source": self.source, "content": self.content, **sizes}, indent=2) + "\n"
-        write_whole(path, lambda partial: partial.write_text(noted))
+        write_whole(path, json.dumps({"source": self.source, "content": self.content, **sizes}, indent=2) + "\n")
 
     def training_batch(
         self, batch_size: int, length: int, seed: int, step: int, *, order: Order = "random", rows: int = 0
@@ -232,7 +231,7 @@ def text_files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[P
             raise FileNotFoundError(f"no file or folder {name}: --data takes text files and folders of them")
     if not found:
         raise FileNotFoundError(
-            f"no text files in {', '.join(paths)}: there are none but hidden, binary and a run's own"
+            f"no text files in {', '.join(paths)}: hidden files, binary files and the files of runs do not count"
         )
     return found, ", ".join(paths)
 

@@ -104,7 +104,7 @@ def longest_fits(
     host_bytes: int | None = None,
     options: Sequence[MemoryOptions] | None = None,
 ) -> Iterator[Fit]:
-    """The longest sequence of each of the options, by cost, that allows a longer one than all cheaper options."""
+    """The longest sequence that fits with each of the options, in order of cost, if it is longer than all before."""
     best = 0
     for one in by_cost(config, 1 << 17, choices() if options is None else options):
         tokens = _longest(config, one, gpu_bytes, host_bytes, batch, best)

@@ -18,7 +18,7 @@ KINDS = ("weights", "gradients", "optimizer", "kept", "temporary")
 _FIXED = ("weights", "gradients", "optimizer")
 # Multiprocessors of an H100 or H200, each with a scratch buffer of its own in the backward of attention.
 _MULTIPROCESSORS = 132
-_EIGHT_BIT = 2 * (1 + 4 / 256)  # bytes a parameter: two numbers, and a float32 scale for every 256
+_EIGHT_BIT = 2 * (1 + 4 / 256)  # bytes per parameter: two numbers, and a float32 scale for every 256
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def footprint(config: ModelConfig, tokens: int, options: MemoryOptions, *, batch
     """
     for name in ("float8", "structured_sparsity"):
         if getattr(options, name):
-            raise ValueError(f"no model says what {name} holds: leave it out here, and measure with bench techniques")
+            raise ValueError(f"the memory model does not cover {name}: leave it out, or measure with bench techniques")
     if config.dropout:
-        raise ValueError(f"no model says what dropout={config.dropout} holds: pass a config with dropout=0.0")
+        raise ValueError(f"the memory model does not cover dropout={config.dropout}: pass a config with dropout=0.0")
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens and batch must be at least 1, got {tokens} and {batch}")
     return _Step(config, tokens * batch, tokens, options).run()
@@ -126,8 +126,10 @@ class _Step:
         self.compiled = options.compile and options.compile_backend == "inductor" and not self.tile
         self.checkpointed, self.every = options.checkpointing != "none", options.layers_per_checkpoint
         self.selective = options.checkpointing == "selective"
+        self.turned = config.positions != "none"
         self.entries: dict[tuple[int, str], int] = {}
         self.layer = -1  # the one at work; entries of others are kept
+        self.saves = False  # whether autograd saves what the layer at work makes
         self.balance = self.highest = self.host = 0
         self.parts: dict[str, int] = {}
         self.now = self.at = ""
@@ -149,15 +151,31 @@ class _Step:
         self.hold(name, self.rows * width * size)
         self.drop(*done)
 
+    def drop_layer(self, *but: str) -> None:
+        """Drop what the layer at work holds, except some of it."""
+        self.drop(*(name for layer, name in [*self.entries] if layer == self.layer and name not in but))
+
+    def unless_saved(self, *names: str) -> tuple[str, ...]:
+        return () if self.saves else names
+
+    def linear(self, name: str, width: int, features: int) -> None:
+        """Make the result of a linear layer; autograd saves its input, which autocast converts."""
+        self.make(f"input of {name}", features, self.product * self.casts)
+        self.make(name, width, self.product, *self.unless_saved(f"input of {name}"))
+
     def briefly(self, name: str, size: float) -> None:
         self.hold(name, size)
         self.drop(name)
 
-    def widen(self, name: str, width: int) -> None:
-        """Under autocast the gradient of a converted input is converted back."""
+    def replace(self, name: str, width: int, size: int) -> None:
+        """Make what takes the place of `name`, which is dropped."""
+        self.make(f"next {name}", width, size, name)
+        self.entries[self.layer, name] = self.entries.pop((self.layer, f"next {name}"))
+
+    def cast(self, name: str, width: int, size: int) -> None:
+        """Convert a gradient as autocast does, because forward has converted the tensor."""
         if self.casts:
-            self.make(f"{name}, wide", width, self.stream, name)
-            self.entries[self.layer, name] = self.entries.pop((self.layer, f"{name}, wide"))
+            self.replace(name, width, size)
 
     def add_gradients(self, size: float) -> None:
         before = self.entries.get((-1, "gradients"), 0)
@@ -240,60 +258,175 @@ class _Step:
             kept |= {"out": self.rows * self.width * self.product, "lse": self.rows * self.config.num_heads * 4}
         return kept
 
-    # A compiled layer keeps the factors of its products and what attention reads: norms, activations and conversions
-    # are computed again within the kernels around them. A pass ends whole, and holds what it saves until then.
-
-    def _forward_compiled(self, *, saves: bool, again: bool) -> None:
-        E, K, F, p = self.width, self.kv_width, self.hidden, self.product
-        self.now = "forward of attention" if not again else "attention, computed again"
-        self.hold("weights, narrow", _layer_parameters(self.config) * p * self.casts)
-        self.make("input of q", E, p)
-        projected = {"q": E, "k": K, "v": K}
-        for name, width in projected.items():
-            self.make(name, width, p)
-        if self.config.positions != "none" or self.config.qk_norm:
-            for name in ("q", "k"):
-                self.make(f"{name} turned", projected[name], p, *(() if self.config.qk_norm else (name,)))
-        if not (again and self.selective):
-            self.make("sums", E, 4 * self.wide_sums)
-            self.make("out", E, p)
-            self.make("lse", self.config.num_heads, 4, "sums")
-        self.make("input of out_proj", E, p)
-        self.make("attended", E, p)
-        self.now = "forward of the feed-forward network"
-        self.make("input of linear1", E, p)
-        self.make("hidden", F, p)
-        self.make("gate", F, p * self.gated)
-        self.make("input of linear2", F, p)
-        self.make("y", E, p)
+    def _forward(self, *, saves: bool, again: bool = False) -> None:
+        """The forward pass of a layer; one that runs `again` hands nothing on."""
+        self.saves = saves
+        self.now = "attention, computed again" if again else "forward of attention"
+        # Autocast remembers converted weights until its context ends, and autograd those that it saves; not tiles'.
+        converted = _layer_parameters(self.config) - (self.mlp_weights if self.tile else 0)
+        self.hold("weights, narrow", converted * self.product * self.casts)
+        (self._forward_compiled if self.compiled else self._forward_eager)(again)
         if not again:
-            self.hold("x", self.rows * E * self.stream, layer=self.layer + 1)
+            self.hold("x", self.rows * self.width * self.stream, layer=self.layer + 1)
         self.drop("y")
         if not saves:
-            kept = ("out", "lse") if self.selective else ()
-            self.drop(*(name for layer, name in [*self.entries] if layer == self.layer and name not in ("x", *kept)))
+            results = ("out", "lse") if self.selective else ()
+            self.drop_layer("x", *results, *(() if self.compiled else ("weights, narrow",)))
+
+    def _forward_eager(self, again: bool) -> None:
+        """The tensors of `DilatedTransformerEncoderLayer`, in their order. Python holds what a function has named."""
+        E, K, F, p, n = self.width, self.kv_width, self.hidden, self.product, self.norm
+        self.make("norm1", E, n)
+        for name, width in (("q", E), ("k", K), ("v", K)):
+            self.linear(name, width, E)
+        normed = ""
+        if self.config.qk_norm:
+            normed = " normed"
+            for name, width in (("q", E), ("k", K)):
+                self.make(f"{name}, wide", width, 4 * self.casts)
+                self.make(f"{name} normed, wide", width, n * self.casts)
+                self.make(f"{name} normed", width, p, f"{name} normed, wide", *self.unless_saved(f"{name}, wide"))
+            if self.casts or not self.saves:  # else autograd has saved them for the norms
+                self.drop("q", "k")
+        if self.turned:
+            for name, width in (("q", E), ("k", K)):
+                self.briefly("halves, and both", self.rows * 2 * width * 4)
+                self.make(f"{name} turned", width, p)
+            self.drop(f"q{normed}", f"k{normed}")
+        self._attend(again)
+        self.make("out, wide", E, 4 * self.casts)
+        self.make("attention's norm", E, n, *self.unless_saved("out, wide"))
+        if again or not self.selective:
+            self.drop(*self.unless_saved("out", "lse"))
+        self.linear("attended", E, E)
+        self.drop(*self.unless_saved("q", "k", "q normed", "k normed", "q turned", "k turned", "v"))
+        if self.casts or not self.saves:
+            self.drop("norm1", "attention's norm")
+        self.make("x1", E, self.stream, "attended")
+        self.now = "forward of the feed-forward network"
+        self.make("norm2", E, n)
+        if not self.tile:
+            if self.gated:
+                self.linear("gate", F, E)
+                self.make("opened", F, p, *self.unless_saved("gate"))
+            self.linear("hidden", F, E)
+            self.make("active", F, p, *self.unless_saved("hidden", "opened"))
+            self.make("active, wide", F, 4 * self.casts)
+            self.make("inner norm", F, n, *self.unless_saved("active, wide"))
+            self.linear("y", E * (not again), F)
+            self.drop(*(("active", "inner norm", "norm2") if self.casts else self.unless_saved("active", "inner norm")))
+        elif not again:  # a layer that runs again ends where the tiles would begin
+            self.make("y", E, p)
+            wide = (4 + n) if self.casts else n
+            self.briefly("tile", self.tile * (F * (p + wide + p) + E * p))
+
+    def _forward_compiled(self, again: bool) -> None:
+        """A compiled layer holds the inputs of its linear layers and what attention reads until the pass ends.
+
+        Norms, activations and conversions are computed again within the kernels around them.
+        """
+        E, K, F, p = self.width, self.kv_width, self.hidden, self.product
+        self.make("input of q", E, p)
+        for name, width in (("q", E), ("k", K), ("v", K)):
+            self.make(name, width, p)
+        if self.turned or self.config.qk_norm:
+            for name, width in (("q", E), ("k", K)):
+                self.make(f"{name} turned", width, p, *(() if self.config.qk_norm else (name,)))
+        self._attend(again)
+        self.make("input of attended", E, p)
+        self.make("attended", E, p)
+        self.now = "forward of the feed-forward network"
+        self.make("input of hidden", E, p)
+        self.make("hidden", F, p)
+        self.make("gate", F, p * self.gated)
+        self.make("input of y", F, p)
+        self.make("y", E, p)
+
+    def _attend(self, again: bool) -> None:
+        if again and self.selective:  # its results are kept
+            return
+        self.make("sums", self.width, 4 * self.wide_sums)
+        self.make("out", self.width, self.product)
+        self.make("lse", self.config.num_heads, 4, "sums")
+
+    def _backward(self) -> None:
+        """The backward pass of a layer: what forward saved goes as its gradients come."""
+        (self._backward_compiled if self.compiled else self._backward_eager)()
+        self.make("dx", self.width, self.stream)
+        self.drop_layer("x")
+        self.drop("x", layer=self.layer + 1)  # its gradient takes the place of this layer's input
+        self.add_gradients((_layer_parameters(self.config) - self.mlp_weights) * self.weight)
+
+    def _backward_eager(self) -> None:
+        E, F, p, n = self.width, self.hidden, self.product, self.norm
+        self.now = "backward of the feed-forward network"
+        if self.tile:
+            self.make("d norm2", E, n)
+            held = ((p + 4 + 4 + 4) if self.casts else 4 * p) + 2 * p * self.gated
+            self.hold("tile", self.tile * (F * held + E * p * (1 + self.gated * self.casts)))
+            self.hold("sums of the weights' gradients", self.mlp_weights * (4 + p))
+            self.drop("tile", "sums of the weights' gradients", "dy")
+        else:
+            self.make("d inner norm", F, p, "dy", "inner norm", "input of y")
+            self.cast("d inner norm", F, self.stream)
+            self.make("d active", F, n, "d inner norm", "active, wide", "active")
+            self.cast("d active", F, p)
+            self.make("d opened", F, p * self.gated)
+            self.make("d hidden", F, p, "hidden", "opened", "d active")
+            if self.gated:
+                self.make("d norm2 from hidden", E, p, "d hidden", "input of hidden")
+                self.cast("d norm2 from hidden", E, self.stream)
+                self.make("d gate", F, p, "gate", "d opened")
+            self.make("d norm2", E, p, "d hidden", "d gate", "input of hidden", "input of gate")
+        self.add_gradients(self.mlp_weights * self.weight)
+        self.cast("d norm2", E, self.stream)
+        self.drop("d norm2 from hidden")  # added to the other
+        self.make("d x1", E, self.stream, "d norm2", "x1", "norm2", "d x1")
+        self.now = "backward of attention"
+        self.make("d attended", E, p * self.casts)
+        self.make("d norm", E, p, "d attended", "input of attended", "attention's norm")
+        self.cast("d norm", E, self.stream)
+        self.make("d out", E, n, "d norm", "out, wide")
+        self.cast("d out", E, p)
+        gradients = self._attention_backward()
+        if self.turned:
+            for name in ("dk", "dq"):
+                self.briefly("turned back", self.rows * gradients[name] * 2.5 * 4)
+        if self.config.qk_norm:
+            for name in ("k", "q"):
+                gradient, width = f"d{name}", gradients[f"d{name}"]
+                self.cast(gradient, width, self.stream)
+                self.replace(gradient, width, n)
+                self.drop(f"{name}, wide")
+                self.cast(gradient, width, p)
+        self.drop("q", "k")
+        self.now = "backward of the projections"
+        for name in ("v", "k", "q"):
+            self.make(f"d input of {name}", E, p)
+            self.cast(f"d input of {name}", E, self.stream)
+            self.drop(f"d{name}", f"input of {name}")
+            if name != "v":
+                self.drop(f"d input of {name}")  # added to the first
+        self.drop("norm1", "weights, narrow")
 
     def _backward_compiled(self) -> None:
         E, F, p = self.width, self.hidden, self.product
         self.now = "backward of the feed-forward network"
-        self.make("d inner norm", F, p, "input of linear2")
+        self.make("d inner norm", F, p, "input of y")
         self.make("d gate", F, p * self.gated)
         self.make("d hidden", F, p, "d inner norm", "hidden", "gate")
-        self.make("d norm2", E, p, "d hidden", "d gate", "input of linear1")
+        self.make("d norm2", E, p, "d hidden", "d gate", "input of hidden")
         self.add_gradients(self.mlp_weights * self.weight)
         self.make("d x1", E, self.stream, "d norm2", "attended", "dy", "d x1")
         self.now = "backward of attention"
-        self.make("d norm", E, p, "input of out_proj")
+        self.make("d norm", E, p, "input of attended")
         self.make("d out", E, p, "d norm")
         gradients = self._attention_backward()
         self.now = "backward of the projections"
         for name, width in gradients.items():
-            self.make(f"{name} before its turn", width, p, name)
+            self.replace(name, width, p)
         self.make("d input", E, 2 * p)
-        self.drop(*(f"{name} before its turn" for name in gradients), "input of q", "weights, narrow")
-        self.make("dx", E, self.stream, "d input", "dx")
-        self.drop("x", layer=self.layer + 1)  # its gradient takes the place of this layer's input
-        self.add_gradients((_layer_parameters(self.config) - self.mlp_weights) * self.weight)
+        self.drop(*gradients, "input of q", "weights, narrow")
 
     def _attention_backward(self) -> dict[str, int]:
         """Hold dk, dq and dv in place of what attention has saved; returns their widths."""
@@ -305,152 +438,13 @@ class _Step:
         if self.wide_sums:
             for name, width in gradients.items():
                 self.make(f"{name}, rounded", width, p)
-            for name, width in gradients.items():
-                self.drop(name, f"{name}, rounded")
-                self.make(name, width, p)
+            for name in gradients:
+                self.drop(name)
+                self.entries[self.layer, name] = self.entries.pop((self.layer, f"{name}, rounded"))
         self.drop("delta", "scratch", "q normed", "k normed", "q turned", "k turned", "v", "out", "lse", "d out")
         if self.compiled:
             self.drop("q", "k")
         return gradients
-
-    # The forward pass of a layer, in the order of `DilatedTransformerEncoderLayer`. Without `saves` only Python's
-    # references hold what it makes, and a layer that runs `again` hands nothing on.
-
-    def _forward(self, *, saves: bool, again: bool = False) -> None:
-        if self.compiled:
-            self._forward_compiled(saves=saves, again=again)
-            return
-        E, K, F, p, n = self.width, self.kv_width, self.hidden, self.product, self.norm
-        cast = p * self.casts
-
-        def unless_saved(*names: str) -> tuple[str, ...]:
-            return () if saves else names
-
-        self.now = "forward of attention" if not again else "attention, computed again"
-        # Autocast remembers converted weights until its context ends, and autograd those that it saves; not tiles'.
-        tiled = self.mlp_weights if self.tile else 0
-        self.hold("weights, narrow", (_layer_parameters(self.config) - tiled) * cast)
-        self.make("norm1", E, n)
-        for name, width in (("q", E), ("k", K), ("v", K)):
-            self.make(f"input of {name}", E, cast)
-            self.make(name, width, p, *unless_saved(f"input of {name}"))
-        normed = ""
-        if self.config.qk_norm:
-            normed = " normed"
-            for name, width in (("q", E), ("k", K)):
-                self.make(f"{name}, wide", width, 4 * self.casts)
-                self.make(f"{name} normed, wide", width, n * self.casts)
-                self.make(f"{name} normed", width, p, f"{name} normed, wide", *unless_saved(f"{name}, wide"))
-            if self.casts or not saves:  # else autograd has saved them for the norms
-                self.drop("q", "k")
-        if self.config.positions != "none":
-            for name, width in (("q", E), ("k", K)):
-                self.briefly("halves, and both", self.rows * 2 * width * 4)
-                self.make(f"{name} turned", width, p)
-            self.drop(f"q{normed}", f"k{normed}")
-        if not (again and self.selective):
-            self.make("sums", E, 4 * self.wide_sums)
-            self.make("out", E, p)
-            self.make("lse", self.config.num_heads, 4, "sums")
-        self.make("out, wide", E, 4 * self.casts)
-        self.make("attention's norm", E, n, *unless_saved("out, wide"))
-        if again or not self.selective:
-            self.drop(*unless_saved("out", "lse"))
-        self.make("input of out_proj", E, cast)
-        done = ("norm1", "attention's norm") if self.casts or not saves else ()
-        read = ("q", "k", "q normed", "k normed", "q turned", "k turned", "v", "input of out_proj")
-        self.make("attended", E, p, *unless_saved(*read), *done)
-        self.make("x1", E, self.stream, "attended")
-        self.now = "forward of the feed-forward network"
-        self.make("norm2", E, n)
-        if not self.tile:
-            if self.gated:
-                self.make("input of gate", E, cast)
-                self.make("gate", F, p, *unless_saved("input of gate"))
-                self.make("opened", F, p, *unless_saved("gate"))
-            self.make("input of linear1", E, cast)
-            self.make("hidden", F, p, *unless_saved("input of linear1"))
-            self.make("active", F, p, *unless_saved("hidden", "opened"))
-            self.make("active, wide", F, 4 * self.casts)
-            self.make("inner norm", F, n, *unless_saved("active, wide"))
-            self.make("input of linear2", F, cast)
-            self.make("y", E, p * (not again), *(("active", "inner norm", "norm2") if self.casts else ()))
-            self.drop(*unless_saved("active", "inner norm", "input of linear2"))
-        elif not again:  # a layer that runs again ends where the tiles would begin
-            self.make("y", E, p)
-            wide = (4 + n) if self.casts else n
-            self.briefly("tile", self.tile * (F * (p + wide + p) + E * p))
-        if again:
-            self.drop("y")
-            return
-        self.hold("x", self.rows * E * self.stream, layer=self.layer + 1)
-        self.drop("y", *unless_saved("x1", "norm2"))
-
-    # The backward pass of a layer: what forward saved goes as its gradients come.
-
-    def _backward(self) -> None:
-        if self.compiled:
-            self._backward_compiled()
-            return
-        E, F, p, n = self.width, self.hidden, self.product, self.norm
-        self.now = "backward of the feed-forward network"
-        if self.tile:
-            self.make("d norm2", E, n)
-            held = ((p + 4 + 4 + 4) if self.casts else 4 * p) + 2 * p * self.gated
-            self.hold("tile", self.tile * (F * held + E * p * (1 + self.gated * self.casts)))
-            self.hold("sums of the weights' gradients", self.mlp_weights * (4 + p))
-            self.drop("tile", "sums of the weights' gradients", "dy")
-        else:
-            self.make("d inner norm", F, p, "dy", "inner norm", "input of linear2")
-            self.widen("d inner norm", F)
-            self.make("d active", F, n, "d inner norm", "active, wide", "active")
-            if self.casts:
-                self.make("d active, narrow", F, p, "d active")
-            if self.gated:
-                self.make("d opened", F, p)
-                self.make("d hidden", F, p, "hidden", "opened", "d active", "d active, narrow")
-                self.make("d norm2 from linear1", E, p, "d hidden", "input of linear1")
-                self.widen("d norm2 from linear1", E)
-                self.make("d gate", F, p, "gate", "d opened")
-            else:
-                self.make("d hidden", F, p, "hidden", "d active", "d active, narrow")
-            self.make("d norm2", E, p, "d hidden", "d gate", "input of linear1", "input of gate")
-        self.add_gradients(self.mlp_weights * self.weight)
-        self.widen("d norm2", E)
-        self.drop("d norm2 from linear1")  # added to the other
-        self.make("d x1", E, self.stream, "d norm2", "x1", "norm2", "d x1")
-        self.now = "backward of attention"
-        self.make("d attended", E, p * self.casts)
-        self.make("d norm", E, p, "d attended", "input of out_proj", "attention's norm")
-        self.widen("d norm", E)
-        self.make("d out", E, n, "d norm", "out, wide")
-        if self.casts:
-            self.make("d out, narrow", E, p, "d out")
-        gradients = self._attention_backward()
-        self.drop("d out, narrow")
-        if self.config.positions != "none":
-            for name in ("dk", "dq"):
-                self.briefly("turned back", self.rows * gradients[name] * 2.5 * 4)
-        if self.config.qk_norm:
-            for name in ("k", "q"):
-                self.widen(f"d{name}", gradients[f"d{name}"])
-                self.make(f"d{name} before its norm", gradients[f"d{name}"], n, f"d{name}", f"{name}, wide")
-                if self.casts:
-                    self.make(f"d{name}", gradients[f"d{name}"], p, f"d{name} before its norm")
-                else:
-                    self.entries[self.layer, f"d{name}"] = self.entries.pop((self.layer, f"d{name} before its norm"))
-        self.drop("q", "k")
-        self.now = "backward of the projections"
-        for name in ("v", "k", "q"):
-            self.make(f"d input of {name}", E, p)
-            self.widen(f"d input of {name}", E)
-            self.drop(f"d{name}", f"input of {name}")
-            if name != "v":
-                self.drop(f"d input of {name}")  # added to the first
-        self.drop("norm1", "weights, narrow")
-        self.make("dx", E, self.stream, "d input of v", "dx")
-        self.drop("x", layer=self.layer + 1)  # its gradient takes the place of this layer's input
-        self.add_gradients((_layer_parameters(self.config) - self.mlp_weights) * self.weight)
 
     # The head and the loss.
 
@@ -473,7 +467,6 @@ class _Step:
             self.hold("the head's gradient", V * E * (4 if self.weight == 4 else 4 + self.weight))
             self.drop("d last norm, of the sum", "sum of the head's gradient", "the head's gradient")
         else:
-            narrow = V if p == 2 else 0
             if self.casts:
                 self.make("input of head", E, p)
                 self.hold("head, narrow", V * E * p)
@@ -482,19 +475,20 @@ class _Step:
             if capped:
                 self.make("logits over the cap", V, p)
                 self.make("tanh", V, p, "logits over the cap")
-                self.make("capped", V, p, "logits")
-                self.entries[self.layer, "logits"] = self.entries.pop((self.layer, "capped"))
-            self.make("logits, wide", narrow, 4)
+                self.replace("logits", V, p)
+            if p == 2:
+                self.make("logits, wide", V, 4)
             self.make("log of the softmax", V, 4, "logits", "logits, wide")
             self.now = "backward of the loss"
             self.make("d log", V, 4)
-            self.make("d logits, wide", V, 4, "d log", "log of the softmax")
-            self.make("d logits", narrow, p, *(("d logits, wide",) if narrow else ()))
+            self.make("d logits", V, 4, "d log", "log of the softmax")
+            if p == 2:
+                self.replace("d logits", V, p)
             if capped:
-                self.make("d tanh", V, p, "d logits", "d logits, wide")
-                self.make("d over the cap", V, p, "d tanh", "tanh")
-                self.make("d logits", V, p, "d over the cap")
-            self.make("d last norm", E, p, "d logits", "d logits, wide", "last norm", "input of head", "head, narrow")
-            self.widen("d last norm", E)
+                for done in ("", "tanh", ""):  # times the cap, through tanh, over the cap
+                    self.replace("d logits", V, p)
+                    self.drop(done)
+            self.make("d last norm", E, p, "d logits", "last norm", "input of head", "head, narrow")
+            self.cast("d last norm", E, self.stream)
         self.add_gradients(V * E * self.weight + _norm_parameters(self.config, E) * self.weight)
         self.make("dx", E, self.stream, "d last norm", "dx")  # in the place of the last layer's result

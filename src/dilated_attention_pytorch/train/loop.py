@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -209,9 +208,9 @@ class _Trainer:
         """Write what the run is into its folder; returns the records up to its start."""
         with run_folder.naming_a_full_disk(self.run, "the settings of the run"):
             self.corpus.remember(self.run / run_folder.CORPUS, resuming=self.start > 0)
-            write_whole(self.run / run_folder.CONFIG, methodcaller("write_text", self.config.to_json()))
+            write_whole(self.run / run_folder.CONFIG, self.config.to_json())
             for name, content in beside.items():
-                write_whole(self.run / name, methodcaller("write_bytes", content))
+                write_whole(self.run / name, content)
         return [record for record in run_folder.read_metrics(self.run) if record["step"] <= self.start]
 
     def _introduce(self, parameters: int) -> None:
@@ -263,9 +262,10 @@ class _Trainer:
                 records.append(record)
                 if outcome.is_broken:
                     skipped += 1
-                    said = check_broken(outcome, records, config.skip_broken_steps, saved)
+                    advice = "lower --learning-rate, or raise --skip-broken-steps"
+                    message = check_broken(outcome, records, config.skip_broken_steps, saved, advice)
                     if ranks.first:
-                        bar.write(said)
+                        bar.write(message)
                 if now.validation:
                     record["validation_bits"] = self._validation_bits(now.validation)
 
@@ -390,7 +390,7 @@ class _Trainer:
         # Last: a resumed run that lacks the sample makes all of this again.
         path = run_folder.sample_path(self.run, records[-1]["step"])
         path.parent.mkdir(exist_ok=True)
-        write_whole(path, lambda partial: partial.write_text(sample, encoding="utf-8"))
+        write_whole(path, sample)
         print(f"sample\n{sample}")
         return {**self.figures(), "sample": sample}
 

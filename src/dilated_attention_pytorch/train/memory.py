@@ -192,7 +192,7 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
     if options.parameters == "bf16":
         model.bfloat16()
     if options.mlp_tile and not tile_feed_forwards(model, options.mlp_tile):
-        raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model once")
+        raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model only once")
     if options.compile:
         mode = None if options.compile_mode == "default" else options.compile_mode
         for layer in _layers(model):
@@ -200,11 +200,8 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
             for part in layer.modules():
                 if isinstance(part, TiledFeedForward):
                     part.compile_tiles(options.compile_backend, mode)
-    return (
-        model
-        if (run := options.recomputation) is None
-        else _checkpoint_layers(model, run, options.layers_per_checkpoint)
-    )
+    run = options.recomputation
+    return model if run is None else _checkpoint_layers(model, run, options.layers_per_checkpoint)
 
 
 def compile_now(model: LongNetLM, tokens: Tensor, options: MemoryOptions, **lengths: Any) -> str:
@@ -389,16 +386,16 @@ def _use_structured_sparsity(model: nn.Module, device: torch.device) -> None:
     _need_capability(device, (8, 0), "2:4 sparse products", "leave structured_sparsity out there")
     if not torch.backends.cusparselt.is_available():
         raise ValueError("2:4 sparse products run in cuSPARSELt, which this PyTorch was built without")
-    found = 0
+    sparse: dict[nn.Module, nn.Module] = {}
     for network in [part for part in model.modules() if isinstance(part, FeedForward)]:
-        for name, part in list(network.named_children()):
+        for part in network.children():
             if isinstance(part, nn.Linear) and part.in_features % 128 == part.out_features % 128 == 0:
-                setattr(network, name, _SemiSparseLinear(part))
-                found += 1
-    if not found:
+                sparse[part] = _SemiSparseLinear(part)
+    if not sparse:
         raise ValueError(
             "structured_sparsity takes feed-forward networks whose sizes are multiples of 128, and the model has none"
         )
+    replace_parts(model, lambda part: sparse.get(part, part))
 
 
 class _SemiSparseLinear(nn.Linear):

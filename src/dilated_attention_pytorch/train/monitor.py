@@ -140,7 +140,7 @@ class WandbMonitor:
         identity = run / "wandb-id"
         if not identity.is_file():
             run.mkdir(parents=True, exist_ok=True)
-            write_whole(identity, lambda path: path.write_text(uuid.uuid4().hex[:8]))
+            write_whole(identity, uuid.uuid4().hex[:8])
         self._run = wandb.init(dir=str(run), name=run.name, id=identity.read_text(), resume="allow")
 
     def log(self, values: Values, step: int) -> None:
@@ -207,16 +207,17 @@ def parse_address(address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def flatten(values: Values) -> dict[str, float]:
-    """Values with mappings written as `name/label`.
+def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+    """Nested values as one mapping of joined names.
 
     >>> flatten({"loss": 2.0, "branch_bytes": {"w64 r2": 0.0}})
     {'loss': 2.0, 'branch_bytes/w64 r2': 0.0}
     """
-    flat: dict[str, float] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat.update({f"{name}/{label}": number for label, number in value.items()})
+            inner = flatten(value, separator)
+            flat |= {f"{name}{separator}{label}": one for label, one in inner.items()}
         else:
             flat[name] = value
     return flat

@@ -99,8 +99,8 @@ def model_preset(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[
     layers = round((wanted.parameters - one) / (two - one)) + 1
     if layers < 2:
         raise ValueError(
-            f"a vocabulary of {settings['vocab_size']:,} tokens takes {2 * one - two:,} parameters, which leaves a "
-            f"model of {size} no two layers: choose a larger one, or a smaller vocabulary"
+            f"a vocabulary of {settings['vocab_size']:,} tokens takes {2 * one - two:,} parameters, which leaves "
+            f"too few for two layers of a {size} model: choose a larger size, or a smaller vocabulary"
         )
     return ModelConfig(**settings, num_layers=layers)
 
@@ -131,7 +131,7 @@ def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> 
     if device.type == "cpu":
         return _HARDWARE["cpu"]
     if device.type != "cuda":
-        raise ValueError(f"there is no preset for {device.type}: name hardware like it, of {', '.join(_HARDWARE)}")
+        raise ValueError(f"there is no preset for {device.type}: name similar hardware, one of {', '.join(_HARDWARE)}")
     if torch.version.hip is not None:
         return _HARDWARE["rocm"]
     capability = torch.cuda.get_device_capability(device)
@@ -141,7 +141,7 @@ def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> 
         return _HARDWARE["a100" if capability >= (8, 0) else "v100"]
     raise ValueError(
         f"there is no preset for a GPU of compute capability {capability[0]}.{capability[1]}, which has no tensor "
-        "cores: leave the hardware out, or name one that is like it"
+        "cores: leave the hardware out, or name similar hardware"
     )
 
 

@@ -78,9 +78,7 @@ class Ranks:
 
     def place(self, name: str) -> int:
         """The number of this rank along an axis."""
-        if self.mesh is None:
-            return 0
-        return (self.mesh.get_coordinate() or ())[(self.mesh.mesh_dim_names or ()).index(name)]
+        return 0 if self.mesh is None else self.mesh.get_local_rank(name)
 
     def part(self, batch: Tensor) -> Tensor:
         """This rank's tokens of a batch `(B, N)` that all ranks drew alike: a shard of each of its sequences."""
@@ -193,7 +191,7 @@ class Ranks:
             try:
                 told[0] = act()
             except Exception as error:
-                told[1] = _that_travels(error)
+                told[1] = _picklable(error)
         dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
         if told[1] is not None:
             raise told[1]
@@ -216,7 +214,7 @@ class Ranks:
                     )
 
 
-def _that_travels(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """The error, or its text if it cannot be pickled: the other ranks would wait for it."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -241,11 +239,11 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
         yield Ranks(device=find_device(device))
         return
     if dist.is_initialized():
-        raise RuntimeError("training makes its own process group: call it before, or after destroying, yours")
+        raise RuntimeError("training creates its own process group: destroy yours first, or create it after training")
     chosen = find_device(device)
     if chosen.type == "cuda":
         if ":" in device:
-            raise ValueError(f"each rank takes the GPU of its own number on its machine: say cuda, not {device}")
+            raise ValueError(f"each rank takes the GPU of its local rank: say cuda, not {device}")
         chosen = torch.device("cuda", local_rank())
         torch.cuda.set_device(chosen)
     # Numbers and checkpoints travel between CPUs, so ranks have gloo beside NCCL.

@@ -92,7 +92,7 @@ def optimize_medium_model(
     """
     changes = {"offload": use_cpu_offload, **changes}
     model, options = _choose("medium", model, hardware, segment_lengths, dilation_rates, changes)
-    optimizer = _make_optimizer(model, options)  # a missing package is told before the model is changed
+    optimizer = _make_optimizer(model, options)  # a missing package raises before the model is changed
     return _prepare(model, options, hardware), optimizer
 
 
@@ -128,7 +128,7 @@ def optimize_large_model(
     deepspeed = import_deepspeed(device)
     if not dist.is_initialized():
         if not under_torchrun():
-            raise ValueError("DeepSpeed works on ranks: start the program by torchrun, or pass use_deepspeed=False")
+            raise ValueError("DeepSpeed needs torchrun: start the program with it, or pass use_deepspeed=False")
         deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     config = Zero(stage=2, cpu_offload=True).config(batch_size=batch_size, clip_norm=clip_norm)
     model, options = _choose("large", model, hardware, segment_lengths, dilation_rates, changes)
@@ -194,35 +194,34 @@ def gradient_accumulation_training(
     check_divides("actual_batch_size", actual_batch_size, "target_batch_size", target_batch_size)
     step = _Step(model, optimizer, scaler, options, compute_loss, clip_norm)
     losses: list[float] = []
-    group: list[Batch] = []
-    seen = room = 0
-
-    def end_group() -> None:
-        losses.append(step(group))
+    for seen, batches in _regrouped(dataloader, target_batch_size, actual_batch_size):
+        losses.append(step(batches))
         print(f"Step {seen}, Loss: {losses[-1]:.4f}")
-        group.clear()
+    return losses
 
-    for batch in dataloader:
+
+def _regrouped(dataloader: Iterable[Batch], target: int, most: int) -> Iterator[tuple[int, list[Batch]]]:
+    """The batches of each step, which have `target` sequences, and the number of batches taken from the loader."""
+    group: list[Batch] = []
+    room, seen = target, 0
+    for seen, batch in enumerate(dataloader, start=1):
         rows = len(check_item(batch, ("labels", *_LENGTHS))["input_ids"])
-        if rows > actual_batch_size:
-            raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={actual_batch_size}")
-        seen += 1
-        room = room if group else target_batch_size
+        if rows > most:
+            raise ValueError(f"a batch has {rows} sequences, more than actual_batch_size={most}")
         if rows > room:  # never true of packed documents, which are one row
             first, batch = (
-                {name: x if x is None else x[rows] for name, x in batch.items()}
-                for rows in (slice(room), slice(room, None))
+                {name: x if x is None else x[part] for name, x in batch.items()}
+                for part in (slice(room), slice(room, None))
             )
-            group.append(first)
-            end_group()
-            rows, room = rows - room, target_batch_size
+            yield seen, [*group, first]
+            group, rows, room = [], rows - room, target
         group.append(batch)
         room -= rows
         if room == 0:
-            end_group()
+            yield seen, group
+            group, room = [], target
     if group:
-        end_group()
-    return losses
+        yield seen, group
 
 
 def hierarchical_training_schedule() -> list[dict[str, Any]]:
@@ -263,12 +262,12 @@ def train_stage(
     length = Stage.of(stage_config, sequences=1).sequence_length
     sequences = [piece for item in dataset for piece in _pieces(item, length)]
     if not sequences:
-        raise ValueError("the dataset has no sequence of which anything could be learned: they are of one token")
+        raise ValueError("the dataset has no sequence to learn from: every one of them has a single token")
     stage = Stage.of(stage_config, len(sequences))
     if not has_pattern(model, stage):
         raise ValueError(
-            f"the model has another pattern than the stage's {list(stage.segment_lengths)} / "
-            f"{list(stage.dilation_rates)}: call update_attention_config(model, stage_config) before"
+            f"the model does not have the stage's pattern, {list(stage.segment_lengths)} / "
+            f"{list(stage.dilation_rates)}: call update_attention_config(model, stage_config) first"
         )
     if optimizer is None:
         optimizer = _make_optimizer(model, options)
@@ -413,7 +412,7 @@ class _Step:
     def _losses(self, parts: Sequence[tuple[Tensor, Tensor, dict[str, Tensor]]]) -> Iterator[Tensor]:
         counted = [int((labels != IGNORED).sum()) for _, labels, _ in parts]
         if not sum(counted):
-            raise ValueError("a step wants a label that counts, and all of its labels are -100")
+            raise ValueError("a step needs at least one label that counts, and all of its labels are -100")
         for (tokens, labels, lengths), count in zip(parts, counted):
             if count:
                 yield self._loss(tokens, labels, lengths) * (count / sum(counted))
@@ -429,7 +428,7 @@ def _unpack(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, dict[st
     tokens, labels = tokens_and_labels(batch, 2, _LENGTHS)
     lengths = {name: batch[name].to(device) for name in _LENGTHS if batch.get(name) is not None}
     if batch.get("labels") is None and lengths:
-        raise ValueError(f"{', '.join(lengths)} end sequences within a row: state labels too, as collate does")
+        raise ValueError(f"{', '.join(lengths)} end sequences within a row: pass labels too, as collate does")
     return tokens.to(device), labels.to(device), lengths
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dilated_attention_pytorch.core.modes import first_derivatives_only, refuse_tangents
 from dilated_attention_pytorch.core.replay import Replay
+from dilated_attention_pytorch.nn.replacement import replace_parts
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.train.cross_entropy import slices
 from dilated_attention_pytorch.train.offload import Offload
@@ -188,10 +189,6 @@ def _replaying(state: tuple[Tensor, Tensor | None] | None, device: torch.device)
 
 def tile_feed_forwards(model: nn.Module, rows: int) -> int:
     """Replace every `FeedForward` of a model by a `TiledFeedForward`; returns their number."""
-    found = 0
-    for parent in list(model.modules()):
-        for name, part in list(parent.named_children()):
-            if type(part) is FeedForward:
-                setattr(parent, name, TiledFeedForward(part, rows))
-                found += 1
+    found = sum(type(part) is FeedForward for part in model.modules())
+    replace_parts(model, lambda part: TiledFeedForward(part, rows) if type(part) is FeedForward else part)
     return found

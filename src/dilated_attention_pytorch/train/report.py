@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 from dilated_attention_pytorch.measuring import size
 from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import bullets, figures, marked, table, write_html
+from dilated_attention_pytorch.train.monitor import flatten
 from dilated_attention_pytorch.train.run_folder import RunFolder, read_run
 
 _BITS = 1.0 / math.log(2.0)
@@ -77,7 +78,7 @@ def _body(run: RunFolder) -> list[str]:
         body += ["<h2>What cannot be read</h2>", bullets(run.damage)]
     body += [*_summary(run), *_curves(run), *_samples(run), *_checkpoints(run), *_starts(run)]
     if run.config:
-        rows = [[f"`{name}`", value] for name, value in _flat(run.config).items()]
+        rows = [[f"`{name}`", str(value)] for name, value in flatten(run.config, ".").items()]
         body += ["<h2>Effective settings</h2>", table(["setting", "value"], rows)]
     return body
 
@@ -166,9 +167,9 @@ def _starts(run: RunFolder) -> list[str]:
     """One column per start, so that what changed between them is side by side."""
     if not run.starts:
         return []
-    columns = [_flat({name: value for name, value in one.items() if name != "baselines"}) for one in run.starts]
+    columns = [flatten({name: value for name, value in one.items() if name != "baselines"}, ".") for one in run.starts]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    rows = [[name.removeprefix("machine."), *(column.get(name, "") for column in columns)] for name in names]
+    rows = [[name.removeprefix("machine."), *(str(column.get(name, "")) for column in columns)] for name in names]
     head = ["", *(f"start {i + 1}" for i in range(len(columns)))]
     return ["<h2>Hardware and versions at each start</h2>", table(head, rows)]
 
@@ -189,18 +190,3 @@ def _baselines(run: RunFolder) -> dict[str, float]:
     if not isinstance(stated, dict):
         return {}
     return {_BASELINES.get(str(name), str(name)): bits for name, bits in stated.items() if _is_drawable(bits)}
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Settings by dotted name.
-
-    >>> _flat({"steps": 2, "model": {"d_model": 16, "segment_lengths": [8, 16]}})
-    {'steps': '2', 'model.d_model': '16', 'model.segment_lengths': '[8, 16]'}
-    """
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{before}{name}.")
-        else:
-            flat[before + name] = str(value)
-    return flat

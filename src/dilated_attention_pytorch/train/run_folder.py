@@ -94,7 +94,7 @@ def record_start(run: Path, step: int, device: str, **known: Any) -> None:
 
 
 def last_threads(run: Path, ranks: int | None) -> int | None:
-    """The number of PyTorch's threads at the last start of a run on a CPU, on as many ranks; None if unknown."""
+    """PyTorch's number of threads at the last start of a run on a CPU with as many ranks; None if unknown."""
     start: dict[str, Any] = next(reversed(_lines(run / STARTS, [])), {})
     known = start.get("machine")
     threads = known.get("threads") if isinstance(known, dict) and start.get("ranks") == ranks else None
@@ -107,9 +107,8 @@ def sample_path(run: Path, step: int) -> Path:
 
 
 def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(map(json_line, records))
     with naming_a_full_disk(run, METRICS):
-        write_whole(run / METRICS, lambda path: path.write_text(lines))
+        write_whole(run / METRICS, "".join(map(json_line, records)))
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

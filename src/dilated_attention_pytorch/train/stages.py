@@ -76,7 +76,7 @@ class Stage:
         epochs = values.pop("epochs", None)
         if epochs is not None:
             if sequences is None:
-                raise ValueError(f"epochs={epochs!r} are of a dataset, which is not known here: give steps instead")
+                raise ValueError(f"epochs={epochs!r} need a dataset, which is not known here: give steps instead")
             batches = math.ceil(
                 check_whole("sequences", sequences, least=0, most=MOST_TOKENS)
                 / check_whole("batch_size", values.get("batch_size", 0), least=1)
@@ -161,7 +161,7 @@ def update_attention_config(
     lengths, rates = _pattern(segment_lengths, dilation_rates)
     attentions = [part for part in model.modules() if isinstance(part, DilatedAttention)]
     if not attentions:
-        raise ValueError(f"{type(model).__name__} has no dilated attention, whose pattern could be changed")
+        raise ValueError(f"{type(model).__name__} has no dilated attention whose pattern could be changed")
     # Everything that may be wrong, before anything is changed.
     specs = [DilatedSpec.of(lengths, rates, part.spec.head_layout) for part in attentions]
     for part, spec in zip(attentions, specs):
@@ -196,7 +196,7 @@ def _pattern(stated: Any, dilation_rates: Sequence[int] | None) -> tuple[tuple[i
         stated = vars(stated)
     if isinstance(stated, Mapping):
         if dilation_rates is not None:
-            raise TypeError("a stage has its dilation_rates in it: leave the third argument out")
+            raise TypeError("a stage already has dilation_rates: leave the third argument out")
         if missing := [name for name in ("segment_lengths", "dilation_rates") if name not in stated]:
             raise ValueError(f"the settings of a stage lack {' and '.join(missing)}: got {', '.join(stated)}")
         stated, dilation_rates = stated["segment_lengths"], stated["dilation_rates"]

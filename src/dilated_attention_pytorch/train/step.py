@@ -63,10 +63,11 @@ def record_of(
     return record
 
 
-def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: int, saved: int) -> str:
-    """The message about a skipped step, the last of `records`; raises if too many in a row were skipped.
+def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: int, saved: int, advice: str) -> str:
+    """The message about a skipped step, the last of `records`; raises with `advice` if too many in a row were skipped.
 
-    Overflows of float16 are too many only when the loss scale has come down to 1.
+    Overflows of float16 are too many only when the loss scale has come down to 1. `saved` is the step of the last
+    checkpoint, or 0.
     """
     row = 0
     while row < len(records) and "skipped" in records[-1 - row]:
@@ -77,7 +78,7 @@ def check_broken(outcome: Outcome, records: Sequence[dict[str, Any]], allowed: i
         why = "too large for float16, so the loss scale is halved" if outcome.is_overflow else f"{row} in a row"
         return f"skipped: {numbers} ({why})"
     raise FloatingPointError(
-        f"{numbers}, after {row - 1} skipped steps before it: lower --learning-rate, or raise --skip-broken-steps; "
+        f"{numbers}, after {row - 1} skipped steps before it: {advice}; "
         + (f"step {saved} is the last checkpoint" if saved else "there is no checkpoint yet")
     )
 

@@ -102,7 +102,7 @@ class FileNumbers:
     def __getitem__(self, place: slice) -> Tensor:
         start, stop, step = place.indices(self._count)
         if step != 1:
-            raise IndexError(f"numbers of a file are read in a row, got a step of {step}")
+            raise IndexError(f"numbers of a file are read in slices of step 1, got a step of {step}")
         content, size = bytearray(), (stop - start) * self._dtype.itemsize
         with self._turn:
             self._file.seek(start * self._dtype.itemsize)
@@ -216,17 +216,16 @@ def write_token_files(text: Text, tokenizer: Tokenizer, folder: Path) -> Iterato
     """Fill `folder`, whole or not at all, step by step: yields the bytes of text per step."""
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     try:
-        try:
-            partial.mkdir(parents=True)
-            yield from _fill(text, tokenizer, partial)
-            _publish(partial, folder)
-        except _CannotRead:
-            raise
-        except OSError as error:
-            raise OSError(
-                f"cannot write token files into {folder.parent}: {error.strerror or error}; make room, or name another "
-                "folder with --token-cache"
-            ) from error
+        partial.mkdir(parents=True)
+        yield from _fill(text, tokenizer, partial)
+        _publish(partial, folder)
+    except _CannotRead:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"cannot write token files into {folder.parent}: {error.strerror or error}; make room, or name another "
+            "folder with --token-cache"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

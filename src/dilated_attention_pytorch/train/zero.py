@@ -38,7 +38,7 @@ class Values(NamedTuple):
 def check_zero(zero: Zero, ranks: Ranks) -> None:
     """Refuse, on all ranks and before the run begins, what DeepSpeed cannot do here."""
     if ranks.mesh is None:
-        raise ValueError("the engine deepspeed wants to be started by torchrun: add --ranks P, or --ranks 1")
+        raise ValueError("the engine deepspeed needs torchrun: add --ranks P, or --ranks 1 for one process")
     import_deepspeed(ranks.device)
     if zero.nvme_path is not None:
         ranks.fail_together(_nvme_problem(zero.nvme_path))
