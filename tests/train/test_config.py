@@ -249,12 +249,23 @@ def test_ranks_that_fail_print_one_error(started, monkeypatch, capsys) -> None:
     assert main(["train", "--out", "run", "--ranks", "3"]) == 1
     told = capsys.readouterr().err.splitlines()
     assert told == [f"dilated-attention: rank {rank} cannot go on" for rank in (0, 3)]  # once per start
+    codes[:] = [1, -signal.SIGTERM, -signal.SIGTERM]  # torchrun ends the others
+    assert main(["train", "--out", "run", "--ranks", "3"]) == 1
+    assert "SIGTERM" not in capsys.readouterr().err
     codes[:] = [1, -signal.SIGKILL, 1]
     assert main(["train", "--out", "run", "--ranks", "3"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "dilated-attention: SIGKILL ended rank 1: the run has no complete checkpoint yet; --max-restarts N would "
         "restart the ranks"
     )
+
+
+@pytest.mark.parametrize(("gpus", "flags"), [(0, ["--device", "cuda"]), (2, []), (2, ["--device", "cuda"])])
+def test_more_ranks_than_gpus_are_refused_before_any_starts(gpus, flags, started, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.run.main", None)
+    assert main(["train", "--out", "run", "--ranks", "3", *flags]) == 1
+    assert f"3 ranks are more than the {gpus} GPUs that PyTorch finds here" in capsys.readouterr().err
 
 
 def test_help_has_headings_and_shows_defaults(monkeypatch, capsys) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -42,7 +43,7 @@ from dilated_attention_pytorch.train.fitting import Load, fit_options
 from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.loop import train
 from dilated_attention_pytorch.train.presets import HARDWARE, MODEL_SIZES, OF_A_PRESET, expand_presets
-from dilated_attention_pytorch.train.ranks import RESTARTABLE, Stopped, torchrun_arguments
+from dilated_attention_pytorch.train.ranks import RESTARTABLE, Stopped, check_gpus, torchrun_arguments
 from dilated_attention_pytorch.train.run_folder import last_checkpoint, list_checkpoints
 from dilated_attention_pytorch.train.stages import Stage, read_stages, with_pattern
 from dilated_attention_pytorch.train.tokenizer import read_tokenizer
@@ -330,6 +331,7 @@ def launch_ranks(config: TrainConfig, run: Path, resume: bool | Literal["auto"],
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    check_gpus(ranks, config.device)
     # Without restarts, torchrun's log only repeats what the ranks print and what is raised here.
     torchrun_log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     level = torchrun_log.level
@@ -346,8 +348,10 @@ def launch_ranks(config: TrainConfig, run: Path, resume: bool | Literal["auto"],
         except SignalException as stop:  # the ranks have ended and printed why
             raise Stopped(stop.sigval) from None
         except ChildFailedError as failed:
+            codes = {failure.exitcode for failure in failed.failures.values()}
             for rank, failure in failed.failures.items():
-                if failure.exitcode < 0:
+                # When one rank has failed, torchrun ends the others by SIGTERM.
+                if failure.exitcode < 0 and not (failure.exitcode == -signal.SIGTERM and max(codes) > 0):
                     raise ChildProcessError(
                         f"{failure.signal_name()} ended rank {rank}: {last_checkpoint(run)}; --max-restarts N would "
                         "restart the ranks"

@@ -240,6 +240,7 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
         return
     if dist.is_initialized():
         raise RuntimeError("training creates its own process group: destroy yours first, or create it after training")
+    check_gpus(local_rank() + 1, device)
     chosen = find_device(device)
     if chosen.type == "cuda":
         if ":" in device:
@@ -292,6 +293,16 @@ def _leave() -> None:
 def torchrun_arguments(ranks: int, max_restarts: int, program: list[str]) -> list[str]:
     """The arguments with which torchrun runs a program on `ranks` processes of this machine."""
     return ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *program]
+
+
+def check_gpus(ranks: int, device: str) -> None:
+    """Refuse more ranks on this machine than it has GPUs, if they train on GPUs. This starts no GPU."""
+    gpus = torch.cuda.device_count()
+    if ranks > gpus and (device.startswith("cuda") or (device == "auto" and gpus)):
+        raise ValueError(
+            f"every rank needs a GPU of its own, and {ranks} ranks are more than the {gpus} GPUs that PyTorch finds "
+            f"here: start fewer ranks, or train on the CPU (--device cpu)"
+        )
 
 
 def find_device(name: str) -> torch.device:
