@@ -93,7 +93,8 @@ def check_enterprise_attention(rank: int, size: int) -> None:
 def check_the_page_on_ranks(rank: int, size: int) -> None:
     """What docs/parallel.md shows runs as written, but for sizes, and for ranks that have begun already."""
     page = (Path(__file__).parents[2] / "docs/parallel.md").read_text()
-    ring, whole, zigzag = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>>" not in block)
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>>" not in block]
+    ring, whole, replicas, zigzag = blocks
     smaller = "LongNetLM(d_model=32, num_heads=4, num_layers=1, num_decoder_layers=0)"
     ring = shown_as(ring, 'dist.init_process_group("gloo")', "")
     ring = shown_as(ring, "ring_size=4", f"ring_size={size}")
@@ -107,9 +108,11 @@ def check_the_page_on_ranks(rank: int, size: int) -> None:
     exec(whole, names)
     assert names["logits"].shape[:2] == (1, 32)
     names["loss"].backward()
+    exec(f"model = {smaller}\n{replicas}", names)
+    names["model"](tokens).sum().backward()
     q, k, v = torch.randn(3, 1, 100, 4, 8).unbind(0)
     names = {"q": q, "k": k, "v": v, "tokens": 100, "ranks": size, "rank": rank}
-    exec("import torch\nfrom dilated_attention_pytorch.parallel import *\n" + zigzag, names)
+    exec("import torch\n" + zigzag, names)
     assert names["out"].shape == (1, len(names["mine"]), 4, 8)
 
 

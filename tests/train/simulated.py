@@ -107,7 +107,7 @@ def as_on_a_gpu(count: Count, patch: Any) -> Iterator[None]:
         return buffer
 
     with patch.context() as changes, torch.device("cpu"):
-        changes.setattr(functional, "attend", lambda call, inputs, *rest: _Attend.apply(*inputs[:3]))
+        changes.setattr(functional, "attend", lambda call, inputs, *rest, **settings: _Attend.apply(*inputs[:3]))
         changes.setattr(F, "layer_norm", _layer_norm_of_cuda)
         changes.setattr(F, "rms_norm", _rms_norm_of_cuda)
         changes.setattr(cross_entropy, "cross_entropy_", _cross_entropy_of_cuda)
