@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dilated_attention_pytorch import LongNet, LongNetEncoder, LongNetLM, cls_attention, patch_gigapath
+from dilated_attention_pytorch import LongNet, LongNetEncoder, LongNetLM, ReachWarning, cls_attention, patch_gigapath
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.plans import remember_of
 from dilated_attention_pytorch.core.reference import reference_forward
@@ -220,6 +220,14 @@ def test_zeros_matter_at_a_ragged_length_and_not_where_segments_end_with_the_seq
     torch.testing.assert_close(PaddedAttention(*pattern)(*whole), by_definition(*whole, pattern))
     plain = by_definition(*ragged, pattern)
     assert (PaddedAttention(*pattern)(*ragged) - plain).norm() > 0.05 * plain.norm()
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_branch_of_the_exact_merge_gives_no_warning_of_its_own(detached, recwarn) -> None:
+    pattern = ([5, 64], [2, 1])  # alone, the first branch leaves rows out and ends early, and torchscale moves its rows
+    q = torch.randn(1, 40, 4, 8, requires_grad=True)
+    PaddedAttention(*pattern, detached_merge=detached)(q, q, q)
+    assert not [one for one in recwarn if issubclass(one.category, ReachWarning)]
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

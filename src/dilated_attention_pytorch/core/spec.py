@@ -270,5 +270,11 @@ def warn_once(spec: DilatedSpec, reason: str, message: str | Callable[[], str]) 
     warnings.warn(message if isinstance(message, str) else message(), ReachWarning, stacklevel=level)
 
 
+def never_warn(spec: DilatedSpec) -> None:
+    """Give no `ReachWarning` for a spec: it is part of a larger pattern, which relates what this part does not."""
+    if not torch.compiler.is_compiling():
+        _warned.update((spec, reason) for reason in ("rows", "tokens", "heads"))
+
+
 _NOT_THE_USER = (__name__.split(".")[0], "torch")
 _warned: set[tuple[DilatedSpec, str]] = set()

@@ -20,7 +20,7 @@ from dilated_attention_pytorch.core import plans
 from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.pattern import grid_rows
-from dilated_attention_pytorch.core.spec import Branch, DilatedSpec
+from dilated_attention_pytorch.core.spec import Branch, DilatedSpec, never_warn
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 
@@ -140,7 +140,10 @@ class PaddedAttention(DilatedAttention):
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, branches: Branches, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
-        settings = self._settings(is_causal) | DilatedSpec(branches, "blocked").keywords
+        spec = DilatedSpec(branches, "blocked")
+        if branches != self.spec.branches:
+            never_warn(spec)
+        settings = self._settings(is_causal) | spec.keywords
         return dilated_attention(query, key, value, **settings, return_lse=True)
 
     def extra_repr(self) -> str:
