@@ -27,7 +27,7 @@ TILE_PIXELS = 512  # as at 40x: twice the 256 pixels that Prov-GigaPath's positi
 # Flags of `slides train` with which two CPU cores learn these slides in two minutes.
 SETTINGS = (
     "--baseline --positions rotary --pooling attention --d-model 32 --num-layers 2 --num-heads 4 "
-    "--segment-lengths 64 512 --dilation-rates 1 4 --epochs 10 --learning-rate 3e-3 --dropout 0"
+    "--segments 64 512 --rates 1 4 --epochs 10 --learning-rate 3e-3 --dropout 0"
 )
 LABELS = ("infiltrate above", "tumour above")
 

@@ -100,7 +100,8 @@ def _add_settings(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
             continue
         kind = without_none(hints[field.name])
         default = "" if "(default" in words or field.default in ("", ()) else f" (default: {field.default})"
-        flag = "--" + (field.metadata["flag"] or field.name).replace("_", "-")
+        names = filter(None, (field.metadata["flag"] or field.name, field.metadata["short"]))
+        flags = ["--" + name.replace("_", "-") for name in names]
         how: dict[str, Any] = {"dest": field.name, "help": (words + default).replace("%", "%%")}
         if kind is bool:
             how["action"] = argparse.BooleanOptionalAction
@@ -112,7 +113,7 @@ def _add_settings(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
         else:
             text = "NAME" if field.name == "device" else "PATH"
             how |= {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, text)}
-        parser.add_argument(flag, **how)
+        parser.add_argument(*flags, **how)
 
 
 def _train(job: str, arguments: argparse.Namespace) -> None:

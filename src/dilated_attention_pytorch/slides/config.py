@@ -43,8 +43,10 @@ class SlidesConfig:
     positions: EncoderPositions | None = setting(
         None, "positions of rows: from coordinates, rotary by order, or none (default: coordinates if all files have)"
     )
-    segment_lengths: tuple[int, ...] = setting((), "segment lengths, one per branch (default: for the longest slide)")
-    dilation_rates: tuple[int, ...] = setting((), "dilation rates, one per branch")
+    segment_lengths: tuple[int, ...] = setting(
+        (), "segment lengths, one per branch (default: for the longest slide)", short="segments"
+    )
+    dilation_rates: tuple[int, ...] = setting((), "dilation rates, one per branch", short="rates")
     dropout: float = setting(0.1, "dropout of layers")
     start: str | None = setting(
         None, "weights to start from: a run, a folder of save_pretrained, or Prov-GigaPath's checkpoint", flag="from"
