@@ -45,19 +45,6 @@ class BranchRows:
         segment, within = divmod(position, self.segment_length)
         return segment * self.rows + min(within // self.dilation_rate, self.rows - 1)
 
-    def oldest(self, length: int) -> int:
-        """The position from which on the rings of a document of `length` tokens hold all grid rows."""
-        segment, row = divmod(max(0, self.number(length - 1) - self.capacity + 1), self.rows)
-        return segment * self.segment_length + row * self.dilation_rate
-
-    def grid(self, offset: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """The positions of the grid rows in `[begin, end)` for heads at an offset, and their places in a ring."""
-        number = torch.arange(self.number(begin), self.number(end - 1) + 1)
-        within = number % self.rows * self.dilation_rate + offset
-        position = number // self.rows * self.segment_length + within
-        here = (within < self.segment_length) & (position >= begin) & (position < end)
-        return position[here], number[here] % self.capacity
-
     def stored(self, stored: Tensor) -> Tensor:
         """A view `(B, heads, capacity, D)` of the branch's rings in the cache's keys or values."""
         count = len(self.offsets)

@@ -223,11 +223,22 @@ def _store_chunk(at: list[int], key: Tensor, value: Tensor, state: CacheState, e
         return
     begin, end = at[0], at[0] + key.shape[1]
     for branch in state.rows.branches if end > 0 else ():
-        first = max(begin, 0, branch.oldest(end))
-        for offset, heads in heads_by_offset(branch.offsets):
-            position, place = branch.grid(offset, first, end)
-            for stored, x in ((state.keys, key), (state.values, value)):
-                branch.stored(stored)[:, heads, place] = x[:, position - begin, branch.every(heads)].transpose(1, 2)
+        w, r, C = branch.segment_length, branch.dilation_rate, branch.capacity
+        oldest = max(0, branch.number(end - 1) - C + 1)
+        rings = [(branch.stored(stored), x) for stored, x in ((state.keys, key), (state.values, value))]
+        for segment in range(max(oldest // branch.rows, max(begin, 0) // w), (end - 1) // w + 1):
+            for offset, heads in heads_by_offset(branch.offsets):
+                zero = segment * w + offset  # where row 0 of the segment stands
+                first = max(0, oldest - segment * branch.rows, -((zero - max(begin, 0)) // r))
+                count = len(range(zero + first * r, min(end, (segment + 1) * w), r))
+                place = (segment * branch.rows + first) % C
+                for start, length, to in ((0, min(count, C - place), place), (C - place, count - (C - place), 0)):
+                    if length > 0:
+                        rows = slice(
+                            zero + (first + start) * r - begin, zero + (first + start + length - 1) * r - begin + 1, r
+                        )
+                        for ring, x in rings:
+                            ring[:, heads, to : to + length] = x[:, rows, branch.every(heads)].transpose(1, 2)
 
 
 def cached_partial(query: Tensor, state: CacheState, held: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -382,11 +393,14 @@ def _after_cached(
         return cache_chunks.after_cached(key, value, state, before)
     k, v = (F.pad(x, (0, 0, 0, 0, before, 0)) for x in (key, value))
     for branch in state.rows.branches:
+        segment, within = divmod(begin, branch.segment_length)
+        first = segment * branch.rows % branch.capacity
         for offset, heads in heads_by_offset(branch.offsets):
-            position, place = branch.grid(offset, begin - begin % branch.segment_length, begin)
-            for whole, stored in ((k, state.keys), (v, state.values)):
-                cached = branch.stored(stored)[:, heads, place].transpose(1, 2)
-                whole[:, position - begin + before, branch.every(heads)] = cached
+            held = len(range(offset, within, branch.dilation_rate))
+            places = slice(before - within + offset, before, branch.dilation_rate)
+            for whole, stored in ((k, state.keys), (v, state.values)) if held else ():
+                kept = _unrolled(branch.stored(stored)[:, heads], first, held)
+                whole[:, places, branch.every(heads)] = kept.transpose(1, 2)
     return k, v
 
 

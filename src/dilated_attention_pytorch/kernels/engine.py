@@ -103,12 +103,10 @@ def choose_engine(
     """
     kind = (device, dtype, head_dim, block_size)
     engine, told = backend, "the call names it"
-    reason = why_not("triton" if backend == "auto" else backend, *kind)
     if backend == "auto":
-        if reason is None and device.type != "cuda":
-            reason = "its interpreter runs only for calls that name it"
+        reason = why_not("triton", *kind) if device.type == "cuda" else "which on a CPU runs only calls that name it"
         engine, told = ("triton", "auto takes it on a GPU") if reason is None else ("eager", f"no triton, {reason}")
-    elif reason is not None:
+    elif (reason := why_not(backend, *kind)) is not None:
         able = [name for name in ENGINES if why_not(name, *kind) is None]
         raise ValueError(f"backend {backend!r} cannot take this call: {reason}; {' or '.join(able)} can")
     if debugging():
