@@ -291,6 +291,20 @@ def test_dropout_acts_while_training_only() -> None:
     assert torch.equal(module(q, k, v), dilated_attention(q, k, v, **SPEC))
 
 
+def test_activation_dropout_is_the_dropout_within_the_feed_forward_network_alone() -> None:
+    layer = DilatedTransformerEncoderLayer(16, 4, **SPEC, dropout=0.25)
+    assert (layer.dropout.p, layer.feed_forward.dropout.p) == (0.25, 0.25), "as in PyTorch's layer"
+    layer = DilatedTransformerEncoderLayer(16, 4, **SPEC, dropout=0.0, activation_dropout=0.5)
+    x = torch.randn(1, N, 16)
+    assert not torch.equal(layer(x), layer(x))
+    layer = DilatedTransformerEncoderLayer(16, 4, **SPEC, dropout=0.25, activation_dropout=0.0)
+    assert (layer.dropout.p, layer.feed_forward.dropout.p) == (0.25, 0.0)
+    model = LongNetLM(d_model=16, num_heads=4, num_layers=1, **SPEC, dropout=0.25)
+    assert (model.layers[0].dropout.p, model.layers[0].feed_forward.dropout.p) == (0.25, 0.0), "as in torchscale"
+    with pytest.raises(ValueError, match="activation_dropout must be a finite number of at least 0 and below 1"):
+        DilatedTransformerEncoderLayer(16, 4, **SPEC, activation_dropout=1.0)
+
+
 def test_profiling_names_the_call() -> None:
     module = DilatedAttention(**SPEC, enable_profiling=True)
     q, k, v = torch.randn(3, 1, N, 4, 4)

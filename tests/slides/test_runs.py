@@ -84,15 +84,16 @@ def test_an_error_about_broken_steps_names_the_last_checkpoint(study, tmp_path, 
     assert str(raised.value).endswith(f"before it: lower --learning-rate; step {saved} is the last checkpoint")
 
 
-def test_layers_are_compiled_where_asked_and_by_default_on_a_gpu(study, tmp_path, monkeypatch) -> None:
+def test_layers_are_compiled_and_narrow_where_asked_and_by_default_on_a_gpu(study, tmp_path, monkeypatch) -> None:
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: compiled.append(type(layer).__name__))
     loop.run_study(config(study, epochs=1, num_layers=2, compile=True), tmp_path / "run")
     assert compiled == ["DilatedTransformerEncoderLayer"] * 2
-    assert not config(study).memory.compile
+    assert (config(study).memory.compile, config(study).memory.precision) == (False, "fp32")
     monkeypatch.setattr("dilated_attention_pytorch.slides.config.find_device", lambda name: torch.device("cuda"))
-    assert config(study).memory.compile
-    assert not config(study, compile=False).memory.compile
+    assert (config(study).memory.compile, config(study).memory.precision) == (True, "bf16")
+    stated = config(study, compile=False, precision="fp32").memory
+    assert (stated.compile, stated.precision) == (False, "fp32")
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(study, tmp_path, monkeypatch) -> None:

@@ -41,7 +41,7 @@ _RANGES: Mapping[str, Mapping[str, float]] = {
     **dict.fromkeys(("batch", "d_model", "embed_dim", "dim_feedforward", "head_dim", "vocab_size"), COUNT),
     **dict.fromkeys(("nhead", "num_heads", "num_kv_heads", "total_heads", "num_layers"), COUNT),
     **dict.fromkeys(("rewindable", "head_offset"), SIZE),
-    **dict.fromkeys(("dropout", "attention_dropout"), PROBABILITY),
+    **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), PROBABILITY),
     **dict.fromkeys(("layer_norm_eps", "gamma_init"), NOT_NEGATIVE),
     **dict.fromkeys(("base", "scale_base"), POSITIVE),
 }

@@ -39,6 +39,7 @@ class ModelFields(TypedDict, total=False):
     scale_base: float
     dropout: float
     attention_dropout: float
+    activation_dropout: float
     activation: Activation
     norm: Norm
     layer_norm_eps: float
@@ -102,6 +103,7 @@ class ModelConfig:
     scale_base: float = 512.0  # the distance over which xPos lets scores decay
     dropout: float = setting(0.0, "dropout of embeddings and layers")
     attention_dropout: float = 0.0
+    activation_dropout: float = 0.0  # within feed-forward networks: none, as in torchscale
     activation: Activation = setting("gelu", "activation of feed-forward networks")
     norm: Norm = setting("layer", "layer norm or RMS norm, everywhere in the model")
     layer_norm_eps: float = 1e-5

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,23 @@ class AttentionPool(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         values = rows.unflatten(-1, (self.num_heads, -1))  # (..., n, H, D)
         return torch.einsum("...nh,...nhd->...hd", self.weights(rows).to(values.dtype), values).flatten(-2)
+
+
+class _Place(NamedTuple):
+    """Where a sequence lies: its row of the batch, its first row there, and its length."""
+
+    row: int
+    start: int
+    length: int
+
+
+def _by_row(x: Tensor, places: Sequence[_Place], change: Callable[..., Sequence[Tensor]]) -> Tensor:
+    """`(B, N, E)` joined from the parts that `change` makes of those between the starts of sequences."""
+    joined = []
+    for number, row in enumerate(x):
+        bounds = [0, *(place.start for place in places if place.row == number), len(row)]
+        joined.append(torch.cat([*change(*row.split([end - start for start, end in itertools.pairwise(bounds)]))]))
+    return joined[0][None] if len(joined) == 1 else torch.stack(joined)
 
 
 class LongNetEncoder(Pretrained):
@@ -158,28 +176,32 @@ class LongNetEncoder(Pretrained):
 
     def embed(self, x: Tensor, coordinates: Tensor | None = None, **lengths: Tensor | None) -> Tensor:
         """The embeddings of all sequences, `(sequences, d_model)`; arguments are those of `forward`."""
-        rows, spans = self._encode(x, coordinates, lengths)
-        if spans is None:
+        rows, places = self._encode(x, coordinates, lengths)
+        if places is None:
             pooled = self._pool(rows)  # (B, E)
         else:
-            found = documents(spans, *rows.shape[:2])
             if len(rows) == 1:  # packed: in backward a split is joined once, and each slice would be padded to all rows
-                sizes = [found[0][1], *(count for _, _, count, _ in found)]
-                parts: Sequence[Tensor] = rows.split([*sizes, rows.shape[1] - sum(sizes)], dim=1)[1:-1]
+                sizes = [places[0].start, *(place.length for place in places)]
+                parts: Sequence[Tensor] = rows[0].split([*sizes, rows.shape[1] - sum(sizes)])[1:-1]
             else:
-                parts = [rows[b, start : start + count] for b, start, count, _ in found]
-            pooled = torch.cat([self._pool(part) for part in parts])
+                parts = [rows[place.row, place.start : place.start + place.length] for place in places]
+            pooled = torch.stack([self._pool(part) for part in parts])
         return self.pooled_norm(pooled)
 
     def hidden(self, x: Tensor, coordinates: Tensor | None = None, **lengths: Tensor | None) -> Tensor:
         """The final state of every row, `(B, N, d_model)`, without CLS rows; arguments are those of `forward`."""
-        rows, spans = self._encode(x, coordinates, lengths)
-        return rows if self.cls is None else rows[~self._is_cls(rows, spans)].unflatten(0, x.shape[:2])
+        rows, places = self._encode(x, coordinates, lengths)
+        if self.cls is None:
+            return rows
+        count = len(self.cls)
+        if places is None:
+            return rows[:, count:]
+        return _by_row(rows, places, lambda before, *parts: (before, *(part[count:] for part in parts)))
 
     def _encode(
         self, x: Tensor, coordinates: Tensor | None, lengths: dict[str, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The final state of every row, CLS rows included, and the spans of sequences among them."""
+    ) -> tuple[Tensor, list[_Place] | None]:
+        """The final state of every row, CLS rows included, and where sequences lie; None if they are whole rows."""
         check_features("x", x, self.config.input_dim, dims=(3,))
         hidden = self.input(x)
         if self.table is None:
@@ -192,15 +214,19 @@ class LongNetEncoder(Pretrained):
             hidden = hidden + self.table.at(*self._grid(x, coordinates)).to(hidden.dtype)
         stated: dict[str, Any] = {**lengths, "cache": self._pattern_cache if is_plain(x) else None}
         spans = document_spans(x.shape[0], x.shape[1], **stated)
-        if not x.shape[1] or (spans is not None and bool((spans[:, 0] == spans[:, 1]).any())):
+        places = None
+        if spans is not None:  # read now: after the layers are launched, reading would wait for all of them
+            found = documents(spans, *x.shape[:2])
+            places = [_Place(row.start, start, length) for row, start, length, _ in found]
+        if not x.shape[1] or (spans is not None and places is not None and len(places) < len(spans)):
             raise ValueError("a sequence has at least one row, got one without any: leave it out of the batch")
         if self.cls is not None:
-            hidden, spans = self._with_cls(hidden, spans)
+            hidden, spans, places = self._with_cls(hidden, spans, places)
         hidden = self.spans.own(hidden)
         hidden, placed = self.dropout(hidden), self._placed(hidden, spans=spans)
         for layer in self._groups(self.layers):
             hidden = self._run(layer, hidden, **placed)
-        return self.spans.whole(self.norm(hidden)), spans
+        return self.spans.whole(self.norm(hidden)), places
 
     def _grid(self, x: Tensor, coordinates: Tensor | None) -> tuple[Tensor, Tensor]:
         """Column and row of each tile, `(B, N)`, in tiles."""
@@ -224,28 +250,21 @@ class LongNetEncoder(Pretrained):
         column, row = grid.long().unbind(-1)
         return column, row
 
-    def _with_cls(self, x: Tensor, spans: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The rows with the CLS rows before each sequence, and the spans of sequences that include them."""
+    def _with_cls(
+        self, x: Tensor, spans: Tensor | None, places: list[_Place] | None
+    ) -> tuple[Tensor, Tensor | None, list[_Place] | None]:
+        """The rows with the CLS rows before each sequence, and the spans and places of sequences that include them."""
         assert self.cls is not None
-        cls, (B, N, E) = self.cls.to(x.dtype), x.shape
+        cls, B = self.cls.to(x.dtype), len(x)
         count = len(cls)
-        if spans is None:
-            return torch.cat((cls.expand(B, -1, -1), x), dim=1), None
+        if spans is None or places is None:
+            return torch.cat((cls.expand(B, -1, -1), x), dim=1), None, None
+        rows = _by_row(x, places, lambda before, *parts: (before, *(one for part in parts for one in (cls, part))))
         number = torch.zeros_like(spans[:, :1]) if B > 1 else torch.arange(len(spans), device=spans.device)[:, None]
         spans = spans + count * torch.cat((number, number + 1), dim=1)
-        rows = x.new_empty(B, N + count * (len(spans) if B == 1 else 1), E)
-        is_cls = self._is_cls(rows, spans)
-        rows[is_cls] = cls.repeat(len(spans), 1)
-        rows[~is_cls] = x.flatten(0, 1)
-        return rows, spans
-
-    def _is_cls(self, rows: Tensor, spans: Tensor | None) -> Tensor:
-        """`(B, N)`: which of the rows are CLS rows."""
-        assert self.cls is not None
-        position = torch.arange(rows.shape[1], device=rows.device)
-        start = position.new_zeros(len(rows), 1) if spans is None else spans[:, :1]
-        found = (position >= start) & (position < start + len(self.cls))  # (sequences, N)
-        return found if len(rows) > 1 else found.any(0, keepdim=True)
+        shifts = [0 if B > 1 else count * number for number in range(len(places))]
+        moved = [_Place(place.row, place.start + shift, place.length + count) for place, shift in zip(places, shifts)]
+        return rows, spans, moved
 
     def _pool(self, rows: Tensor) -> Tensor:
         """One embedding, `(..., E)`, of each sequence, `(..., n, E)`, whose CLS rows come first."""

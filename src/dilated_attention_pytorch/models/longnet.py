@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="Pretrained")
 # Fields of the config that a layer takes under the same name.
 _OF_LAYERS = (
-    "d_model", "num_kv_heads", "dim_feedforward", "dropout", "attention_dropout", "activation", "norm",
-    "layer_norm_eps", "qk_norm",
+    "d_model", "num_kv_heads", "dim_feedforward", "dropout", "attention_dropout", "activation_dropout", "activation",
+    "norm", "layer_norm_eps", "qk_norm",
 )  # fmt: skip
 _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reentrant=False)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import check_flag, check_tensor, checked
+from dilated_attention_pytorch.kernels.feed_forward import fuses, gelu_norm_linear
 from dilated_attention_pytorch.nn.attention import AttentionSettings, SharesResources
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.multihead import NORMS, MultiheadDilatedAttention, Norm
@@ -81,8 +82,12 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`(..., d_model)` to `(..., d_model)`."""
         check_features("x", x, self.linear1.in_features)
+        hidden = self.linear1(x)
+        drops = self.training and self.dropout.p > 0.0
+        if self.activation == "gelu" and not drops and fuses(hidden, self.norm, self.linear2):
+            return gelu_norm_linear(hidden, self.norm, self.linear2)
         activate = _ACTIVATIONS[self.activation]
-        hidden = activate(self.gate(x)) * self.linear1(x) if self.activation == "swiglu" else activate(self.linear1(x))
+        hidden = activate(self.gate(x)) * hidden if self.activation == "swiglu" else activate(hidden)
         return self.linear2(self.norm(self.dropout(hidden)))
 
 
@@ -103,6 +108,9 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
     With `is_causal=True` it is a decoder-only layer. `norm` is the kind of all its norms, `layer` or `rms`, and
     `activation` that of `FeedForward`. `settings` are those of `MultiheadDilatedAttention`.
 
+    `dropout` is applied to what attention and feed-forward network add, and, as in PyTorch's layer, within the
+    feed-forward network; `activation_dropout` overrides the latter. `attention_dropout` drops attention weights.
+
     >>> layer = DilatedTransformerEncoderLayer(32, 4, segment_lengths=[16, 128], dilation_rates=[1, 4])
     >>> layer(torch.randn(2, 100, 32)).shape
     torch.Size([2, 100, 32])
@@ -119,6 +127,7 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
         attention_dropout: float = 0.0,
+        activation_dropout: float | None = None,
         activation: Activation = "gelu",
         norm: Norm = "layer",
         layer_norm_eps: float = 1e-5,
@@ -135,7 +144,13 @@ class DilatedTransformerEncoderLayer(SharesResources, nn.Module):
             d_model, nhead, segment_lengths, dilation_rates, dropout=attention_dropout, **magneto, **settings
         )
         self.norm2 = NORMS[norm](d_model, eps=layer_norm_eps, **factory)
-        self.feed_forward = FeedForward(d_model, dim_feedforward, dropout=dropout, activation=activation, **magneto)
+        self.feed_forward = FeedForward(
+            d_model,
+            dim_feedforward,
+            dropout=dropout if activation_dropout is None else activation_dropout,
+            activation=activation,
+            **magneto,
+        )
         self.dropout = nn.Dropout(dropout)
         self._make_cross_attention(factory)
 

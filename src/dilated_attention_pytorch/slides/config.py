@@ -66,7 +66,7 @@ class SlidesConfig:
     folds: int = setting(0, "folds by patient; 0: the table's splits, or one fold of five", range=_FROM_ZERO)
     tile_pixels: float | None = setting(None, "width of a tile in the coordinates' pixels (default: as noted)")
     skip_broken: bool = setting(False, "leave slides out whose file cannot be used")
-    precision: Precision = setting("fp32", "precision of products")
+    precision: Precision | None = setting(None, "precision of products (default: bf16 on a GPU, fp32 on a CPU)")
     checkpointing: Checkpointing = setting("none", "compute layers again in backward", may_change=True)
     compile: bool | None = setting(None, "torch.compile each layer (default: on a GPU)", may_change=True)
     seed: int = setting(0, "seed of weights, batches and folds", range=_FROM_ZERO)
@@ -91,7 +91,7 @@ class SlidesConfig:
     def memory(self) -> MemoryOptions:
         on_gpu = find_device(self.device).type == "cuda"
         return MemoryOptions(
-            precision=self.precision,
+            precision=self.precision or ("bf16" if on_gpu else "fp32"),
             checkpointing=self.checkpointing,
             compile=on_gpu if self.compile is None else self.compile,
         )

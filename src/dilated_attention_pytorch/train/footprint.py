@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
+from dilated_attention_pytorch.kernels.feed_forward import WIDEST
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions
 from dilated_attention_pytorch.train.offload import LAYERS_ON_DEVICE
@@ -80,11 +81,9 @@ def footprint(config: ModelConfig, tokens: int, options: MemoryOptions, *, batch
     >>> found.at, round(found.peak / 2**30)
     ('backward of the feed-forward network', 10)
     """
-    for name in ("float8", "structured_sparsity"):
-        if getattr(options, name):
-            raise ValueError(f"the memory model does not cover {name}: leave it out, or measure with bench techniques")
-    if config.dropout:
-        raise ValueError(f"the memory model does not cover dropout={config.dropout}: pass a config with dropout=0.0")
+    for name in ("float8", "structured_sparsity", "dropout", "activation_dropout"):
+        if value := getattr(config if "dropout" in name else options, name):
+            raise ValueError(f"the memory model does not cover {name}={value}: leave it out, or measure a step")
     if tokens < 1 or batch < 1:
         raise ValueError(f"tokens and batch must be at least 1, got {tokens} and {batch}")
     return _Step(config, tokens * batch, tokens, options).run()
@@ -124,6 +123,8 @@ class _Step:
         self.tile = min(options.mlp_tile, rows)
         # Tiles cut a compiled layer, which then holds what an eager one does; other backends fuse nothing.
         self.compiled = options.compile and options.compile_backend == "inductor" and not self.tile
+        # Its feed-forward network keeps no normed rows: backward computes them again.
+        self.fused = self.compiled and config.activation == "gelu" and config.norm == "layer" and self.hidden <= WIDEST
         self.checkpointed, self.every = options.checkpointing != "none", options.layers_per_checkpoint
         self.selective = options.checkpointing == "selective"
         self.turned = config.positions != "none"
@@ -340,7 +341,7 @@ class _Step:
         self.make("hidden", F, p)
         self.make("gate", F, p * self.gated)
         self.make("input of y", F, p)
-        self.make("y", E, p)
+        self.make("y", E, p, *(("input of y",) if self.fused else ()))
 
     def _attend(self, again: bool) -> None:
         if again and self.selective:  # its results are kept
@@ -412,9 +413,13 @@ class _Step:
     def _backward_compiled(self) -> None:
         E, F, p = self.width, self.hidden, self.product
         self.now = "backward of the feed-forward network"
-        self.make("d inner norm", F, p, "input of y")
-        self.make("d gate", F, p * self.gated)
-        self.make("d hidden", F, p, "d inner norm", "hidden", "gate")
+        if self.fused:
+            self.make("d hidden", F, p)
+            self.make("input of y", F, p, "input of y", "hidden")
+        else:
+            self.make("d inner norm", F, p, "input of y")
+            self.make("d gate", F, p * self.gated)
+            self.make("d hidden", F, p, "d inner norm", "hidden", "gate")
         self.make("d norm2", E, p, "d hidden", "d gate", "input of hidden")
         self.add_gradients(self.mlp_weights * self.weight)
         self.make("d x1", E, self.stream, "d norm2", "attended", "dy", "d x1")

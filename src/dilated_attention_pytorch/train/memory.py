@@ -195,13 +195,24 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
         raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model only once")
     if options.compile:
         mode = None if options.compile_mode == "default" else options.compile_mode
+        chosen = _inductor_options() if mode is None and options.compile_backend == "inductor" else {}
         for layer in _layers(model):
-            layer.compile(backend=options.compile_backend, mode=mode)
+            layer.compile(backend=options.compile_backend, mode=mode, options=chosen or None)
             for part in layer.modules():
                 if isinstance(part, TiledFeedForward):
                     part.compile_tiles(options.compile_backend, mode)
     run = options.recomputation
     return model if run is None else _checkpoint_layers(model, run, options.layers_per_checkpoint)
+
+
+def _inductor_options() -> dict[str, bool]:
+    """PyTorch 2.10 and newer sum the gradients of a norm's gain in the kernel of its input's gradient.
+
+    On an H200 that kernel took five times as long as two kernels do.
+    """
+    from torch._inductor import config
+
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
 
 
 def compile_now(model: LongNetLM, tokens: Tensor, options: MemoryOptions, **lengths: Any) -> str:
