@@ -102,17 +102,16 @@ def test_a_compiled_network_computes_the_same_with_the_operator(monkeypatch, aut
 
 
 def test_modules_that_compute_otherwise_are_left_alone(monkeypatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
 
     class Rows(torch.Tensor):
         """A tensor on the CPU that says that it is on a GPU."""
 
         is_cuda = True
 
-    hidden = torch.randn(3, 16).requires_grad_().as_subclass(Rows)
+    hidden = torch.randn(3, 16).as_subclass(Rows)
     norm, linear = modules(16, torch.float32, "cpu")
     assert feed_forward.fuses(hidden, norm, linear)
-    assert not feed_forward.fuses(hidden.detach(), norm, linear), "no gradient"
     assert not feed_forward.fuses(hidden, nn.RMSNorm(16), linear), "another norm"
     assert not feed_forward.fuses(hidden, norm, linear.double()), "another dtype"
     linear.float().register_forward_hook(lambda *_: None)

@@ -17,15 +17,14 @@ WIDEST = 8192  # features: the kernels hold a row in registers
 
 
 def fuses(hidden: Tensor, norm: nn.Module, linear: nn.Module) -> bool:
-    """Whether `gelu_norm_linear` takes the place of these modules: in training steps that are compiled for a GPU.
+    """Whether `gelu_norm_linear` takes the place of these modules: where `torch.compile` compiles them for a GPU.
 
     Modules of another class (quantized, with an adapter), sharded weights and hooks are left to themselves.
     """
     hooks = (part._forward_hooks or part._forward_pre_hooks for part in (norm, linear))
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_dynamo_compiling()  # not under export, whose programs should need no package
         and hidden.is_cuda
-        and hidden.requires_grad
         and hidden.dtype != torch.float64
         and hidden.shape[-1] <= WIDEST
         and type(norm) is nn.LayerNorm
