@@ -69,14 +69,14 @@ def test_every_task_leaves_a_model_predictions_and_figures(study, tmp_path, task
 
 
 def test_an_error_about_broken_steps_names_the_last_checkpoint(study, tmp_path, monkeypatch) -> None:
-    update = loop.Update.__call__
+    begin = loop.Update.begin
     calls = iter(range(100))
 
     def broken_later(self, losses):
-        outcome = update(self, losses)
-        return outcome._replace(loss=float("nan")) if next(calls) >= 8 else outcome
+        outcome = begin(self, losses)()
+        return lambda: outcome._replace(loss=float("nan")) if next(calls) >= 8 else outcome
 
-    monkeypatch.setattr(loop.Update, "__call__", broken_later)
+    monkeypatch.setattr(loop.Update, "begin", broken_later)
     with pytest.raises(FloatingPointError) as raised:
         loop.run_study(config(study, epochs=9), tmp_path / "run")
     saved = int(loop.run_folder.list_checkpoints(tmp_path / "run")[-1].name.removeprefix("step-"))
@@ -94,6 +94,34 @@ def test_layers_are_compiled_and_narrow_where_asked_and_by_default_on_a_gpu(stud
     assert (config(study).memory.compile, config(study).memory.precision) == (True, "bf16")
     stated = config(study, compile=False, precision="fp32").memory
     assert (stated.compile, stated.precision) == (False, "fp32")
+
+
+def test_files_are_read_ahead_while_a_step_computes(study, tmp_path, monkeypatch) -> None:
+    events = []
+    begin, read = loop.Update.begin, loop.read_batches
+
+    def noted(self, losses):
+        finish = begin(self, losses)
+        events.append("begun")
+        return lambda: events.append("ended") or finish()
+
+    def reading(bags, batches, **how):
+        for batch in read(bags, batches, **how):
+            events.append("read")
+            yield batch
+
+    monkeypatch.setattr(loop.Update, "begin", noted)
+    monkeypatch.setattr(loop, "read_batches", reading)
+    loop.run_study(config(study, epochs=1, batch_size=4), tmp_path / "run")
+    first = events.index("ended")
+    assert events[: first + 1] == ["read", "begun", "read", "ended"]
+    assert config(study).readers == 0
+    assert config(study, workers=3).readers == 3
+    monkeypatch.setattr("dilated_attention_pytorch.slides.config.find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("dilated_attention_pytorch.slides.config.usable_cores", lambda: 16.0)
+    assert config(study).readers == 4
+    monkeypatch.setattr("dilated_attention_pytorch.slides.config.usable_cores", lambda: 2.5)
+    assert config(study).readers == 1
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(study, tmp_path, monkeypatch) -> None:

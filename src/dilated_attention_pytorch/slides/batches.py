@@ -26,13 +26,27 @@ class Batch(NamedTuple):
     targets: Tensor  # (sequences, numbers per target)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch._make(None if x is None else x.to(device, non_blocking=True) for x in self)
+        """To a GPU, tensors are copied beside what it computes; what is queued from here on waits for the copies."""
+        if device.type != "cuda" or self.features.is_cuda:
+            return Batch._make(None if x is None else x.to(device) for x in self)
+        now, copies = torch.cuda.current_stream(device), _copies(device)
+        with torch.cuda.stream(copies):
+            moved = [None if x is None else x.to(device, non_blocking=True) for x in self]
+        now.wait_stream(copies)
+        for x in filter(torch.is_tensor, moved):
+            x.record_stream(now)
+        return Batch._make(moved)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The keywords of `LongNetEncoder`."""
         beside = {} if self.coordinates is None else {"coordinates": self.coordinates}
         return {"x": self.features, "cu_seqlens": self.cu_seqlens, **beside}
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def make_batches(lengths: Sequence[int], max_rows: int, max_batch_size: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE, check_fields
 from dilated_attention_pytorch.core.settings import setting
+from dilated_attention_pytorch.measuring import usable_cores
 from dilated_attention_pytorch.models.config import EncoderConfig, EncoderPositions, Pooling
 from dilated_attention_pytorch.slides.table import Study, Task
 from dilated_attention_pytorch.train.config import identity
@@ -70,7 +71,9 @@ class SlidesConfig:
     checkpointing: Checkpointing = setting("none", "compute layers again in backward", may_change=True)
     compile: bool | None = setting(None, "torch.compile each layer (default: on a GPU)", may_change=True)
     seed: int = setting(0, "seed of weights, batches and folds", range=_FROM_ZERO)
-    workers: int = setting(0, "processes that read files ahead", range=_FROM_ZERO, may_change=True)
+    workers: int | None = setting(
+        None, "processes that read files ahead (default: up to 4 for a GPU, else 0)", range=_FROM_ZERO, may_change=True
+    )
     device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", may_change=True)
 
     def __post_init__(self) -> None:
@@ -95,6 +98,13 @@ class SlidesConfig:
             checkpointing=self.checkpointing,
             compile=on_gpu if self.compile is None else self.compile,
         )
+
+    @property
+    def readers(self) -> int:
+        """The number of processes that read files ahead."""
+        if self.workers is not None:
+            return self.workers
+        return min(4, int(usable_cores()) - 1) if find_device(self.device).type == "cuda" else 0
 
     def encoder(self, study: Study, outputs: int, start: Mapping[str, Tensor] = MappingProxyType({})) -> EncoderConfig:
         """The model for a study; with the tensors of a slide encoder of Prov-GigaPath, the model that they fit."""

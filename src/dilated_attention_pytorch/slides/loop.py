@@ -153,15 +153,18 @@ class _Fold:
         config, step, saved = self.config, self.start, self.start
         self.model.train()
         with interrupts(patient=False) as signals:
-            for micro_batches in self._batches(self.start):
-                if self._is_exhausted():
-                    break
+            steps = self._batches(self.start)
+            ahead = next(steps, None)
+            while ahead is not None and not self._is_exhausted():
+                micro_batches = ahead
                 step += 1
                 began = time.perf_counter()
                 torch.manual_seed(config.seed * 1_000_003 + step)  # so that a resumed run equals one that never stopped
                 rate = config.learning_rate_at(step, self.steps)
                 set_learning_rate(self.optimizer, rate)
-                outcome = self.update(self._losses(micro_batches, step))
+                finish = self.update.begin(self._losses(micro_batches, step))
+                ahead = next(steps, None)  # while a GPU computes
+                outcome = finish()
                 record = record_of(step, outcome, self.records) | {"learning_rate": rate}
                 rows = sum(batch.features.shape[1] for batch in micro_batches)
                 record["rows_per_second"] = rows / max(time.perf_counter() - began, 1e-9)
@@ -183,15 +186,19 @@ class _Fold:
         self._finish()
 
     def _batches(self, done: int) -> Iterator[list[Batch]]:
-        """The micro-batches of each step that is left; they depend on seed and step alone."""
+        """The micro-batches of each step that is left; they depend on seed and step alone.
+
+        The first of a step is copied to the device when it is asked for, the others when they are used.
+        """
         config = self.config
         for epoch in range(done // self.steps_per_epoch, config.epochs):
             seed = config.seed * 1_000_003 + epoch
             order = epoch_order(self.lengths, config.max_tiles, config.batch_size, seed)
             first = max(0, done - epoch * self.steps_per_epoch) * config.accumulate
-            reader = read_batches(self.bags["train"], order[first:], workers=config.workers)
+            reader = read_batches(self.bags["train"], order[first:], workers=config.readers)
             for _ in range(first, len(order), config.accumulate):
-                yield [batch for _, batch in zip(range(config.accumulate), reader)]
+                first_batch, *others = (batch for _, batch in zip(range(config.accumulate), reader))
+                yield [first_batch.to(self.device), *others]
 
     def _losses(self, batches: Sequence[Batch], step: int) -> Iterator[Tensor]:
         count = sum(len(batch.numbers) for batch in batches)
@@ -216,7 +223,7 @@ class _Fold:
         draw = torch.Generator().manual_seed(config.seed)  # the same hidden rows every time
         self.model.eval()
         with torch.no_grad():
-            for batch in read_batches(bags, batches, workers=config.workers):
+            for batch in read_batches(bags, batches, workers=config.readers):
                 loss, outputs = self._loss(batch.to(self.device), draw)
                 total += float(loss)
                 found |= dict(zip(batch.numbers.tolist(), outputs.double().cpu()))
