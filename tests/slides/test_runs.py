@@ -96,6 +96,26 @@ def test_layers_are_compiled_and_narrow_where_asked_and_by_default_on_a_gpu(stud
     assert (stated.compile, stated.precision) == (False, "fp32")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("job", ["train", "pretrain"])
+def test_a_study_trains_on_a_gpu_with_its_defaults(study, tmp_path, job) -> None:
+    wide = {"d_model": 64, "num_heads": 2, "num_layers": 2, "accumulate": 2, "device": "cuda"}
+    loop.run_study(config(study, job=job, epochs=2, **wide), tmp_path / "run")
+    losses = [one["loss"] for one in loop.run_folder.read_metrics(tmp_path / "run")]
+    assert len(losses) > 2
+    assert numpy.isfinite(losses).all()
+
+
+@pytest.mark.gpu
+def test_a_batch_is_copied_to_a_gpu_beside_what_it_computes() -> None:
+    first, second = (torch.randn(1, 1 << 20, 8).pin_memory() for _ in range(2))
+    ends = torch.tensor([0, 1 << 20])
+    moved = [Batch(ends[:1], x, None, ends, ends[:1, None]).to(torch.device("cuda")) for x in (first, second)]
+    total = sum(batch.features.double().sum() for batch in moved)
+    assert float(total) == pytest.approx(float(first.double().sum() + second.double().sum()))
+    assert moved[0].to(torch.device("cuda")).features is moved[0].features
+
+
 def test_files_are_read_ahead_while_a_step_computes(study, tmp_path, monkeypatch) -> None:
     events = []
     begin, read = loop.Update.begin, loop.read_batches
