@@ -51,6 +51,12 @@ def test_plain_kernels_compile_with_lists_of_tiles_and_without() -> None:
     assert compiled("compile_plain_kernels.py", [*expected]) == expected
 
 
+def test_feed_forward_kernels_compile_for_even_and_ragged_chunks() -> None:
+    widths = ["3072", "1100", "8192"]
+    both = ["forward_kernel plain", "backward_kernel plain"]
+    assert compiled("compile_feed_forward.py", widths) == dict.fromkeys(widths, both)
+
+
 def test_decoding_kernels_compile() -> None:
     append, *attend = DECODE
     step = ["embed_kernel plain", "linear_kernel plain", "linear_kernel plain", "token_kernel mma"]

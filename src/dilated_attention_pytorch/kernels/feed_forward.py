@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.modes import refuse_tangents
 
-WIDEST = 8192  # features: the kernels hold a row in registers
+# The most features: the kernels hold a row in registers. They use tuples, which Triton has from 3.3 (PyTorch 2.7) on.
+WIDEST = 8192 if torch.__version__ >= "2.7" else 0
 
 
 def fuses(hidden: Tensor, norm: nn.Module, linear: nn.Module) -> bool:
