@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from compile_plain_kernels import compile_instead, run_cases
-
-from dilated_attention_pytorch.kernels.triton import feed_forward
 
 
 def main(features: str) -> None:
+    from compile_plain_kernels import compile_instead
+
+    from dilated_attention_pytorch.kernels.triton import feed_forward
+
     for name in ("forward_kernel", "backward_kernel"):
         compile_instead(feed_forward, name)
     hidden, (gain, shift) = torch.empty(4, int(features), dtype=torch.bfloat16), torch.empty(2, int(features))
@@ -17,4 +18,6 @@ def main(features: str) -> None:
 
 
 if __name__ == "__main__":
+    from compile_plain_kernels import run_cases
+
     run_cases(main)
