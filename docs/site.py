@@ -159,6 +159,16 @@ class FencedExamples(Extension):
             obj.docstring.value = fenced(obj.docstring.value)
 
 
+class PlainDefaults(Extension):
+    """A setting's default in signatures, without its help text: `= 768`, not `= setting(768, "width of the model")`."""
+
+    def on_attribute_instance(self, *, attr, **_) -> None:
+        if str(getattr(attr.value, "function", "")) == "setting":
+            default = attr.value.arguments[0]
+            constant = attr.module.members.get(str(default))
+            attr.value = default if constant is None or constant.is_alias else constant.value
+
+
 def fenced(text: str) -> str:
     """Put each run of lines that begins with `>>>` and ends at an empty line between fences."""
     return re.sub(r"(?m)^( *)>>> (?:.+\n?)+", lambda run: f"{run[1]}```pycon\n{run[0].rstrip()}\n{run[1]}```\n", text)

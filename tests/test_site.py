@@ -35,6 +35,13 @@ def test_every_page_is_on_the_site(site) -> None:
         assert f'href="{page}.html"' in front, page
 
 
+def test_signatures_show_defaults_without_help_texts(site) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "reference" / "models.html").read_text())
+    assert "d_model: int = 768," in text
+    assert "segment_lengths: tuple[int, ...] = (2048," in re.sub(r"\(\s+", "(", text)
+    assert "setting(" not in text
+
+
 def test_the_explorer_links_back_to_the_site(site) -> None:
     assert '<nav><a href="index.html">' in (site / "explorer.html").read_text()
 

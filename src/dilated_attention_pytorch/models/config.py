@@ -19,7 +19,8 @@ Positions = Literal["rotary", "xpos", "none"]
 EncoderPositions = Literal["none", "rotary", "coordinates"]
 Pooling = Literal["mean", "attention", "cls"]
 
-_LENGTHS, _RATES = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
+_LENGTHS = (2048, 4096, 8192, 16384, 32768)
+_RATES = (1, 2, 4, 6, 12)
 
 
 class ModelFields(TypedDict, total=False):
