@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from dilated_attention_pytorch.models.longnet import Pretrained, gain_alone
 from dilated_attention_pytorch.nn.multihead import NORMS
 from dilated_attention_pytorch.nn.positions import RotaryPositions, SlidePositions
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer, check_features
+
+_Places = list[tuple[slice, int, int, int]]  # of sequences, as `core.spans.documents` returns them
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,19 +54,11 @@ class AttentionPool(nn.Module):
         return torch.einsum("...nh,...nhd->...hd", self.weights(rows).to(values.dtype), values).flatten(-2)
 
 
-class _Place(NamedTuple):
-    """Where a sequence lies: its row of the batch, its first row there, and its length."""
-
-    row: int
-    start: int
-    length: int
-
-
-def _by_row(x: Tensor, places: Sequence[_Place], change: Callable[..., Sequence[Tensor]]) -> Tensor:
-    """`(B, N, E)` joined from the parts that `change` makes of those between the starts of sequences."""
+def _cut_at_starts(x: Tensor, places: _Places, change: Callable[..., Sequence[Tensor]]) -> Tensor:
+    """Cut each row of a batch, `(B, N, E)`, where sequences start, and join what `change` makes of the parts."""
     joined = []
-    for number, row in enumerate(x):
-        bounds = [0, *(place.start for place in places if place.row == number), len(row)]
+    for b, row in enumerate(x):
+        bounds = [0, *(start for rows, start, _, _ in places if rows.start == b), len(row)]
         joined.append(torch.cat([*change(*row.split([end - start for start, end in itertools.pairwise(bounds)]))]))
     return joined[0][None] if len(joined) == 1 else torch.stack(joined)
 
@@ -181,10 +175,10 @@ class LongNetEncoder(Pretrained):
             pooled = self._pool(rows)  # (B, E)
         else:
             if len(rows) == 1:  # packed: in backward a split is joined once, and each slice would be padded to all rows
-                sizes = [places[0].start, *(place.length for place in places)]
+                sizes = [places[0][1], *(length for _, _, length, _ in places)]
                 parts: Sequence[Tensor] = rows[0].split([*sizes, rows.shape[1] - sum(sizes)])[1:-1]
             else:
-                parts = [rows[place.row, place.start : place.start + place.length] for place in places]
+                parts = [rows[b.start, start : start + length] for b, start, length, _ in places]
             pooled = torch.stack([self._pool(part) for part in parts])
         return self.pooled_norm(pooled)
 
@@ -196,11 +190,11 @@ class LongNetEncoder(Pretrained):
         count = len(self.cls)
         if places is None:
             return rows[:, count:]
-        return _by_row(rows, places, lambda before, *parts: (before, *(part[count:] for part in parts)))
+        return _cut_at_starts(rows, places, lambda before, *parts: (before, *(part[count:] for part in parts)))
 
     def _encode(
         self, x: Tensor, coordinates: Tensor | None, lengths: dict[str, Tensor | None]
-    ) -> tuple[Tensor, list[_Place] | None]:
+    ) -> tuple[Tensor, _Places | None]:
         """The final state of every row, CLS rows included, and where sequences lie; None if they are whole rows."""
         check_features("x", x, self.config.input_dim, dims=(3,))
         hidden = self.input(x)
@@ -214,11 +208,9 @@ class LongNetEncoder(Pretrained):
             hidden = hidden + self.table.at(*self._grid(x, coordinates)).to(hidden.dtype)
         stated: dict[str, Any] = {**lengths, "cache": self._pattern_cache if is_plain(x) else None}
         spans = document_spans(x.shape[0], x.shape[1], **stated)
-        places = None
-        if spans is not None:  # read now: after the layers are launched, reading would wait for all of them
-            found = documents(spans, *x.shape[:2])
-            places = [_Place(row.start, start, length) for row, start, length, _ in found]
-        if not x.shape[1] or (spans is not None and places is not None and len(places) < len(spans)):
+        # Read now: after the layers are launched, reading would wait for all of them.
+        places = documents(spans, *x.shape[:2])
+        if not x.shape[1] or (spans is not None and len(places) < len(spans)):
             raise ValueError("a sequence has at least one row, got one without any: leave it out of the batch")
         if self.cls is not None:
             hidden, spans, places = self._with_cls(hidden, spans, places)
@@ -226,7 +218,7 @@ class LongNetEncoder(Pretrained):
         hidden, placed = self.dropout(hidden), self._placed(hidden, spans=spans)
         for layer in self._groups(self.layers):
             hidden = self._run(layer, hidden, **placed)
-        return self.spans.whole(self.norm(hidden)), places
+        return self.spans.whole(self.norm(hidden)), None if spans is None else places
 
     def _grid(self, x: Tensor, coordinates: Tensor | None) -> tuple[Tensor, Tensor]:
         """Column and row of each tile, `(B, N)`, in tiles."""
@@ -250,21 +242,19 @@ class LongNetEncoder(Pretrained):
         column, row = grid.long().unbind(-1)
         return column, row
 
-    def _with_cls(
-        self, x: Tensor, spans: Tensor | None, places: list[_Place] | None
-    ) -> tuple[Tensor, Tensor | None, list[_Place] | None]:
+    def _with_cls(self, x: Tensor, spans: Tensor | None, places: _Places) -> tuple[Tensor, Tensor | None, _Places]:
         """The rows with the CLS rows before each sequence, and the spans and places of sequences that include them."""
         assert self.cls is not None
         cls, B = self.cls.to(x.dtype), len(x)
         count = len(cls)
-        if spans is None or places is None:
-            return torch.cat((cls.expand(B, -1, -1), x), dim=1), None, None
-        rows = _by_row(x, places, lambda before, *parts: (before, *(one for part in parts for one in (cls, part))))
+        if spans is None:
+            return torch.cat((cls.expand(B, -1, -1), x), dim=1), None, places
+        rows = _cut_at_starts(
+            x, places, lambda before, *parts: (before, *itertools.chain(*((cls, part) for part in parts)))
+        )
         number = torch.zeros_like(spans[:, :1]) if B > 1 else torch.arange(len(spans), device=spans.device)[:, None]
         spans = spans + count * torch.cat((number, number + 1), dim=1)
-        shifts = [0 if B > 1 else count * number for number in range(len(places))]
-        moved = [_Place(place.row, place.start + shift, place.length + count) for place, shift in zip(places, shifts)]
-        return rows, spans, moved
+        return rows, spans, [(b, start + (B == 1) * count * i, length + count, i) for b, start, length, i in places]
 
     def _pool(self, rows: Tensor) -> Tensor:
         """One embedding, `(..., E)`, of each sequence, `(..., n, E)`, whose CLS rows come first."""
