@@ -142,6 +142,8 @@ def test_files_are_read_ahead_while_a_step_computes(study, tmp_path, monkeypatch
     assert config(study).readers == 4
     monkeypatch.setattr("dilated_attention_pytorch.slides.config.usable_cores", lambda: 2.5)
     assert config(study).readers == 1
+    monkeypatch.setattr("dilated_attention_pytorch.slides.config.usable_cores", lambda: 0.5)
+    assert config(study).readers == 0
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(study, tmp_path, monkeypatch) -> None:

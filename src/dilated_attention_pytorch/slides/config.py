@@ -104,7 +104,7 @@ class SlidesConfig:
         """The number of processes that read files ahead."""
         if self.workers is not None:
             return self.workers
-        return min(4, int(usable_cores()) - 1) if find_device(self.device).type == "cuda" else 0
+        return max(0, min(4, int(usable_cores()) - 1)) if find_device(self.device).type == "cuda" else 0
 
     def encoder(self, study: Study, outputs: int, start: Mapping[str, Tensor] = MappingProxyType({})) -> EncoderConfig:
         """The model for a study; with the tensors of a slide encoder of Prov-GigaPath, the model that they fit."""
