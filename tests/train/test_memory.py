@@ -113,6 +113,18 @@ def test_all_techniques_together_change_neither_loss_nor_gradients(compiled, pla
     assert len(attention_calls) == LAYERS
 
 
+def test_inductor_keeps_the_sums_of_norms_apart_unless_a_mode_chooses_its_options(monkeypatch) -> None:
+    found = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **how: found.append(how))
+    for changes in ({}, {"compile_mode": "max-autotune-no-cudagraphs"}, {"compile_backend": "aot_eager"}):
+        prepare(small_model(num_layers=1), MemoryOptions(compile=True, **changes))
+    ours, by_mode, other = found
+    known = hasattr(torch._inductor.config.triton, "mix_order_reduction")
+    assert ours["options"] == ({"triton.mix_order_reduction": False} if known else None)
+    assert (by_mode["mode"], by_mode["options"]) == ("max-autotune-no-cudagraphs", None)
+    assert (other["backend"], other["options"]) == ("aot_eager", None)
+
+
 def test_inductor_compiles_layers_that_are_checkpointed_and_tiled(attention_calls) -> None:
     expected = train_once(MemoryOptions(), small_model(num_layers=1))
     found = train_once(MemoryOptions(**ALL, compile=True), small_model(num_layers=1))
