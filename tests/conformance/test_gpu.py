@@ -81,6 +81,38 @@ def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
     plans.assert_hopper_ran()
 
 
+# Every branch is folded into the one before it, and the third lies in one segment.
+NESTED = {"segment_lengths": (512, 1024, 4000), "dilation_rates": (1, 2, 4)}
+FOLDED_CASES = {
+    "D=64": (BF16, variant(**NESTED, head_dim=64)),
+    "D=64, not causal": (BF16, variant(**NESTED, head_dim=64, is_causal=False)),
+    "D=48": (BF16, variant(**NESTED, head_dim=48, heads=5, kv_heads=5)),
+    "D=128": (FP16, variant(**NESTED, head_dim=128)),
+    "D=128, not causal": (BF16, variant(**NESTED, head_dim=128, is_causal=False, heads=4, kv_heads=4)),
+    "all in one segment": (BF16, variant(tokens=900, head_dim=64, segment_lengths=(1024, 2048), dilation_rates=(1, 2))),
+    "a period of 8": (
+        BF16,
+        variant(head_dim=64, heads=8, kv_heads=8, segment_lengths=(1024, 3001), dilation_rates=(1, 8)),
+    ),
+    "packed": (BF16, variant(**NESTED, head_dim=64, batch=1, lengths="packed")),
+    "packed, not causal": (BF16, variant(**NESTED, head_dim=128, batch=1, lengths="packed", is_causal=False)),
+    "right-padded, not causal": (
+        FP16,
+        variant(**NESTED, head_dim=64, batch=3, lengths="right-padded", is_causal=False),
+    ),
+    "left-padded": (BF16, variant(**NESTED, head_dim=128, batch=3, lengths="left-padded")),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED_CASES)
+def test_folded_branches_keep_the_error_budget(name, kernels, plans) -> None:
+    dtype, draw = FOLDED_CASES[name]
+    check_budget(draw, "triton", dtype, "cuda")
+    assert all(not branch.fold.is_plain for plan in plans for branch in plan.branches)
+    if kernels == "best":
+        plans.assert_hopper_ran()
+
+
 @pytest.mark.parametrize(
     "draw",
     [

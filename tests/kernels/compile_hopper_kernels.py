@@ -1,7 +1,8 @@
 """Compile for compute capability 9.0 what launches of Hopper kernels would run.
 
 An argument is a case, `forward|backward,HEAD_DIM,MASK`. The mask is `whole`, `causal`, `kept`: causal with a block
-layout, `documents`: causal with lengths, or `dropped`: causal with dropout.
+layout, `documents`: causal with lengths, `dropped`: causal with dropout, or `folded` and
+`causal-folded`: with branches folded into each other.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def unused_barriers(code: str) -> set[str]:
 
 def main(direction: str, head_dim: str, mask: str) -> None:
     from dilated_attention_pytorch.core.block_layout import BranchLayout
+    from dilated_attention_pytorch.core.folding import Fold
     from dilated_attention_pytorch.kernels.triton.hopper import launch
 
     launch._multiprocessors = lambda device: 132
@@ -80,7 +82,8 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         slots_per_row=1,
         offsets=torch.zeros(2, dtype=torch.int32),
         query_offsets=torch.zeros(2, dtype=torch.int32),
-        is_causal=mask != "whole",
+        is_causal=mask not in ("whole", "folded"),
+        fold=Fold(128, 6, (0, 1)) if "folded" in mask else Fold(),
         continues=True,
         index=0,
         plan=SimpleNamespace(

@@ -48,50 +48,97 @@ def on_integers(module: types.ModuleType, *functions: str) -> SimpleNamespace:
 
 def of_backward() -> SimpleNamespace:
     return on_integers(
-        turns, "key_tile_of", "first_query_tile", "first_step", "next_query_tile", "stride", "additions_to", "turn_of"
-    )
-
-
-def team_sizes(rows: int, team: int, lag: int, group: int) -> Any:
-    """The sizes of one segment of one key/value head, and one team."""
-    return turns.Sizes(
-        N=rows, H=group, W=rows, rate=1, heads=1, first_head=0, rows=rows, slots_per_row=1, units=1, teams=1,
-        team_size=team, lag=lag, group=group,
+        turns, "key_tile_of", "hole_of", "steps_around", "first_step", "next_query_tile", "_outside", "stride",
+        "_own_key_tiles", "additions_to", "_both", "turn_of",
     )  # fmt: skip
 
 
-def additions_of(member: int, rows: int, team: int, lag: int, group: int, causal: bool) -> list[tuple[int, int, int]]:
-    """`(head, query tile, turn)` of every addition by a member, in the order in which it makes them."""
-    kernel, sizes = of_backward(), team_sizes(rows, team, lag, group)
+def team_sizes(rows: int, team: int, lag: int, group: int, skipped: int = 0) -> Any:
+    """The sizes of one segment of one key/value head, and one team."""
+    return turns.Sizes(
+        N=rows, H=group, W=rows, rate=1, heads=1, first_head=0, rows=rows, slots_per_row=1, units=1, teams=1,
+        team_size=team, lag=lag, group=group, skipped=skipped, periods=0,
+    )  # fmt: skip
+
+
+def additions_of(member: int, rows: int, sizes: Any, causal: bool, folded: bool) -> list[tuple[int, int, int, int]]:
+    """`(head, query tile, turn, key tile)` of every addition by a member, in the order in which it makes them."""
+    kernel, team, group = of_backward(), sizes.team_size, sizes.group
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
     found = []
     for turn_round in range(-(-key_tiles // team)):
         key_tile = kernel.key_tile_of(turn_round, member, team, key_tiles, SPARSE=False)
         if key_tile >= key_tiles:
             continue
-        first = kernel.first_query_tile(key_tile, causal, QUERY_ROWS)
-        g, tile = kernel.first_step(first, query_tiles, member, sizes)
-        for _ in range(group * (query_tiles - first)):
-            turn = kernel.turn_of(g, tile, turn_round, member, key_tiles, query_tiles, sizes, causal, QUERY_ROWS)
-            found.append((g, tile, turn))
-            g, tile = kernel.next_query_tile(g, tile, first, query_tiles, group)
+        hole = kernel.hole_of(key_tile, query_tiles, sizes, causal, folded, QUERY_ROWS)
+        steps = kernel.steps_around(hole, query_tiles, group)
+        if steps == 0:
+            continue
+        g, tile = kernel.first_step(hole, query_tiles, member, sizes, folded)
+        for _ in range(steps):
+            turn = kernel.turn_of(
+                g, tile, turn_round, member, key_tiles, query_tiles, sizes, causal, folded, QUERY_ROWS
+            )
+            found.append((g, tile, turn, key_tile))
+            g, tile = kernel.next_query_tile(g, tile, hole, query_tiles, group, folded)
     return found
 
 
-@given(st.integers(128, 4500), st.integers(1, 36), st.integers(1, 9), st.integers(1, 4), st.booleans())
-def test_every_addition_to_dq_gets_its_turn(rows: int, team: int, lag: int, group: int, causal: bool) -> None:
-    team = min(team, -(-rows // KEY_ROWS))
-    left = [additions_of(member, rows, team, lag, group, causal) for member in range(team)]
-    seen = [(g, tile) for one in left for g, tile, _ in one]
-    key_tiles = -(-rows // KEY_ROWS)
-    for g, tile in set(seen):
-        assert seen.count((g, tile)) == of_backward().additions_to(tile, key_tiles, causal, QUERY_ROWS)
+@given(
+    st.integers(128, 4500), st.integers(1, 36), st.integers(1, 9), st.integers(1, 4), st.booleans(),
+    st.sampled_from([None, 0, 128, 256, 640]),
+)  # fmt: skip
+def test_every_addition_to_dq_gets_its_turn(
+    rows: int, team: int, lag: int, group: int, causal: bool, skipped: int | None
+) -> None:
+    """Where branches are folded into each other, `skipped` says how many rows the segments of the finer one have."""
+    folded = skipped is not None
+    query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
+    sizes = team_sizes(rows, min(team, key_tiles), lag, group, skipped or 0)
+    left = [additions_of(member, rows, sizes, causal, folded) for member in range(sizes.team_size)]
+
+    def meets(tile: int, key_tile: int) -> bool:
+        row, key = tile * QUERY_ROWS, key_tile * KEY_ROWS
+        sees = not causal or key <= row + QUERY_ROWS - 1
+        return sees and not (skipped and row // skipped == key // skipped)
+
+    seen = sorted((g, tile, key_tile) for one in left for g, tile, _, key_tile in one)
+    tiles = itertools.product(range(group), range(query_tiles), range(key_tiles))
+    assert seen == [(g, tile, key_tile) for g, tile, key_tile in tiles if meets(tile, key_tile)]
+    for tile in range(query_tiles):
+        additions = of_backward().additions_to(tile, key_tiles, sizes, causal, folded, QUERY_ROWS)
+        assert additions == sum(meets(tile, key_tile) for key_tile in range(key_tiles))
     assert_all_can_be_made(left)
 
 
-def assert_all_can_be_made(left: list[list[tuple[int, int, int]]]) -> None:
+@given(
+    st.integers(128, 4500), st.sampled_from([(128, 128), (192, 128), (128, 64)]), st.booleans(),
+    st.sampled_from([None, 0, 128, 256, 640]),
+)  # fmt: skip
+def test_a_query_tile_meets_the_keys_that_it_sees_and_no_finer_branch_computes(
+    rows: int, tiles: tuple[int, int], causal: bool, skipped: int | None
+) -> None:
+    block_m, block_n = tiles
+    if skipped:
+        block_m = 128
+    kernel = on_integers(works, "keys_of", "key_tile_at", "key_tiles")
+    sizes = sizes_of(1, 1, 1)._replace(skipped=skipped or 0)
+    for tile in range(-(-rows // block_m)):
+        keys = kernel.keys_of(tile, rows, sizes, block_m, block_n, causal, skipped is not None)
+        found = [kernel.key_tile_at(keys, step) for step in range(keys.steps)]
+        first, end = tile * block_m, min(tile * block_m + block_m, rows)
+        expected = [
+            key_tile
+            for key_tile in range(-(-rows // block_n))
+            if (not causal or key_tile * block_n < end)
+            and not (skipped and first // skipped == key_tile * block_n // skipped)
+        ]
+        assert found == expected
+
+
+def assert_all_can_be_made(left: list[list[tuple[int, ...]]]) -> None:
     """Every member makes its additions in order, each when as many have been made to the tile as its turn says."""
-    made = {(g, tile): 0 for one in left for g, tile, _ in one}
+    made = {(g, tile): 0 for one in left for g, tile, *_ in one}
     while any(left):
         ready = [one for one in left if one and made[one[0][:2]] == one[0][2]]
         assert ready, "all members wait for each other"
@@ -185,7 +232,7 @@ def sizes_of(
 ) -> Any:  # fmt: skip
     return works.Sizes(
         N=tokens, H=first_head + heads, W=w, rate=rate, heads=heads, first_head=first_head, tiles=tiles,
-        slots_per_row=slots, batch=batch, programs=programs, group=1,
+        slots_per_row=slots, batch=batch, programs=programs, group=1, skipped=0, periods=0,
     )  # fmt: skip
 
 

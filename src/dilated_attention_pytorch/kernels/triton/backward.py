@@ -5,7 +5,8 @@
     dq = scale * ds k                  (a program owns query rows and walks the keys that they see)
 
 with `delta = sum(do * out) - dlse`, computed once for all branches. A later branch adds to what is there. With a block
-layout (PIECES > 0) what a program walks is a list of tiles.
+layout (PIECES > 0) what a program walks is a list of tiles. Where branches are folded into each other (FOLDED), p
+counts as often as `core.folding` says, and rows are left out.
 """
 
 # mypy: ignore-errors
@@ -23,6 +24,8 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
     keeps,
     load_rows,
     locate_tile,
+    outside_own,
+    row_levels,
     store_rows,
 )
 
@@ -61,14 +64,17 @@ def delta_kernel(
 @triton.jit
 def _visit_queries(
     dk, dv, k, v, q_base, do_base, q_stride, do_stride, lse_base, delta_base, keys, first, last, tiles, count, seed,
-    b, dropout_head, branch, key_word, position, rate, qk_scale, keep_scale, threshold,
+    b, dropout_head, branch, key_word, position, rate, qk_scale, keep_scale, threshold, row_level, key_level, before,
+    hole,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """Rows [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
     STEP: tl.constexpr = 1 if PIECES else BLOCK_M
     for step in tl.range(first, last, STEP):
         start = row_of_step(tiles, step, BLOCK_M, PIECES) if PIECES else step
+        if FOLDED:
+            start += tl.where(step < before, 0, hole)
         rows = start + tl.arange(0, BLOCK_M)
         q = load_rows(q_base, rows, q_stride, D, BLOCK_D, count, MASKED)
         do = load_rows(do_base, rows, do_stride, D, BLOCK_D, count, MASKED)
@@ -79,6 +85,8 @@ def _visit_queries(
             lse = tl.load(lse_base + rows.to(tl.int64) * rate) * LOG2_E
             delta = tl.load(delta_base + rows.to(tl.int64) * rate)
         s = tl.dot(k, q.T, input_precision=PRECISION) * qk_scale
+        if FOLDED:
+            s += tl.minimum(key_level[:, None], row_level[None, :])
         p = tl.exp2(s - lse[None, :])  # (keys, rows)
         if MASKED:
             sees = (keys[:, None] < count) & (rows[None, :] < count)
@@ -101,18 +109,22 @@ def _visit_queries(
 @triton.jit
 def _visit_keys(
     dq, q, do, lse, delta, k_base, v_base, k_stride, v_stride, rows, first, last, tiles, count, row_word, position,
-    rate, qk_scale, keep_scale, threshold,
+    rate, qk_scale, keep_scale, threshold, row_level, key_level, before, hole,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
     STEP: tl.constexpr = 1 if PIECES else BLOCK_N
     for step in tl.range(first, last, STEP):
         start = row_of_step(tiles, step, BLOCK_N, PIECES) if PIECES else step
+        if FOLDED:
+            start += tl.where(step < before, 0, hole)
         keys = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_base, keys, k_stride, D, BLOCK_D, count, MASKED)
         v = load_rows(v_base, keys, v_stride, D, BLOCK_D, count, MASKED)
         s = tl.dot(q, k.T, input_precision=PRECISION) * qk_scale
+        if FOLDED:
+            s += tl.minimum(row_level[:, None], key_level[None, :])
         p = tl.exp2(s - lse[:, None])  # (rows, keys)
         if MASKED:
             sees = (keys[None, :] < count) & (rows[:, None] < count)
@@ -133,10 +145,10 @@ def dkdv_kernel(
     Q, K, V, Do, Lse, Delta, Dk, Dv, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
-    threshold, rows_per_batch_row,
+    threshold, rows_per_batch_row, skipped, periods,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of key rows of one KV head; `heads` and `first_head` count KV heads here."""
     tile, kv_head, segment, b, token, count = locate_tile(
@@ -169,6 +181,19 @@ def dkdv_kernel(
             unmasked = count
         whole = unmasked
     last = count
+    row_level, key_level = key_word, key_word
+    before, hole = 0, 0
+    if FOLDED:
+        phase = tl.load(offsets + kv_heads + kv_head)
+        key_level = row_levels(keys, phase, periods)
+        row_level = row_levels(tl.arange(0, BLOCK_M), phase, periods)  # of every tile: periods divide its rows
+        if CAUSAL:  # the rows of later segments of the finer branch
+            later = tl.where(skipped > 0, (first_key // tl.maximum(skipped, 1) + 1) * skipped, 0)
+            first_row = tl.maximum(first_row, tl.minimum(later, count))
+            unmasked = tl.maximum(unmasked, first_row)
+            whole = tl.maximum(whole, unmasked)
+        else:
+            whole, last, before, hole = outside_own(first_key, whole, last, count, skipped, False)
     query_tiles = kept
     for g in tl.static_range(GROUP):
         head = kv64 * GROUP + g
@@ -186,17 +211,20 @@ def dkdv_kernel(
             dk, dv = _visit_queries(
                 dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
                 query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
-                threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+                threshold, row_level, key_level, before, hole,
+                D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
             )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
             query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
-            threshold, D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION, PIECES,
+            threshold, row_level, key_level, before, hole,
+            D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, last,
             query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
-            threshold, D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+            threshold, row_level, key_level, before, hole,
+            D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
         )  # fmt: skip
     dk *= scale
     into = ((b * N + token) * kv_heads + kv64) * D
@@ -212,10 +240,10 @@ def dq_kernel(
     Q, K, V, Do, Lse, Delta, Dq, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
-    threshold, rows_per_batch_row,
+    threshold, rows_per_batch_row, skipped, periods,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of query rows of one query head."""
     tile, head, segment, b, token, count = locate_tile(
@@ -243,15 +271,24 @@ def dq_kernel(
         BLOCK_M, BLOCK_N, PIECES, CAUSAL,
     )  # fmt: skip
     key_tiles = kept + start if PIECES else kept
+    row_level, key_level = row_word, row_word
+    before, hole = 0, 0
+    if FOLDED:
+        phase = tl.load(offsets + (H + head) // GROUP)
+        row_level = row_levels(rows, phase, periods)
+        key_level = row_levels(tl.arange(0, BLOCK_N), phase, periods)
+        whole, last, before, hole = outside_own(first_row, whole, last, count, skipped, CAUSAL)
+        if last == 0:
+            return
     dq = _visit_keys(
         dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
-        position, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT,
-        PRECISION, PIECES,
+        position, rate, scale * LOG2_E, keep_scale, threshold, row_level, key_level, before, hole,
+        D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
     )  # fmt: skip
     dq = _visit_keys(
         dq, q, do, lse, delta, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word,
-        position, rate, scale * LOG2_E, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT,
-        PRECISION, PIECES,
+        position, rate, scale * LOG2_E, keep_scale, threshold, row_level, key_level, before, hole,
+        D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
     )  # fmt: skip
     dq *= scale
     into = Dq + ((b * N + token) * H + head64) * D

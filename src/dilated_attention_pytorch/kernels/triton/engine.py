@@ -196,7 +196,7 @@ def _forward_steps(plan: Plan, query: Tensor, key: Tensor, scale: float, layout:
         if branch.hopper is not None:
             launch, works = branch.hopper.forward_launch(query, key, branch, scale, kept)
             yield Step(branch, launch, works, "hopper", branch.query_offsets)
-        if branch.hopper is None or plan.documents is not None:
+        if branch.has_plain_rows:
             yield _plain_step(forward_kernel, "forward", branch, scale, kept)
 
 
@@ -206,7 +206,7 @@ def _backward_steps(plan: Plan, query: Tensor, key: Tensor, scale: float, layout
         for teams in branch.teams:
             launch = branch.hopper.backward_launch(query, key, branch, teams, scale, plan.like_workspace, kept)
             yield Step(branch, launch, teams.works, "hopper", branch.offsets)
-        if branch.hopper is None or plan.documents is not None:
+        if branch.has_plain_rows:
             yield _plain_step(dkdv_kernel, "dkdv", branch, scale, kept)
             yield _plain_step(dq_kernel, "dq", branch, scale, kept)
 
@@ -226,7 +226,7 @@ def _plain_step(kernel: Any, name: str, branch: PlannedBranch, scale: float, kep
     numbers = (
         *plan.strides, plan.N, plan.H, branch.w, branch.r, heads, branch.heads.start * group, count,
         branch.slots_per_row, plan.call.head_offset, plan.call.first_position, branch.index, scale, plan.keep_scale,
-        plan.threshold, 0 if kept is None else kept.rows_per_batch_row,
+        plan.threshold, 0 if kept is None else kept.rows_per_batch_row, branch.fold.skipped, branch.fold.periods,
     )  # fmt: skip
     # Without a layout the kernels take None in place of its lists; a launch is then spared their pointers.
     no_lists = (None, None, None) if kept is None else ()

@@ -6,7 +6,8 @@ For a tile of query rows, over the key tiles of its segment (all, or up to the d
     l = l * exp(m - m') + rowsum p;  acc = acc * exp(m - m') + p v
 
 starting from m = -inf, l = 0, acc = 0, or, where earlier branches have written the row, from m = lse, l = 1, acc = out.
-In the end out = acc / l and lse = m + log l. With a block layout (PIECES > 0) the key tiles are those of a list.
+In the end out = acc / l and lse = m + log l. With a block layout (PIECES > 0) the key tiles are those of a list. Where
+branches are folded into each other (FOLDED), p counts as often as `core.folding` says, and keys are left out.
 """
 
 # mypy: ignore-errors
@@ -24,6 +25,8 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
     keeps,
     load_rows,
     locate_tile,
+    outside_own,
+    row_levels,
     store_rows,
 )
 
@@ -31,14 +34,16 @@ from dilated_attention_pytorch.kernels.triton.primitives import (
 @triton.jit
 def _visit_keys(
     acc, m, total, q, k_base, v_base, k_stride, v_stride, rows, first, last, tiles, count, row_word, key_start, rate,
-    qk_scale, keep_scale, threshold,
+    qk_scale, keep_scale, threshold, row_level, key_level, before, hole,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     """Keys [first, last), or where PIECES are given the steps [first, last) of a list of tiles."""
     STEP: tl.constexpr = 1 if PIECES else BLOCK_N
     for step in tl.range(first, last, STEP):
         start = row_of_step(tiles, step, BLOCK_N, PIECES) if PIECES else step
+        if FOLDED:
+            start += tl.where(step < before, 0, hole)
         keys = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_base, keys, k_stride, D, BLOCK_D, count, MASKED)
         s = tl.dot(q, k.T, input_precision=PRECISION)
@@ -50,7 +55,11 @@ def _visit_keys(
         # The scale is positive, so it may wait until after the maximum and become part of one multiply-add.
         m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
         # Finite from the first tile on: every row sees that tile's first key.
-        p = tl.exp2(s * qk_scale - m_new[:, None])
+        if FOLDED:
+            weight = tl.minimum(row_level[:, None], key_level[None, :])
+            p = tl.exp2(s * qk_scale - (m_new[:, None] - weight))
+        else:
+            p = tl.exp2(s * qk_scale - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
@@ -68,10 +77,10 @@ def forward_kernel(
     Q, K, V, Out, Lse, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, qk_scale,
-    keep_scale, threshold, rows_per_batch_row,
+    keep_scale, threshold, rows_per_batch_row, skipped, periods,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
     tile, head, segment, b, token, count = locate_tile(
         offsets, lines, N, W, rate, heads, first_head, tiles, slots_per_row, GROUP, LISTED, True
@@ -107,13 +116,24 @@ def forward_kernel(
         BLOCK_M, BLOCK_N, PIECES, CAUSAL,
     )  # fmt: skip
     key_tiles = kept + start if PIECES else kept
+    row_level, key_level = row_word, row_word
+    before, hole = 0, 0
+    if FOLDED:
+        phase = tl.load(offsets + (H + head) // GROUP)
+        row_level = row_levels(rows, phase, periods)
+        key_level = row_levels(tl.arange(0, BLOCK_N), phase, periods)  # of every tile: periods divide its rows
+        whole, last, before, hole = outside_own(first_row, whole, last, count, skipped, CAUSAL)
+        if last == 0:
+            return
     acc, m, total = _visit_keys(
         acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, 0, whole, key_tiles, count, row_word,
-        position, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES,
+        position, rate, qk_scale, keep_scale, threshold, row_level, key_level, before, hole,
+        D, BLOCK_D, BLOCK_N, False, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
     )  # fmt: skip
     acc, m, total = _visit_keys(
         acc, m, total, q, k_base, v_base, rate * k_n, rate * v_n, rows, whole, last, key_tiles, count, row_word,
-        position, rate, qk_scale, keep_scale, threshold, D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES,
+        position, rate, qk_scale, keep_scale, threshold, row_level, key_level, before, hole,
+        D, BLOCK_D, BLOCK_N, True, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
     )  # fmt: skip
     store_rows(out_base, rows, rate * H * D, D, BLOCK_D, count, acc / total[:, None])
     tl.store(lse_pointers, (m + tl.log2(total)) * LN_2, mask=rows < count)

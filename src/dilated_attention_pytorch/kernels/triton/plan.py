@@ -18,6 +18,7 @@ from dilated_attention_pytorch.core import environment, plans
 from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.dropout import threshold_of
 from dilated_attention_pytorch.core.entries import lasting
+from dilated_attention_pytorch.core.folding import Fold, fold_branches
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
@@ -84,10 +85,18 @@ class Plan:
         self.launches: dict[str, Launch] = {}
         self.steps: list[Step] | None = None  # made by the first call
         table = call.offsets(self.H, key.shape[2])
+        order, covers = _order(call, table, self.N, in_documents=spans is not None)
+        folds = [Fold()] * len(table)
+        # Dropout draws for every branch on its own. Wider heads leave no registers for the weights of rows.
+        if covers and not drops and call.sparse is None and call.table is None and self.D <= 128:
+            folds = fold_branches(call.spec.branches, table, self.N)
+            order = [index for index in order if not folds[index].is_empty]
         in_one = spans is None and short.takes(call, self.B, self.N, self.H)
-        rounds = not call.partial and (in_one or rounds_little(call.spec, table))
+        if in_one and (len(order) > 1 or folds[order[0]].is_plain or not _may_take_hopper(query)):
+            order, covers = [], True
+        in_one = in_one and not order
+        rounds = not call.partial and (len(order) <= 1 or rounds_little(call.spec, table))
         self.sum_dtype = query.dtype if rounds else torch.float32
-        order, covers = ([], True) if in_one else _order(call, table, self.N, in_documents=spans is not None)
         self.every_row_written = covers  # of documents, if there are any
         self.empty_like = _empty_like_meta if query.is_meta else torch.empty_like
         self.new = self.empty_like if self.every_row_written else torch.zeros_like
@@ -96,7 +105,7 @@ class Plan:
         for index in order:
             row = table[index]
             heads = {h for h, offset in enumerate(row) if offset is not None}
-            self.branches.append(PlannedBranch(self, index, row, bool(heads & seen), tensors))
+            self.branches.append(PlannedBranch(self, index, row, bool(heads & seen), tensors, folds[index]))
             seen |= heads
         taken = [branch for branch in self.branches if branch.hopper is not None]
         # What results are made like: faster than by shape, dtype and device, which takes longer than a launch.
@@ -155,7 +164,8 @@ def _order(call: Call, table: OffsetTable, tokens: int, *, in_documents: bool) -
     covering = [i for i in order if branches[i].dilation_rate == 1 and None not in table[i]]
     keys = [grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in branches]
     if covering and not (in_documents and 4 * min(keys[i] for i in order) <= keys[covering[0]]):
-        return sorted(order, key=lambda i: i != covering[0]), True
+        # A finer branch before those that are folded into it.
+        return sorted(order, key=lambda i: (i != covering[0], branches[i].dilation_rate)), True
     return sorted(order, key=keys.__getitem__), False
 
 
@@ -173,8 +183,9 @@ class PlannedBranch:
     """One branch's launches: its slots, heads, rows and table, and the launchers of the Hopper kernels if they run."""
 
     def __init__(
-        self, plan: Plan, index: int, row: tuple[int | None, ...], continues: bool, tensors: tuple[Tensor, ...]
-    ) -> None:
+        self, plan: Plan, index: int, row: tuple[int | None, ...], continues: bool, tensors: tuple[Tensor, ...],
+        fold: Fold,
+    ) -> None:  # fmt: skip
         branch = plan.call.spec.branches[index]
         self.plan = plan
         self.index = index
@@ -182,17 +193,28 @@ class PlannedBranch:
         self.w = min(branch.segment_length, plan.N)
         self.is_causal = plan.call.is_causal
         self.continues = continues
+        self.fold = fold
         present = [h for h, offset in enumerate(row) if offset is not None]
         self.heads = range(present[0], present[-1] + 1)
         self.rows = max(grid_rows(self.w, self.r, offset) for offset in row if offset is not None)
         self.slots_per_row = triton.cdiv(plan.N, self.w)
         self.slots = plan.B * self.slots_per_row
         offsets = tuple(-1 if offset is None else offset for offset in row)
+        if not fold.is_plain:
+            offsets += fold.phases or (0,) * len(row)  # kernels of folded branches read them behind the offsets
         self.offsets = _offsets_on(plan.device, offsets)  # of key/value heads
         self.query_offsets = _offsets_on(plan.device, tuple(offset for offset in offsets for _ in range(plan.group)))
         self.workspace_rows = 0
         self.teams: list[Any] = []  # of Hopper's backward
         self.hopper = _hopper_for(self, *tensors)
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """Whether the plain kernels compute all of this branch, or those segments of documents that Hopper's do not.
+
+        Such short segments have no pairs that a finer branch leaves to this one.
+        """
+        return self.hopper is None or (self.plan.documents is not None and not self.fold.skipped)
 
     def tiles(self, kernel: str, most: int | None = None) -> Tiles:
         """The shape that a plain kernel runs in for segments of `most` rows; within a tile of a block layout."""
@@ -215,12 +237,18 @@ class PlannedBranch:
             "BLOCK_D": plan.block_d,
             "CAUSAL": self.is_causal,
             "CONTINUES": self.continues,
+            "FOLDED": not self.fold.is_plain,
             "LISTED": plan.documents is not None,
             "DROPOUT": plan.drops,
             "PRECISION": plan.precision,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
         }
+
+
+def _may_take_hopper(query: Tensor) -> bool:
+    """Whether the Hopper kernels could take whole rows like these."""
+    return KERNELS != "plain" and query.element_size() == 2 and why_no_hopper(device_of(query)) is None
 
 
 def _hopper_for(
@@ -232,7 +260,7 @@ def _hopper_for(
     buffer for each key/value head that works at once, and is left out where that would be a burden on memory.
     """
     plan = branch.plan
-    if KERNELS == "plain" or why_no_hopper(device_of(query)) is not None:
+    if not _may_take_hopper(query):
         return None
     if plan.call.sparse is not None and plan.documents is not None:
         return None

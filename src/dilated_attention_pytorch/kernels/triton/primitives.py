@@ -12,7 +12,7 @@ import triton.language as tl
 # Numbers that vary from call to call: specialising on them (on being 1, or divisible by 16) would compile anew.
 UNSPECIALIZED = (
     "N", "H", "W", "rate", "heads", "first_head", "tiles", "slots_per_row", "head_offset",
-    "first_position", "branch", "threshold", "rows_per_batch_row",
+    "first_position", "branch", "threshold", "rows_per_batch_row", "skipped", "periods",
 )  # fmt: skip
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,6 +52,34 @@ def locate_tile(
         count = (tl.minimum(W, N - start) - offset + rate - 1) // rate
     count = tl.where(offset < 0, 0, count)
     return tile, head, segment, b, (start + offset).to(tl.int64), count
+
+
+@triton.jit
+def row_levels(rows, phase, periods):
+    """Of grid rows: the logarithm, to base 2, of how many branches of a chain they are on. See `core.folding`.
+
+    A pair is in as many as the row of the two that is in fewer: the grids are nested.
+    """
+    count = rows * 0
+    for exponent in tl.static_range(1, 4):
+        is_on = (periods & (1 << exponent) != 0) & (((rows - phase) & ((1 << exponent) - 1)) == 0)
+        count += is_on.to(tl.int32)
+    return tl.where(count < 2, count.to(tl.float32), tl.where(count == 2, 1.5849625, 2.0))  # log2 of 1, 2, 3 and 4
+
+
+@triton.jit
+def outside_own(first, whole, last, count, skipped, CAUSAL: tl.constexpr):
+    """What is left of the ranges [0, whole) and [whole, last) of rows where a finer branch computes some of them.
+
+    These are `skipped` rows that contain row `first`: the `hole` from `before` on. The ranges leave it out, so that
+    what is beyond the hole must be moved on by it. Under causality nothing is.
+    """
+    before = first // tl.maximum(skipped, 1) * skipped
+    after = tl.minimum(before + skipped, count)
+    ends = (skipped > 0) & (CAUSAL | (after == count))
+    whole = tl.where(ends, tl.minimum(whole, before), whole - tl.minimum(whole, after - before))
+    last = tl.where(ends, before, last - (after - before))
+    return whole, last, before, after - before
 
 
 @triton.jit

@@ -49,6 +49,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     dropout_keys,
     dropout_rows,
     keeps,
+    pair_levels,
     synchronize_threads,
     wait_for_stores,
 )
@@ -57,14 +58,15 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     Lists,
     Sizes,
     additions_to,
-    first_query_tile,
     first_step,
     grid_of,
+    hole_of,
     key_tile_of,
     listed,
     locate,
     next_listed,
     next_query_tile,
+    steps_around,
     total_steps,
     turn_of,
 )
@@ -100,10 +102,19 @@ class _Signals(NamedTuple):
 
 
 @gluon.jit
+def _takes(key_tile, key_tiles, steps, FOLDED: gl.constexpr):
+    """Whether there is such a key tile, and any query tile for it."""
+    if FOLDED:
+        return (key_tile < key_tiles) & (steps > 0)
+    else:
+        return key_tile < key_tiles
+
+
+@gluon.jit
 def _produce(
     sources, inputs, signals, Lse, Delta, offsets, lines, lists, sizes, dropout,
     BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
-    DROPOUT: gl.constexpr,
+    DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     q_rows, do_rows, k_rows, v_rows = sources
     N, H, rate, group, team_size = sizes.N, sizes.H, sizes.rate, sizes.group, sizes.team_size
@@ -120,7 +131,9 @@ def _produce(
             grid = grid_of(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
-            if key_tile < key_tiles:
+            hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
+            steps = steps_around(hole, query_tiles, group)
+            if _takes(key_tile, key_tiles, steps, FOLDED):
                 mbarrier.wait(signals.kv_empty.index(held), held_phase)
                 mbarrier.expect(signals.kv_full.index(held), k_rows.desc.block_type.nbytes * 2)
                 row = key_tile * BLOCK_N
@@ -128,9 +141,7 @@ def _produce(
                 copy_rows(k_rows, b, token, row, kv, N, rate, signal, inputs.k.index(held), BLOCK_N)
                 copy_rows(v_rows, b, token, row, kv, N, rate, signal, inputs.v.index(held), BLOCK_N)
                 held, held_phase = advance(held, held_phase, KV_STAGES)
-                first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = first_step(first, query_tiles, member, sizes)
-                steps = group * (query_tiles - first)
+                g, tile = first_step(hole, query_tiles, member, sizes, FOLDED)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
                     start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
@@ -163,13 +174,14 @@ def _produce(
                     mbarrier.arrive(signals.q_full.index(stage), count=1)
                     walked += 1
                     if not SPARSE:
-                        g, tile = next_query_tile(g, tile, first, query_tiles, group)
+                        g, tile = next_query_tile(g, tile, hole, query_tiles, group, FOLDED)
 
 
 @gluon.jit
 def _write(
     scratch_desc, Turns, dq_smem, signals, offsets, lines, lists, sizes,
     PARITY: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
+    FOLDED: gl.constexpr,
 ):  # fmt: skip
     """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
     group, team_size = sizes.group, sizes.team_size
@@ -187,10 +199,10 @@ def _write(
             grid = grid_of(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
-            if key_tile < key_tiles:
-                first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                g, tile = first_step(first, query_tiles, member, sizes)
-                steps = group * (query_tiles - first)
+            hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
+            steps = steps_around(hole, query_tiles, group)
+            if _takes(key_tile, key_tiles, steps, FOLDED):
+                g, tile = first_step(hole, query_tiles, member, sizes, FOLDED)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
                     start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
@@ -204,7 +216,9 @@ def _write(
                         if SPARSE:
                             turn = gl.load(lists.turns + entry)
                         else:
-                            turn = turn_of(g, tile, round, member, key_tiles, query_tiles, sizes, CAUSAL, BLOCK_M)
+                            turn = turn_of(
+                                g, tile, round, member, key_tiles, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M
+                            )
                         place = (team * group + g) * sizes.rows + tile * BLOCK_M
                         pointer = Turns + place // BLOCK_M
                         seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
@@ -225,7 +239,7 @@ def _write(
                         last_turn = pointer
                     walked += 1
                     if not SPARSE:
-                        g, tile = next_query_tile(g, tile, first, query_tiles, group)
+                        g, tile = next_query_tile(g, tile, hole, query_tiles, group, FOLDED)
         if started > 0:
             wait_for_stores()
             gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
@@ -254,9 +268,9 @@ def _give_dq(ds_smem, dq_smem, signals, k, step, WHICH: gl.constexpr, BLOCK_D: g
 
 @gluon.jit
 def _meet_queries(
-    dk, dv, inputs, ds_smem, dq_smem, signals, no_scores, key_words, dropout, scale, tile, first_key, count, held,
-    walked, step, WHICH: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
-    DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr,
+    dk, dv, inputs, ds_smem, dq_smem, signals, no_scores, key_words, dropout, scale, levels, tile, first_key, count,
+    held, walked, step, WHICH: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
+    DOCUMENTS: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """A step of a warpgroup: its keys meet a query tile, and dk and dv grow."""
     dtype: gl.constexpr = inputs.q.dtype
@@ -283,7 +297,10 @@ def _meet_queries(
     dp_later = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     lse = inputs.lse.index(stage).load(gl.SliceLayout(0, scores))
     s = warpgroup_mma_wait(1, deps=[s_later])
-    p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+    if FOLDED:
+        p = gl.exp2(s * (scale * LOG2_E) - (lse[None, :] - levels))
+    else:
+        p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
     cut = (row + BLOCK_M > count) | (first_key + 64 > count)
     if CAUSAL:
         cut = cut | (row < first_key + 63)
@@ -321,7 +338,7 @@ def _meet_queries(
 @gluon.jit
 def _consume(
     given, WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup that owns 64 rows of every key tile, and half of the columns of dq."""
     gradients, Scratch, Turns, inputs, ds_smem, dq_smem, signals, offsets, lines, lists, sizes, dropout, scale = given
@@ -343,19 +360,22 @@ def _consume(
     for unit in range(team, sizes.units, sizes.teams):
         b, kv, token, count = locate(unit, sizes, offsets, lines, DOCUMENTS)
         origin = b.to(gl.int64) * sizes.N + token
+        levels = no_scores
+        if FOLDED:
+            levels = pair_levels(gl.load(offsets + H // group + kv), sizes.periods, scores, 64, BLOCK_M)
         query_tiles = (count + BLOCK_M - 1) // BLOCK_M
         key_tiles = (count + BLOCK_N - 1) // BLOCK_N
         if SPARSE:
             grid = grid_of(lists, unit, 0, sizes)
         for round in range((key_tiles + team_size - 1) // team_size):
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
-            if key_tile < key_tiles:
+            hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
+            steps = steps_around(hole, query_tiles, group)
+            if _takes(key_tile, key_tiles, steps, FOLDED):
                 first_key = key_tile * BLOCK_N + WHICH * 64
                 dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
-                first = first_query_tile(key_tile, CAUSAL, BLOCK_M)
-                _, tile = first_step(first, query_tiles, member, sizes)
-                steps = group * (query_tiles - first)
+                _, tile = first_step(hole, query_tiles, member, sizes, FOLDED)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)
                     start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
@@ -375,12 +395,13 @@ def _consume(
                             lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
                         )
                     dk, dv = _meet_queries(
-                        dk, dv, inputs, ds_smem, dq_smem, signals, no_scores, key_words, dropout, scale, tile,
+                        dk, dv, inputs, ds_smem, dq_smem, signals, no_scores, key_words, dropout, scale, levels, tile,
                         first_key, count, held, walked, step, WHICH, BLOCK_D, BLOCK_M, CAUSAL, DOCUMENTS, DROPOUT,
+                        FOLDED,
                     )  # fmt: skip
                     walked += 1
                     if not SPARSE:
-                        tile = gl.where(tile + 1 == query_tiles, first, tile + 1)
+                        _, tile = next_query_tile(0, tile, hole, query_tiles, group, FOLDED)
                 met_any = steps > 0 if SPARSE else True
                 if met_any:
                     all_keys = inputs.k.index(held).reshape([BLOCK_N, BLOCK_D])
@@ -403,12 +424,11 @@ def _consume(
             tile = share % tiles
             place = (team * group + g) * rows + tile * BLOCK_M
             pointer = Turns + place // BLOCK_M
-            if tile < query_tiles:
+            additions = additions_to(tile, key_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
+            if _takes(tile, query_tiles, additions, FOLDED):
                 if SPARSE:
                     row = grid_of(lists, unit, g, sizes) + tile // (BLOCK_N // BLOCK_M)
                     additions = gl.load(lists.key_first + row + 1) - gl.load(lists.key_first + row)
-                else:
-                    additions = additions_to(tile, key_tiles, CAUSAL, BLOCK_M)
                 while gl.atomic_add(pointer, 0, sem="acquire", scope="gpu") != epoch + additions:
                     pass
                 synchronize_threads()
@@ -437,10 +457,10 @@ def backward_kernel(
     q_desc, q_tail, do_desc, do_tail, k_desc, k_tail, v_desc, v_tail, scratch_desc,
     Lse, Delta, Dq, Dk, Dv, Scratch, Lines, offsets, seed,
     Grids, First, Queries, QueryTurns, KeyFirst,
-    N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group,
+    N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group, skipped, periods,
     turns_at, rows_per_batch_row, continues, head_offset, first_position, branch, threshold, keep_scale, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """`Grids` to `KeyFirst` and `rows_per_batch_row` are a block layout's lists, and not read without one."""
     Turns = (Scratch + turns_at).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -475,7 +495,9 @@ def backward_kernel(
     dropout = Dropout(seed, head_offset, first_position, branch, keep_scale, threshold)
     if DOCUMENTS:
         units = gl.load(Lines) * heads
-    sizes = Sizes(N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group)
+    sizes = Sizes(
+        N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group, skipped, periods
+    )
     lists = Lists(offsets, offsets, offsets, offsets, offsets, N)
     if SPARSE:
         lists = Lists(Grids, First, Queries, QueryTurns, KeyFirst, rows_per_batch_row)
@@ -486,14 +508,16 @@ def backward_kernel(
     # A tuple of constants would not stay constant, so the lists are written out.
     gl.warp_specialize(
         [
-            (_consume, (given, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
-            (_consume, (given, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
+            (_consume, (given, 0, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT,
+                        FOLDED)),
+            (_consume, (given, 1, D, BLOCK_D, BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT,
+                        FOLDED)),
             (_produce, (sources, inputs, signals, Lse, Delta, offsets, Lines, lists, sizes, dropout,
-                        BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
+                        BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
             (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 0,
-                      BLOCK_M, CAUSAL, DOCUMENTS, SPARSE)),
+                      BLOCK_M, CAUSAL, DOCUMENTS, SPARSE, FOLDED)),
             (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 1,
-                      BLOCK_M, CAUSAL, DOCUMENTS, SPARSE)),
+                      BLOCK_M, CAUSAL, DOCUMENTS, SPARSE, FOLDED)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -90,6 +90,29 @@ def keeps(row_words, factors, key_words, dropout):
 
 
 @gluon.jit
+def _row_levels(rows, phase, periods):
+    """As `primitives.row_levels`."""
+    # A thread's rows do not differ in these bits, and its columns in one: the compiler computes two levels of pairs.
+    place = (rows & 7) - phase
+    count = rows * 0
+    for exponent in gl.static_range(1, 4):
+        is_on = ((place & ((1 << exponent) - 1)) == 0) & (periods & (1 << exponent) != 0)
+        count += is_on.to(gl.int32)
+    return gl.where(count < 2, count.to(gl.float32), gl.where(count == 2, 1.5849625, 2.0))
+
+
+@gluon.jit
+def pair_levels(phase, periods, scores: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """What to add to the scores, to base 2, of a tile whose pairs count as often as `core.folding` says.
+
+    It is the same for all tiles of a head: they begin at multiples of all periods.
+    """
+    rows = _row_levels(gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores)), phase, periods)
+    columns = _row_levels(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, scores)), phase, periods)
+    return gl.minimum(rows[:, None], columns[None, :])
+
+
+@gluon.jit
 def clear_rows(smem, first):
     """Set the rows of a tile in shared memory from `first` on to 0, for products that follow."""
     ROWS: gl.constexpr = smem.shape[0]

@@ -8,7 +8,8 @@ a tile it hands the consumers an order, which says where the tile is. The copies
 product, do not wait until the last one is stored.
 
 With a block layout, whose tiles are as large as those here, a query tile's list of key tiles is walked in their place:
-see `triton.block_sparse`. Again only its last one may need a mask.
+see `triton.block_sparse`. Again only its last one may need a mask. Where branches are folded into each other (FOLDED),
+pairs count as often as `core.folding` says, which costs nothing: it is added to the maximum. Key tiles are left out.
 """
 
 # mypy: ignore-errors
@@ -37,12 +38,16 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     dropout_keys,
     dropout_rows,
     keeps,
+    pair_levels,
     synchronize_threads,
 )
 from dilated_attention_pytorch.kernels.triton.hopper.works import (
     Lists,
     Sizes,
     exists,
+    key_tile_at,
+    key_tiles,
+    keys_of,
     line_of,
     listed,
     next_work,
@@ -68,15 +73,6 @@ class _Signals(NamedTuple):
     landed: Any  # values whose last rows lie behind a document
 
 
-@gluon.jit
-def _key_tiles(end, count, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many key tiles the rows up to `end` see."""
-    last = count
-    if CAUSAL:
-        last = gl.minimum(end, count)
-    return (last + BLOCK_N - 1) // BLOCK_N
-
-
 class _Order(NamedTuple):
     """What a consumer must know of a tile of query rows: a `Place`, the tile in it, and its list of key tiles."""
 
@@ -85,8 +81,9 @@ class _Order(NamedTuple):
     token: Any
     count: Any  # 0: there are no more tiles
     tile: Any
-    steps: Any  # how many key tiles a block layout keeps, and the last of them
+    steps: Any  # how many key tiles it meets, and the last of them
     last: Any
+    phase: Any  # of the head, where branches are folded into each other
 
 
 @gluon.jit
@@ -102,6 +99,7 @@ def _give_order(orders, signal, order):
     words = gl.where(lane == 0, order.b, gl.where(lane == 1, order.head, order.token))
     words = gl.where(lane == 3, order.count, gl.where(lane == 4, order.tile, words))
     words = gl.where(lane == 5, order.steps, gl.where(lane == 6, order.last, words))
+    words = gl.where(lane == 7, order.phase, words)
     orders.store(words)
     synchronize_threads()
     mbarrier.arrive(signal, count=1)
@@ -118,14 +116,14 @@ def _await_order(orders, signals, done):
     mbarrier.wait(signals.q_full.index(slot), phase)
     words = orders.index(slot).load(gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     place = _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3)
-    return _Order(*place, _word(words, 4), _word(words, 5), _word(words, 6))
+    return _Order(*place, _word(words, 4), _word(words, 5), _word(words, 6), _word(words, 7))
 
 
 @gluon.jit
 def _produce(
     sources, staged, signals, offsets, lines, lists, sizes, dropout,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr,
-    SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
+    SPARSE: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     q_rows, k_rows, v_rows = sources
     q_smem, k_smem, v_smem, word_smem, orders = staged
@@ -151,7 +149,11 @@ def _produce(
         place = place_of(work, line, rows, sizes, DOCUMENTS)
         b, head, token, count = place
         tile = tile_of(line, second, sizes, BLOCK_M, CAUSAL, DOCUMENTS)
-        if tile * BLOCK_M < count:
+        keys = keys_of(tile, count, sizes, BLOCK_M, BLOCK_N, CAUSAL, FOLDED)
+        meets_any = tile * BLOCK_M < count
+        if FOLDED:
+            meets_any = meets_any & (keys.steps > 0)
+        if meets_any:
             kv = head // sizes.group
             slot, turn = _slot(orders, done)
             mbarrier.wait(signals.q_empty.index(slot), turn ^ 1)
@@ -164,10 +166,13 @@ def _produce(
             if SPARSE:
                 start, steps = listed(lists, work, tile, place, sizes, BLOCK_M)
                 following = gl.load(lists.keys + start + steps - 1)
-                order = _Order(b, head, token, count, tile, steps, following)
+                order = _Order(b, head, token, count, tile, steps, following, tile)
             else:
-                steps = _key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N)
-                order = _Order(b, head, token, count, tile, steps, steps)
+                steps = keys.steps
+                phase_of_head = tile
+                if FOLDED:
+                    phase_of_head = gl.load(offsets + sizes.H + head)
+                order = _Order(b, head, token, count, tile, steps, key_tile_at(keys, steps - 1), phase_of_head)
             _give_order(orders.index(slot), signal, order)
             done += 1
             for step in range(steps):
@@ -175,7 +180,7 @@ def _produce(
                     row = following * BLOCK_N
                     following = gl.load(lists.keys + start + gl.maximum(steps - 2 - step, 0))
                 else:
-                    row = (steps - 1 - step) * BLOCK_N
+                    row = key_tile_at(keys, steps - 1 - step) * BLOCK_N
                 mbarrier.wait(signals.k_empty.index(stage), phase)
                 if DROPOUT:
                     lane = gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -206,7 +211,7 @@ def _produce(
     mbarrier.wait(signals.q_empty.index(slot), turn ^ 1)
     mbarrier.arrive(signals.q_full.index(slot), count=1)  # no rows come with this order
     none = gl.to_tensor(0)
-    _give_order(orders.index(slot), signals.q_full.index(slot), _Order(none, none, none, none, none, none, none))
+    _give_order(orders.index(slot), signals.q_full.index(slot), _Order(none, none, none, none, none, none, none, none))
 
 
 @gluon.jit
@@ -236,8 +241,8 @@ def _await_keys(
     """
     BLOCK_M: gl.constexpr = 64 * CONSUMERS
     if CAUSAL and BLOCK_M > BLOCK_N:  # else all rows see the same key tiles
-        mine = _key_tiles(tile * BLOCK_M + WHICH * 64 + 64, count, CAUSAL, BLOCK_N)
-        for _ in range(_key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N) - mine):
+        mine = key_tiles(tile * BLOCK_M + WHICH * 64 + 64, count, CAUSAL, BLOCK_N)
+        for _ in range(key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N) - mine):
             _await_turn(signals.turns, issued, WHICH, ORDERED)
             issued = _pass_turn(signals.turns, issued, WHICH, CONSUMERS, ORDERED)
             mbarrier.wait(signals.k_full.index(stage), phase)
@@ -252,9 +257,12 @@ def _await_keys(
 
 
 @gluon.jit
-def _softmax(s, m, total, qk_scale):
+def _softmax(s, m, total, qk_scale, levels, FOLDED: gl.constexpr):
     m_new = gl.maximum(m, gl.max(s, 1) * qk_scale)
-    p = gl.exp2(s * qk_scale - gl.expand_dims(m_new, 1))
+    if FOLDED:
+        p = gl.exp2(s * qk_scale - (gl.expand_dims(m_new, 1) - levels))
+    else:
+        p = gl.exp2(s * qk_scale - gl.expand_dims(m_new, 1))
     alpha = gl.exp2(m - m_new)
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
 
@@ -277,7 +285,7 @@ def _log2(x):
 def _consume(
     given, WHICH: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
-    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     Out, Lse, staged, signals, sizes, dropout, qk_scale = given
     q_smem, k_smem, v_smem, word_smem, orders = staged
@@ -293,7 +301,7 @@ def _consume(
     issued = 0
     stage = 0
     phase = 0
-    b, head, token, count, tile, mine, last = _await_order(orders, signals, done)
+    b, head, token, count, tile, mine, last, phase_of_head = _await_order(orders, signals, done)
     issued, stage, phase = _await_keys(
         tile, count, issued, stage, phase, signals, WHICH, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL
     )
@@ -313,9 +321,12 @@ def _consume(
             factors = dropout_factors(row_words)
         else:
             mbarrier.arrive(signals.k_empty.index(stage), count=1)
-        if not SPARSE:
-            mine = _key_tiles(first_row + 64, count, CAUSAL, BLOCK_N)
+        if not SPARSE and not FOLDED:
+            mine = key_tiles(first_row + 64, count, CAUSAL, BLOCK_N)
             last = mine - 1
+        levels = nothing
+        if FOLDED:
+            levels = pair_levels(phase_of_head, sizes.periods, scores, 64, BLOCK_N)
         if CONTINUES:
             m = before_lse * LOG2_E
             denominator = gl.where(m == -float("inf"), 0.0, 1.0)
@@ -335,7 +346,7 @@ def _consume(
             keys = last * BLOCK_N + columns
             s = gl.where((keys < count)[None, :], s, -float("inf"))
         # Finite from this tile on: every row sees a key of it.
-        p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+        p, m, denominator, alpha = _softmax(s, m, denominator, qk_scale, levels, FOLDED)
         if DROPOUT:
             p = _drop(p, row_words, factors, word_smem.index(stage), dropout, scores)
             mbarrier.arrive(signals.k_empty.index(stage), count=1)
@@ -358,7 +369,7 @@ def _consume(
             s = warpgroup_mma_wait(1, deps=[s_later])
             if not DROPOUT:
                 mbarrier.arrive(signals.k_empty.index(stage), count=1)
-            p32, m, denominator, alpha = _softmax(s, m, denominator, qk_scale)
+            p32, m, denominator, alpha = _softmax(s, m, denominator, qk_scale, levels, FOLDED)
             if DROPOUT:
                 p32 = _drop(p32, row_words, factors, word_smem.index(stage), dropout, scores)
                 mbarrier.arrive(signals.k_empty.index(stage), count=1)
@@ -402,7 +413,7 @@ def _consume(
         )
         gl.store(out_pointers, gl.convert_layout(out.to(Out.dtype.element_ty), memory), mask=out_mask)
         gl.store(lse_pointers, (m + _log2(denominator)) * LN_2, mask=lse_mask)
-        b, head, token, count, _, mine, last = following
+        b, head, token, count, _, mine, last, phase_of_head = following
         first_row = next_row
         s = warpgroup_mma_wait(0, deps=[next_s])
 
@@ -412,11 +423,11 @@ def _consume(
 def forward_kernel(
     q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, Out, Lse, Lines, offsets, seed,
     Grids, First, Kept,
-    N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, rows_per_batch_row,
-    head_offset, first_position, branch, threshold, keep_scale, qk_scale,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, skipped, periods,
+    rows_per_batch_row, head_offset, first_position, branch, threshold, keep_scale, qk_scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     REGISTERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
-    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr,
+    DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """`Grids`, `First`, `Kept` and `rows_per_batch_row` list the keys of a block layout, and are unread without one.
 
@@ -439,7 +450,9 @@ def forward_kernel(
     fence_async_shared()
     if DOCUMENTS:
         batch = gl.load(Lines)
-    sizes = Sizes(N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group)
+    sizes = Sizes(
+        N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, skipped, periods
+    )  # fmt: skip
     words = q_smem
     if DROPOUT:
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -456,11 +469,11 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (given, 0, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
-                            DOCUMENTS, SPARSE, DROPOUT)),
+                            DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
                 (_consume, (given, 1, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
-                            DOCUMENTS, SPARSE, DROPOUT)),
+                            DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
                 (_produce, (sources, staged, signals, offsets, Lines, lists, sizes, dropout,
-                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
             ],
             [4, 4],
             [REGISTERS, 504 - 2 * REGISTERS],  # the producer gets what is left
@@ -469,13 +482,13 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (_consume, (given, 0, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
-                            DOCUMENTS, SPARSE, DROPOUT)),
+                            DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
                 (_consume, (given, 1, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
-                            DOCUMENTS, SPARSE, DROPOUT)),
+                            DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
                 (_consume, (given, 2, D, BLOCK_D, BLOCK_N, STAGES, CONSUMERS, ORDERED, CAUSAL, CONTINUES,
-                            DOCUMENTS, SPARSE, DROPOUT)),
+                            DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
                 (_produce, (sources, staged, signals, offsets, Lines, lists, sizes, dropout,
-                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE, DROPOUT)),
+                            BLOCK_N, STAGES, CONSUMERS, CAUSAL, DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
             ],
             [4, 4, 4],
             [REGISTERS, REGISTERS, 32],

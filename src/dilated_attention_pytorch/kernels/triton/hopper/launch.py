@@ -89,8 +89,10 @@ def forward_launch(
     multiprocessors = _multiprocessors(device_of(query))
     # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
     alone = -(-branch.rows // 128) * units <= multiprocessors
-    # So do a layout's tiles, which must not be shorter than a program's, and dropout, which takes registers.
-    tiles = hopper_tiles_for(block_d, branch.is_causal, alone or kept is not None or branch.plan.drops)
+    # A layout's tiles and a finer branch's segments are no longer than these, and dropout takes registers. Where
+    # branches are folded, all rows of a tile must see the same key tiles, also under causality.
+    is_cut = kept is not None or branch.fold.skipped > 0 or (branch.is_causal and not branch.fold.is_plain)
+    tiles = hopper_tiles_for(block_d, branch.is_causal, alone or is_cut or branch.plan.drops)
     count = -(-branch.rows // (64 * tiles.consumers))
     works = (-(-count // 2) if branch.is_causal else count) * units  # pairs of tiles if causal
     programs = min(works, multiprocessors)
@@ -100,7 +102,7 @@ def forward_launch(
         count, slots_per_row = min(count, _STRETCH), _WHOLE
     numbers = (
         *_no_lists(kept, 3), N, H, branch.w, branch.r, heads, first, count, slots_per_row, query.shape[0], programs,
-        group, _rows_per_batch_row(kept), *_dropout(branch), qk_scale,
+        group, branch.fold.skipped, branch.fold.periods, _rows_per_batch_row(kept), *_dropout(branch), qk_scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -115,6 +117,7 @@ def forward_launch(
         "DOCUMENTS": has_documents,
         "SPARSE": kept is not None,
         "DROPOUT": branch.plan.drops,
+        "FOLDED": not branch.fold.is_plain,
         "num_warps": 4,
     }
     keys = _view(branch.r, _key_rows(block_d))
@@ -137,7 +140,8 @@ def backward_launch(
     numbers = (
         *_no_lists(kept, 5), N, H, branch.w, branch.r, len(branch.heads), branch.heads.start, teams.rows,
         branch.slots_per_row, units, teams.count, teams.size, _lag(block_d, branch.is_causal), H // key.shape[2],
-        _turns_at(workspace, block_d), _rows_per_batch_row(kept), int(branch.continues), *_dropout(branch), scale,
+        branch.fold.skipped, branch.fold.periods, _turns_at(workspace, block_d), _rows_per_batch_row(kept),
+        int(branch.continues), *_dropout(branch), scale,
     )  # fmt: skip
     settings = {
         "D": D,
@@ -148,6 +152,7 @@ def backward_launch(
         "DOCUMENTS": branch.plan.documents is not None,
         "SPARSE": kept is not None,
         "DROPOUT": branch.plan.drops,
+        "FOLDED": not branch.fold.is_plain,
         "num_warps": 4,
         # Members of a team wait for each other. Where another kernel holds multiprocessors, some members would start
         # and wait for others that cannot: so all programs start together, or none does.

@@ -29,6 +29,8 @@ class Sizes(NamedTuple):
     team_size: Any
     lag: Any
     group: Any
+    skipped: Any  # and periods: see `core.folding`
+    periods: Any
 
 
 class Lists(NamedTuple):
@@ -77,26 +79,59 @@ def key_tile_of(round, member, team_size, key_tiles, SPARSE: gl.constexpr):
     return round * team_size + gl.where(round % 2 == 0, member, team_size - 1 - member)
 
 
+class Hole(NamedTuple):
+    """The query tiles that a key tile does not meet: from `begin` to before `end`."""
+
+    begin: Any
+    end: Any
+
+
 @gluon.jit
-def first_query_tile(key_tile, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
+def hole_of(key_tile, query_tiles, sizes, CAUSAL: gl.constexpr, FOLDED: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Under causality the tiles before; and those of its own segment of the finer branch, if that computes them."""
+    begin = key_tile * 0
+    end = begin
     if CAUSAL:
-        return key_tile * BLOCK_N // BLOCK_M
-    return key_tile * 0
+        end = key_tile * BLOCK_N // BLOCK_M
+    if FOLDED:
+        own = key_tile * BLOCK_N // gl.maximum(sizes.skipped, 1) * sizes.skipped // BLOCK_M
+        if not CAUSAL:
+            begin = own
+        end = gl.maximum(end, gl.minimum(own + sizes.skipped // BLOCK_M, query_tiles))
+    return Hole(begin, end)
 
 
 @gluon.jit
-def first_step(first, query_tiles, member, sizes):
+def steps_around(hole, query_tiles, group):
+    """How many query tiles, over the heads of a group, are outside of a hole."""
+    return group * (query_tiles - (hole.end - hole.begin))
+
+
+@gluon.jit
+def first_step(hole, query_tiles, member, sizes, FOLDED: gl.constexpr):
     """Where a member enters the ring of the group's query tiles: `(head within the group, query tile)`."""
     start = member * stride(query_tiles, sizes)
-    return start // query_tiles, gl.maximum(start % query_tiles, first)
+    return _outside(start // query_tiles, start % query_tiles, hole, query_tiles, sizes.group, FOLDED)
 
 
 @gluon.jit
-def next_query_tile(g, tile, first, query_tiles, group):
+def next_query_tile(g, tile, hole, query_tiles, group, FOLDED: gl.constexpr):
     tile += 1
     leaves = tile == query_tiles
     g = gl.where(leaves, g + 1, g)
-    return gl.where(g == group, 0, g), gl.where(leaves, first, tile)
+    return _outside(gl.where(g == group, 0, g), gl.where(leaves, 0, tile), hole, query_tiles, group, FOLDED)
+
+
+@gluon.jit
+def _outside(g, tile, hole, query_tiles, group, FOLDED: gl.constexpr):
+    """The tile itself, or the first one behind the hole that it is in, of the next head if the hole is at the end."""
+    tile = gl.where((tile >= hole.begin) & (tile < hole.end), hole.end, tile)
+    if FOLDED:  # without, a hole is at the beginning
+        leaves = tile == query_tiles
+        g = gl.where(leaves, g + 1, g)
+        g = gl.where(g == group, 0, g)
+        tile = gl.where(leaves, gl.where(hole.begin == 0, hole.end, 0), tile)
+    return g, tile
 
 
 @gluon.jit
@@ -105,33 +140,65 @@ def stride(query_tiles, sizes):
 
 
 @gluon.jit
-def additions_to(tile, key_tiles, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
-    """How many key tiles add to a query tile."""
-    if CAUSAL:
-        return gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // BLOCK_N + 1, key_tiles)
-    return key_tiles
+def _own_key_tiles(tile, key_tiles, sizes, BLOCK_M: gl.constexpr):
+    """The key tiles in a query tile's segment of the finer branch: the first, and the end."""
+    first = tile * BLOCK_M // gl.maximum(sizes.skipped, 1) * sizes.skipped // BLOCK_N
+    return first, gl.minimum(first + sizes.skipped // BLOCK_N, key_tiles)
 
 
 @gluon.jit
-def turn_of(g, tile, round, member, key_tiles, query_tiles, sizes, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
+def additions_to(tile, key_tiles, sizes, CAUSAL: gl.constexpr, FOLDED: gl.constexpr, BLOCK_M: gl.constexpr):
+    """How many key tiles add to a query tile."""
+    additions = key_tiles
+    if CAUSAL:
+        additions = gl.minimum((tile * BLOCK_M + BLOCK_M - 1) // BLOCK_N + 1, key_tiles)
+    if FOLDED:
+        own, end = _own_key_tiles(tile, key_tiles, sizes, BLOCK_M)
+        additions = gl.where(sizes.skipped > 0, own, additions) if CAUSAL else key_tiles - (end - own)
+    return additions
+
+
+@gluon.jit
+def _both(low, high, begin, end):
+    """How many numbers are in [low, high) and in [begin, end)."""
+    return gl.maximum(gl.minimum(high, end) - gl.maximum(low, begin), 0)
+
+
+@gluon.jit
+def turn_of(
+    g, tile, round, member, key_tiles, query_tiles, sizes,
+    CAUSAL: gl.constexpr, FOLDED: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
     """How many additions to a query tile come before this member's of this round.
 
     All of the rounds before; and of this round those by the members that enter the ring between here and the tile:
     `near` is the last to enter before it, then come `near - 1`, ... 0, and, round the ring, the last member and so on.
     Under causality only some members of a round have a key tile that the query tile sees: `here` of them, the first
-    ones or, in odd rounds, the last.
+    ones or, in odd rounds, the last. Without causality, members whose key tile is in the query tile's own segment of
+    the finer branch do not add: of all key tiles, those in [own, end).
     """
     team_size = sizes.team_size
-    additions = additions_to(tile, key_tiles, CAUSAL, BLOCK_M)
-    before = gl.minimum(round * team_size, additions)
-    here = gl.minimum(gl.maximum(additions - round * team_size, 0), team_size)
+    done = round * team_size  # key tiles of the rounds before
+    last = key_tiles
+    if CAUSAL:
+        last = additions_to(tile, key_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
+    before = gl.minimum(done, last)
+    here = gl.minimum(gl.maximum(last - done, 0), team_size)
     odd = round % 2 == 1
     low = gl.where(odd, team_size - here, 0)  # the members that add are [low, high)
     high = gl.where(odd, team_size, here)
     near = gl.minimum((g * query_tiles + tile) // stride(query_tiles, sizes), team_size - 1)
-    ahead = gl.maximum(gl.minimum(near + 1, high) - gl.maximum(member + 1, low), 0)  # members in (member, near]
-    at_front = gl.maximum(gl.minimum(near + 1, high) - low, 0)  # in [0, near]
-    at_back = gl.maximum(high - gl.maximum(member + 1, low), 0)  # in (member, last]
+    ahead = _both(member + 1, near + 1, low, high)  # members in (member, near]
+    at_front = _both(0, near + 1, low, high)
+    at_back = _both(member + 1, team_size, low, high)
+    if FOLDED and not CAUSAL:
+        own, end = _own_key_tiles(tile, key_tiles, sizes, BLOCK_M)
+        before -= _both(0, done, own, end)
+        low = gl.where(odd, done + team_size - end, own - done)  # the members that do not
+        high = gl.where(odd, done + team_size - own, end - done)
+        ahead -= _both(member + 1, near + 1, low, high)
+        at_front -= _both(0, near + 1, low, high)
+        at_back -= _both(member + 1, team_size, low, high)
     return before + gl.where(member <= near, ahead, at_front + at_back)
 
 

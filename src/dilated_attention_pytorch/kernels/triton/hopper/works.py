@@ -30,6 +30,8 @@ class Sizes(NamedTuple):
     batch: Any  # rows of the batch, or lines of the list
     programs: Any
     group: Any
+    skipped: Any  # and periods: see `core.folding`
+    periods: Any
 
 
 class Work(NamedTuple):
@@ -177,6 +179,49 @@ def place_of(work, line, rows, sizes, DOCUMENTS: gl.constexpr):
         count = last_count + gl.where(line.offset < gl.where(is_last, last_rest, rest), 1, 0)
         count = gl.where((line.offset < 0) | (work.b >= sizes.batch), 0, count)
         return Place(work.b, sizes.first_head + work.head, work.segment * sizes.W + line.offset, count)
+
+
+class Keys(NamedTuple):
+    """The key tiles that a query tile meets: `steps` of them, those from `hole` on moved by `size`."""
+
+    steps: Any
+    hole: Any
+    size: Any
+
+
+@gluon.jit
+def keys_of(
+    tile, count, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, FOLDED: gl.constexpr
+):
+    """All up to the last or, under causality, to their own; without those that a finer branch computes."""
+    steps = key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N)
+    hole = steps
+    size = steps * 0
+    if FOLDED:
+        own = tile * BLOCK_M // gl.maximum(sizes.skipped, 1) * sizes.skipped // BLOCK_N
+        if CAUSAL:
+            steps = gl.where(sizes.skipped > 0, own, steps)
+            hole = steps
+        else:
+            hole = own
+            size = gl.minimum(sizes.skipped // BLOCK_N, steps - own)
+            steps -= size
+    return Keys(steps, hole, size)
+
+
+@gluon.jit
+def key_tile_at(keys, step):
+    """The step-th of them."""
+    return step + gl.where(step < keys.hole, 0, keys.size)
+
+
+@gluon.jit
+def key_tiles(end, count, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many key tiles the rows up to `end` see."""
+    last = count
+    if CAUSAL:
+        last = gl.minimum(end, count)
+    return (last + BLOCK_N - 1) // BLOCK_N
 
 
 @gluon.jit

@@ -1,0 +1,48 @@
+"""Kernels that compute pairs of several branches once give what the reference gives, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.functional import dilated_attention
+
+short = pytest.importorskip("dilated_attention_pytorch.kernels.triton.short", reason="the kernels need Triton")
+planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan")
+
+# Tokens, segments, rates, query heads, key/value heads, and settings.
+CASES = {
+    "three branches, causal, grouped queries": (
+        560, [256, 512, 600], [1, 2, 4], (4, 2), {"is_causal": True}, [(0, 6), (128, 2), (128, 0)],
+    ),
+    "ragged": (400, [256, 400], [1, 2], (2, 2), {}, [(0, 2), (128, 0)]),
+    "one segment of all": (130, [200, 300], [1, 2], (2, 2), {"scale": -0.3}, [(0, 2)]),
+    "packed documents": (
+        420, [256, 1024], [1, 2], (2, 2), {"cu_seqlens": torch.tensor([0, 20, 400, 420])}, [(0, 2), (128, 0)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+@pytest.mark.filterwarnings("ignore::dilated_attention_pytorch.core.spec.ReachWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_folded_branches_give_what_the_reference_gives(name, plans, monkeypatch) -> None:
+    tokens, segments, rates, (heads, kv_heads), settings, folds = CASES[name]
+    monkeypatch.setattr(short, "takes", lambda *call: False)
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, tokens, count, 16, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
+    grad_out, grad_lse = torch.randn(1, tokens, heads, 16), torch.randn(1, tokens, heads)
+    results = []
+    for backend in ("reference", "triton"):
+        out, lse = dilated_attention(*leaves, segments, rates, **settings, return_lse=True, backend=backend)
+        loss = (out * grad_out).sum() + (lse * grad_lse).sum()
+        results.append([out, lse, *torch.autograd.grad(loss, leaves)])
+    assert [branch.fold[:2] for branch in plans[0].branches] == folds
+    for expected, found in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_dropout_and_block_layouts_leave_branches_as_they_are(plans) -> None:
+    q = torch.randn(1, 700, 2, 16)
+    dilated_attention(q, q, q, [256, 700], [1, 2], dropout_p=0.1, backend="triton")
+    assert all(branch.fold.is_plain for plan in plans for branch in plan.branches)
