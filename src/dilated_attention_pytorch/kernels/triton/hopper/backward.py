@@ -31,16 +31,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from dilated_attention_pytorch.kernels.triton.hopper.adding import add_dq
 from dilated_attention_pytorch.kernels.triton.hopper.common import (
     LOG2_E,
     Dropout,
     Rows,
-    add_tile,
     advance,
     barriers,
     clear_rows,
@@ -51,10 +50,10 @@ from dilated_attention_pytorch.kernels.triton.hopper.common import (
     keeps,
     pair_levels,
     synchronize_threads,
-    wait_for_stores,
 )
 from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     BLOCK_N,
+    TURNS_PER_UNIT,
     Lists,
     Sizes,
     additions_to,
@@ -67,11 +66,9 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     next_listed,
     next_query_tile,
     steps_around,
+    takes,
     total_steps,
-    turn_of,
 )
-
-TURNS_PER_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `launch.takes_branch`
 
 
 class _Inputs(NamedTuple):
@@ -102,15 +99,6 @@ class _Signals(NamedTuple):
 
 
 @gluon.jit
-def _takes(key_tile, key_tiles, steps, FOLDED: gl.constexpr):
-    """Whether there is such a key tile, and any query tile for it."""
-    if FOLDED:
-        return (key_tile < key_tiles) & (steps > 0)
-    else:
-        return key_tile < key_tiles
-
-
-@gluon.jit
 def _produce(
     sources, inputs, signals, Lse, Delta, offsets, lines, lists, sizes, dropout,
     BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
@@ -133,7 +121,7 @@ def _produce(
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
             steps = steps_around(hole, query_tiles, group)
-            if _takes(key_tile, key_tiles, steps, FOLDED):
+            if takes(key_tile, key_tiles, steps, FOLDED):
                 mbarrier.wait(signals.kv_empty.index(held), held_phase)
                 mbarrier.expect(signals.kv_full.index(held), k_rows.desc.block_type.nbytes * 2)
                 row = key_tile * BLOCK_N
@@ -175,76 +163,6 @@ def _produce(
                     walked += 1
                     if not SPARSE:
                         g, tile = next_query_tile(g, tile, hole, query_tiles, group, FOLDED)
-
-
-@gluon.jit
-def _write(
-    scratch_desc, Turns, dq_smem, signals, offsets, lines, lists, sizes,
-    PARITY: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
-    FOLDED: gl.constexpr,
-):  # fmt: skip
-    """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
-    group, team_size = sizes.group, sizes.team_size
-    member = gl.program_id(0) % team_size
-    team = gl.program_id(0) // team_size
-    walked = 0
-    started = 0
-    epoch = 0
-    last_turn = Turns
-    for unit in range(team, sizes.units, sizes.teams):
-        _, _, _, count = locate(unit, sizes, offsets, lines, DOCUMENTS)
-        query_tiles = (count + BLOCK_M - 1) // BLOCK_M
-        key_tiles = (count + BLOCK_N - 1) // BLOCK_N
-        if SPARSE:
-            grid = grid_of(lists, unit, 0, sizes)
-        for round in range((key_tiles + team_size - 1) // team_size):
-            key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
-            hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
-            steps = steps_around(hole, query_tiles, group)
-            if _takes(key_tile, key_tiles, steps, FOLDED):
-                g, tile = first_step(hole, query_tiles, member, sizes, FOLDED)
-                if SPARSE:
-                    g, at = gl.to_tensor(0), gl.to_tensor(0)
-                    start, left = listed(lists, grid, key_tile, query_tiles, BLOCK_M)
-                    steps = total_steps(lists, unit, left, key_tile, query_tiles, sizes, BLOCK_M)
-                for _ in range(steps):
-                    if SPARSE:
-                        g, start, at, left, entry, tile = next_listed(
-                            lists, unit, g, start, at, left, key_tile, query_tiles, sizes, BLOCK_M
-                        )
-                    if walked & 1 == PARITY:
-                        if SPARSE:
-                            turn = gl.load(lists.turns + entry)
-                        else:
-                            turn = turn_of(
-                                g, tile, round, member, key_tiles, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M
-                            )
-                        place = (team * group + g) * sizes.rows + tile * BLOCK_M
-                        pointer = Turns + place // BLOCK_M
-                        seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
-                        # Pass the last turn on before waiting for the next one: others may wait too.
-                        if started > 0:
-                            wait_for_stores()
-                            gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
-                        while seen != epoch + turn:
-                            seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
-                        mbarrier.wait(signals.dq_full.index(PARITY), walked >> 1 & 1)
-                        if turn == 0:
-                            tma.async_copy_shared_to_global(scratch_desc, [place, 0], dq_smem.index(PARITY))
-                        else:
-                            add_tile(scratch_desc, [place, 0], dq_smem.index(PARITY))
-                        tma.store_wait(0)  # it has left shared memory
-                        mbarrier.arrive(signals.dq_empty.index(PARITY), count=1)
-                        started = 1
-                        last_turn = pointer
-                    walked += 1
-                    if not SPARSE:
-                        g, tile = next_query_tile(g, tile, hole, query_tiles, group, FOLDED)
-        if started > 0:
-            wait_for_stores()
-            gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
-        started = 0
-        epoch += TURNS_PER_UNIT
 
 
 @gluon.jit
@@ -371,7 +289,7 @@ def _consume(
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
             steps = steps_around(hole, query_tiles, group)
-            if _takes(key_tile, key_tiles, steps, FOLDED):
+            if takes(key_tile, key_tiles, steps, FOLDED):
                 first_key = key_tile * BLOCK_N + WHICH * 64
                 dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
@@ -425,7 +343,7 @@ def _consume(
             place = (team * group + g) * rows + tile * BLOCK_M
             pointer = Turns + place // BLOCK_M
             additions = additions_to(tile, key_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
-            if _takes(tile, query_tiles, additions, FOLDED):
+            if takes(tile, query_tiles, additions, FOLDED):
                 if SPARSE:
                     row = grid_of(lists, unit, g, sizes) + tile // (BLOCK_N // BLOCK_M)
                     additions = gl.load(lists.key_first + row + 1) - gl.load(lists.key_first + row)
@@ -514,9 +432,9 @@ def backward_kernel(
                         FOLDED)),
             (_produce, (sources, inputs, signals, Lse, Delta, offsets, Lines, lists, sizes, dropout,
                         BLOCK_M, KV_STAGES, CAUSAL, DOCUMENTS, SPARSE, DROPOUT, FOLDED)),
-            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 0,
+            (add_dq, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 0,
                       BLOCK_M, CAUSAL, DOCUMENTS, SPARSE, FOLDED)),
-            (_write, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 1,
+            (add_dq, (scratch_desc, Turns, dq_smem, signals, offsets, Lines, lists, sizes, 1,
                       BLOCK_M, CAUSAL, DOCUMENTS, SPARSE, FOLDED)),
         ],
         [4, 1, 1, 1],

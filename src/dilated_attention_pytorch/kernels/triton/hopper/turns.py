@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 BLOCK_N = gl.constexpr(128)  # rows of a key tile
+TURNS_PER_UNIT = gl.constexpr(1 << 16)  # more than the key tiles of a segment: `launch.takes_branch`
 
 
 class Sizes(NamedTuple):
@@ -105,6 +106,15 @@ def hole_of(key_tile, query_tiles, sizes, CAUSAL: gl.constexpr, FOLDED: gl.const
 def steps_around(hole, query_tiles, group):
     """How many query tiles, over the heads of a group, are outside of a hole."""
     return group * (query_tiles - (hole.end - hole.begin))
+
+
+@gluon.jit
+def takes(key_tile, key_tiles, steps, FOLDED: gl.constexpr):
+    """Whether there is such a key tile, and any query tile for it."""
+    if FOLDED:
+        return (key_tile < key_tiles) & (steps > 0)
+    else:
+        return key_tile < key_tiles
 
 
 @gluon.jit
