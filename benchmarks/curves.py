@@ -99,6 +99,8 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(value.detach())
+        if step % 50 == 0:
+            print(f"curves: step {step} of {steps}, loss {losses[-1].item():.3f}", flush=True)
     found: list[float] = torch.stack(losses).tolist()
     if not all(map(math.isfinite, found)):
         raise FloatingPointError(f"a loss is not finite, first at step {[*map(math.isfinite, found)].index(False) + 1}")

@@ -79,6 +79,8 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
         config = replace(config, d_model=2048, num_heads=32, num_layers=8)
     record: Record = {"model": trial.model, "size": trial.size, "batch": trial.batch, "context": trial.context}
     bandwidth = _bandwidth(options.device)
+    torch.manual_seed(0)  # the same untrained weights in every run
+    torch._dynamo.reset()  # else a second context would be compiled with dynamic shapes
     try:
         with torch.device(options.device):
             make = _llama if trial.model in (LLAMA, BOUNDED) else _longnet
