@@ -94,6 +94,7 @@ FOLDED_CASES = {
         BF16,
         variant(head_dim=64, heads=8, kv_heads=8, segment_lengths=(1024, 3001), dilation_rates=(1, 8)),
     ),
+    "float32": (FP32, variant(**NESTED, head_dim=64)),
     "packed": (BF16, variant(**NESTED, head_dim=64, batch=1, lengths="packed")),
     "packed, not causal": (BF16, variant(**NESTED, head_dim=128, batch=1, lengths="packed", is_causal=False)),
     "right-padded, not causal": (
@@ -109,7 +110,7 @@ def test_folded_branches_keep_the_error_budget(name, kernels, plans) -> None:
     dtype, draw = FOLDED_CASES[name]
     check_budget(draw, "triton", dtype, "cuda")
     assert all(not branch.fold.is_plain for plan in plans for branch in plan.branches)
-    if kernels == "best":
+    if kernels == "best" and dtype != FP32:
         plans.assert_hopper_ran()
 
 

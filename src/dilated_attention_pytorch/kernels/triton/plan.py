@@ -18,7 +18,7 @@ from dilated_attention_pytorch.core import environment, plans
 from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.dropout import threshold_of
 from dilated_attention_pytorch.core.entries import lasting
-from dilated_attention_pytorch.core.folding import Fold, fold_branches
+from dilated_attention_pytorch.core.folding import TILE, Fold, fold_branches
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, rounds_little
@@ -217,10 +217,15 @@ class PlannedBranch:
         return self.hopper is None or (self.plan.documents is not None and not self.fold.skipped)
 
     def tiles(self, kernel: str, most: int | None = None) -> Tiles:
-        """The shape that a plain kernel runs in for segments of `most` rows; within a tile of a block layout."""
+        """The shape that a plain kernel runs in for segments of `most` rows.
+
+        It lies within a tile of a block layout, and within a segment of the finer branch.
+        """
         plan = self.plan
         sparse = plan.call.sparse
         rows = self.rows if sparse is None else min(self.rows, sparse.block_size)
+        if self.fold.skipped:
+            rows = min(rows, TILE)
         if most is not None:
             # Of documents. Larger tiles than their mean length would be empty for the most part where there are many.
             rows = min(rows, most, triton.cdiv(plan.B * plan.N, max(plan.documents, 1) * self.r))
