@@ -247,6 +247,6 @@ SUITE = Suite(
     setup=_setup,
     measure=_measure,
     tables=_tables,
-    key=("size", "kind", "longest_segment"),
+    key=("size", "kind"),
     earlier={"longest_segment": 32_768},
 )

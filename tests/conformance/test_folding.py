@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.kernels.triton import tuning
 
 short = pytest.importorskip("dilated_attention_pytorch.kernels.triton.short", reason="the kernels need Triton")
-planning = pytest.importorskip("dilated_attention_pytorch.kernels.triton.plan")
 
 # Tokens, segments, rates, query heads, key/value heads, and settings.
 CASES = {
@@ -42,7 +43,34 @@ def test_folded_branches_give_what_the_reference_gives(name, plans, monkeypatch)
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_dropout_and_block_layouts_leave_branches_as_they_are(plans) -> None:
-    q = torch.randn(1, 700, 2, 16)
-    dilated_attention(q, q, q, [256, 700], [1, 2], dropout_p=0.1, backend="triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+def test_dropout_and_block_layouts_leave_branches_as_they_are(plans, monkeypatch) -> None:
+    monkeypatch.setattr(short, "takes", lambda *call: False)
+    q = torch.randn(1, 300, 2, 16)
+    dilated_attention(q, q, q, [256, 300], [1, 2], dropout_p=0.1, backend="triton")
+    sparse = SparsePatternConfig("local_window", 0.5, 64)
+    dilated_attention(q, q, q, [256, 300], [1, 2], sparse_config=sparse, backend="triton")
+    assert [len(plan.branches) for plan in plans] == [2, 2]
     assert all(branch.fold.is_plain for plan in plans for branch in plan.branches)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+def test_a_short_call_whose_heads_have_no_rows_gives_zeros() -> None:
+    q = torch.randn(1, 1, 1, 16)
+    out, lse = dilated_attention(q, q, q, [8], [4], head_offset=1, total_heads=4, return_lse=True, backend="triton")
+    assert not out.any()
+    assert lse.item() == -torch.inf
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels themselves are tested")
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+def test_tuned_tiles_stay_within_a_segment_of_the_finer_branch(kernel, plans, monkeypatch) -> None:
+    monkeypatch.setattr(short, "takes", lambda *call: False)
+    q = torch.randn(1, 300, 2, 16)
+    large = tuning.Tiles(256, 256, 4, 1)
+    with tuning.trying(tuning.Kind(kernel, 4, 64, False), large):
+        dilated_attention(q, q, q, [256, 300], [1, 2], backend="triton")
+        _, coarse = plans[0].branches
+        tiles = coarse.tiles(kernel)
+    assert max(tiles.own, tiles.walk) <= coarse.fold.skipped == 128

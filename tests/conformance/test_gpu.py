@@ -109,7 +109,10 @@ FOLDED_CASES = {
 def test_folded_branches_keep_the_error_budget(name, kernels, plans) -> None:
     dtype, draw = FOLDED_CASES[name]
     check_budget(draw, "triton", dtype, "cuda")
-    assert all(not branch.fold.is_plain for plan in plans for branch in plan.branches)
+    if kernels == "plain" and name == "all in one segment":
+        assert all(plan.short is not None for plan in plans)
+        return
+    assert all(plan.branches and not any(branch.fold.is_plain for branch in plan.branches) for plan in plans)
     if kernels == "best" and dtype != FP32:
         plans.assert_hopper_ran()
 

@@ -49,7 +49,7 @@ def on_integers(module: types.ModuleType, *functions: str) -> SimpleNamespace:
 def of_backward() -> SimpleNamespace:
     return on_integers(
         turns, "key_tile_of", "hole_of", "steps_around", "first_step", "next_query_tile", "_outside", "stride",
-        "_own_key_tiles", "additions_to", "_both", "turn_of",
+        "_own_key_tiles", "additions_to", "_overlap", "turn_of", "has_work",
     )  # fmt: skip
 
 
@@ -68,11 +68,9 @@ def additions_of(member: int, rows: int, sizes: Any, causal: bool, folded: bool)
     found = []
     for turn_round in range(-(-key_tiles // team)):
         key_tile = kernel.key_tile_of(turn_round, member, team, key_tiles, SPARSE=False)
-        if key_tile >= key_tiles:
-            continue
         hole = kernel.hole_of(key_tile, query_tiles, sizes, causal, folded, QUERY_ROWS)
         steps = kernel.steps_around(hole, query_tiles, group)
-        if steps == 0:
+        if not kernel.has_work(key_tile, key_tiles, steps, folded):
             continue
         g, tile = kernel.first_step(hole, query_tiles, member, sizes, folded)
         for _ in range(steps):
@@ -94,7 +92,7 @@ def test_every_addition_to_dq_gets_its_turn(
     """Where branches are folded into each other, `skipped` says how many rows the segments of the finer one have."""
     folded = skipped is not None
     query_tiles, key_tiles = -(-rows // QUERY_ROWS), -(-rows // KEY_ROWS)
-    sizes = team_sizes(rows, min(team, key_tiles), lag, group, skipped or 0)
+    sizes = team_sizes(rows, team, lag, group, skipped or 0)  # members without a key tile, as in short documents
     left = [additions_of(member, rows, sizes, causal, folded) for member in range(sizes.team_size)]
 
     def meets(tile: int, key_tile: int) -> bool:

@@ -42,7 +42,7 @@ def test_a_tuned_file_takes_the_tables_place(tmp_path, monkeypatch) -> None:
     tuning._tuned.cache_clear()
     try:
         assert tuning.tiles_for("forward", 64, 2, 4096, False) == Tiles(32, 16, 2, 1)
-        assert tuning.hopper_tiles_for(128, True, alone=False) == HopperTiles(2, 3, 200, True)
+        assert tuning.hopper_tiles_for(128, True, small=False) == HopperTiles(2, 3, 200, True)
         assert tuning.tiles_for("forward", 64, 2, 4096, True) == tuning.MEASURED[Kind("forward", 2, 64, True)]
         with tuning.trying(KIND, Tiles(64, 64, 4, 2)):  # else tuning anew would measure the file's shape every time
             assert tuning.tiles_for("forward", 64, 2, 4096, False) == Tiles(64, 64, 4, 2)

@@ -1,9 +1,9 @@
 """Pairs that several branches show, computed once: which branch computes them, and how often each counts.
 
 Row `i` sees key `j` in several branches where their grids and segments are nested: the pair counts once for each. The
-finest of these branches computes its score once and multiplies its weight by that number. What is left for a coarser
-branch is what lies outside of the finer one's segment: with segments of 2,048, 4,096 and 8,192 tokens and rates 1, 2
-and 4, a fifth less work for the same result.
+finest of these branches computes its score once and multiplies its weight by that number. A coarser branch computes
+only the pairs that lie in different segments of the finer one: with segments of 2,048, 4,096 and 8,192 tokens and rates
+1, 2 and 4, this is a fifth less work for the same result.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from dilated_attention_pytorch.core.spec import Branch, OffsetTable
 
-# Kernels leave out whole tiles, and find a row's weight by its number in them.
+# No kernel has larger tiles, in rows. Kernels leave out whole tiles, and a row's weight follows from its number in one.
 TILE = 128
-_LONGEST_PERIOD = 8
+_LONGEST_PERIOD = 8  # divides the rows of every tile; kernels know periods of 2, 4 and 8
 
 
 class Fold(NamedTuple):
@@ -25,15 +25,15 @@ class Fold(NamedTuple):
     `p` where `t - phase` is a multiple of `p`.
     """
 
-    skipped: int = 0  # rows of a segment of the finer branch: it computes the pairs within one. 0: there is none
-    periods: int = 0  # of the branches folded into this one: different powers of two, added up
+    skipped: int = 0  # rows per segment of the finer branch, which computes the pairs within each; 0 if there is none
+    periods: int = 0  # the sum of the periods, different powers of two, of the branches folded into this one
     phases: tuple[int, ...] = ()  # one per head
     is_empty: bool = False  # whether the finer branch computes every pair
 
     @property
     def is_plain(self) -> bool:
         """Whether the branch computes its own pairs, each once."""
-        return not (self.skipped or self.periods)
+        return not (self.skipped or self.periods or self.is_empty)
 
 
 def fold_branches(branches: Sequence[Branch], table: OffsetTable, tokens: int) -> list[Fold]:

@@ -56,8 +56,8 @@ def _visit_keys(
         m_new = tl.maximum(m, tl.max(s, 1) * qk_scale)
         # Finite from the first tile on: every row sees that tile's first key.
         if FOLDED:
-            weight = tl.minimum(row_level[:, None], key_level[None, :])
-            p = tl.exp2(s * qk_scale - (m_new[:, None] - weight))
+            level = tl.minimum(row_level[:, None], key_level[None, :])
+            p = tl.exp2(s * qk_scale - (m_new[:, None] - level))
         else:
             p = tl.exp2(s * qk_scale - m_new[:, None])
         alpha = tl.exp2(m - m_new)

@@ -91,10 +91,11 @@ class Plan:
         if covers and not drops and call.sparse is None and call.table is None and self.D <= 128:
             folds = fold_branches(call.spec.branches, table, self.N)
             order = [index for index in order if not folds[index].is_empty]
-        in_one = spans is None and short.takes(call, self.B, self.N, self.H)
-        if in_one and (len(order) > 1 or folds[order[0]].is_plain or not _may_take_hopper(query)):
+        # A single folded branch is one launch, too, of Hopper's kernels.
+        is_one = len(order) == 1 and not folds[order[0]].is_plain and self.N >= TILE and _may_take_hopper(query)
+        in_one = spans is None and not is_one and short.takes(call, self.B, self.N, self.H)
+        if in_one:
             order, covers = [], True
-        in_one = in_one and not order
         rounds = not call.partial and (len(order) <= 1 or rounds_little(call.spec, table))
         self.sum_dtype = query.dtype if rounds else torch.float32
         self.every_row_written = covers  # of documents, if there are any
@@ -164,8 +165,7 @@ def _order(call: Call, table: OffsetTable, tokens: int, *, in_documents: bool) -
     covering = [i for i in order if branches[i].dilation_rate == 1 and None not in table[i]]
     keys = [grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in branches]
     if covering and not (in_documents and 4 * min(keys[i] for i in order) <= keys[covering[0]]):
-        # A finer branch before those that are folded into it.
-        return sorted(order, key=lambda i: (i != covering[0], branches[i].dilation_rate)), True
+        return sorted(order, key=lambda i: i != covering[0]), True
     return sorted(order, key=keys.__getitem__), False
 
 
@@ -212,7 +212,7 @@ class PlannedBranch:
     def has_plain_rows(self) -> bool:
         """Whether the plain kernels compute all of this branch, or those segments of documents that Hopper's do not.
 
-        Such short segments have no pairs that a finer branch leaves to this one.
+        Where rows are skipped, such short segments have nothing left to compute.
         """
         return self.hopper is None or (self.plan.documents is not None and not self.fold.skipped)
 
@@ -252,7 +252,7 @@ class PlannedBranch:
 
 
 def _may_take_hopper(query: Tensor) -> bool:
-    """Whether the Hopper kernels could take whole rows like these."""
+    """Whether the Hopper kernels run on this device and take elements of this size; `_hopper_for` checks the rest."""
     return KERNELS != "plain" and query.element_size() == 2 and why_no_hopper(device_of(query)) is None
 
 

@@ -56,9 +56,9 @@ def locate_tile(
 
 @triton.jit
 def row_levels(rows, phase, periods):
-    """Of grid rows: the logarithm, to base 2, of how many branches of a chain they are on. See `core.folding`.
+    """The base-2 logarithm of how many branches of a chain each grid row is on: see `core.folding`.
 
-    A pair is in as many as the row of the two that is in fewer: the grids are nested.
+    The grids are nested, so a pair is on as many branches as whichever of its rows is on fewer.
     """
     count = rows * 0
     for exponent in tl.static_range(1, 4):
@@ -69,10 +69,10 @@ def row_levels(rows, phase, periods):
 
 @triton.jit
 def outside_own(first, whole, last, count, skipped, CAUSAL: tl.constexpr):
-    """What is left of the ranges [0, whole) and [whole, last) of rows where a finer branch computes some of them.
+    """The ranges [0, whole) and [whole, last) without the rows that a finer branch computes.
 
-    These are `skipped` rows that contain row `first`: the `hole` from `before` on. The ranges leave it out, so that
-    what is beyond the hole must be moved on by it. Under causality nothing is.
+    These are its segment of `skipped` rows around row `first`. Returns the ends of both ranges, where this hole begins,
+    and its size. Steps from there on must be moved by the size; under causality there are none.
     """
     before = first // tl.maximum(skipped, 1) * skipped
     after = tl.minimum(before + skipped, count)

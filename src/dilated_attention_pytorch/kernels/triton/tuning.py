@@ -56,11 +56,11 @@ def tiles_for(kernel: str, block_d: int, itemsize: int, rows: int, is_causal: bo
     return Tiles(min(found.own, needed), min(found.walk, needed), warps, found.num_stages)
 
 
-def hopper_tiles_for(block_d: int, is_causal: bool, alone: bool) -> HopperTiles:
-    """The measured shape of the Hopper forward, or the smallest one where each tile is `alone` on a multiprocessor."""
+def hopper_tiles_for(block_d: int, is_causal: bool, small: bool) -> HopperTiles:
+    """The measured shape of the Hopper forward, or, if it must be `small`, at most 128 query rows."""
     found = _shape("hopper forward", block_d, 2, is_causal)
     assert isinstance(found, HopperTiles)
-    return HopperTiles(2, found.stages, 240, found.ordered) if alone and found.consumers > 2 else found
+    return HopperTiles(2, found.stages, 240, found.ordered) if small and found.consumers > 2 else found
 
 
 def _shape(kernel: str, block_d: int, itemsize: int, is_causal: bool) -> Tiles | HopperTiles:

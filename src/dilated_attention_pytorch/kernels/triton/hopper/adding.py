@@ -12,6 +12,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     TURNS_PER_UNIT,
     first_step,
     grid_of,
+    has_work,
     hole_of,
     key_tile_of,
     listed,
@@ -19,7 +20,6 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     next_listed,
     next_query_tile,
     steps_around,
-    takes,
     total_steps,
     turn_of,
 )
@@ -31,7 +31,7 @@ def add_dq(
     PARITY: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr,
     FOLDED: gl.constexpr,
 ):  # fmt: skip
-    """Every other step, so that one writer's waiting for memory is hidden by the other's work."""
+    """Add dq of every other step, so that one writer's waiting for memory is hidden by the other's work."""
     group, team_size = sizes.group, sizes.team_size
     member = gl.program_id(0) % team_size
     team = gl.program_id(0) // team_size
@@ -49,7 +49,7 @@ def add_dq(
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
             steps = steps_around(hole, query_tiles, group)
-            if takes(key_tile, key_tiles, steps, FOLDED):
+            if has_work(key_tile, key_tiles, steps, FOLDED):
                 g, tile = first_step(hole, query_tiles, member, sizes, FOLDED)
                 if SPARSE:
                     g, at = gl.to_tensor(0), gl.to_tensor(0)

@@ -59,6 +59,7 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     additions_to,
     first_step,
     grid_of,
+    has_work,
     hole_of,
     key_tile_of,
     listed,
@@ -66,7 +67,6 @@ from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     next_listed,
     next_query_tile,
     steps_around,
-    takes,
     total_steps,
 )
 
@@ -121,7 +121,7 @@ def _produce(
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
             steps = steps_around(hole, query_tiles, group)
-            if takes(key_tile, key_tiles, steps, FOLDED):
+            if has_work(key_tile, key_tiles, steps, FOLDED):
                 mbarrier.wait(signals.kv_empty.index(held), held_phase)
                 mbarrier.expect(signals.kv_full.index(held), k_rows.desc.block_type.nbytes * 2)
                 row = key_tile * BLOCK_N
@@ -289,7 +289,7 @@ def _consume(
             key_tile = key_tile_of(round, member, team_size, key_tiles, SPARSE)
             hole = hole_of(key_tile, query_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
             steps = steps_around(hole, query_tiles, group)
-            if takes(key_tile, key_tiles, steps, FOLDED):
+            if has_work(key_tile, key_tiles, steps, FOLDED):
                 first_key = key_tile * BLOCK_N + WHICH * 64
                 dk = gl.zeros([64, BLOCK_D], gl.float32, grads)
                 dv = gl.zeros([64, BLOCK_D], gl.float32, grads)
@@ -343,7 +343,7 @@ def _consume(
             place = (team * group + g) * rows + tile * BLOCK_M
             pointer = Turns + place // BLOCK_M
             additions = additions_to(tile, key_tiles, sizes, CAUSAL, FOLDED, BLOCK_M)
-            if takes(tile, query_tiles, additions, FOLDED):
+            if has_work(tile, query_tiles, additions, FOLDED):
                 if SPARSE:
                     row = grid_of(lists, unit, g, sizes) + tile // (BLOCK_N // BLOCK_M)
                     additions = gl.load(lists.key_first + row + 1) - gl.load(lists.key_first + row)

@@ -92,7 +92,8 @@ def keeps(row_words, factors, key_words, dropout):
 @gluon.jit
 def _row_levels(rows, phase, periods):
     """As `primitives.row_levels`."""
-    # A thread's rows do not differ in these bits, and its columns in one: the compiler computes two levels of pairs.
+    # A thread's rows agree in the three low bits, and its columns have two values of them: the compiler computes two
+    # levels per thread.
     place = (rows & 7) - phase
     count = rows * 0
     for exponent in gl.static_range(1, 4):

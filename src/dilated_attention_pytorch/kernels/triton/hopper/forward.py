@@ -9,7 +9,8 @@ product, do not wait until the last one is stored.
 
 With a block layout, whose tiles are as large as those here, a query tile's list of key tiles is walked in their place:
 see `triton.block_sparse`. Again only its last one may need a mask. Where branches are folded into each other (FOLDED),
-pairs count as often as `core.folding` says, which costs nothing: it is added to the maximum. Key tiles are left out.
+a pair counts as often as `core.folding` says: the logarithm of that number is subtracted from the maximum. Key tiles
+that a finer branch computes are left out.
 """
 
 # mypy: ignore-errors

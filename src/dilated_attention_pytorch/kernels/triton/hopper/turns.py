@@ -89,7 +89,7 @@ class Hole(NamedTuple):
 
 @gluon.jit
 def hole_of(key_tile, query_tiles, sizes, CAUSAL: gl.constexpr, FOLDED: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Under causality the tiles before; and those of its own segment of the finer branch, if that computes them."""
+    """Under causality the query tiles before the key tile. Where rows are skipped, also those of its finer segment."""
     begin = key_tile * 0
     end = begin
     if CAUSAL:
@@ -109,12 +109,12 @@ def steps_around(hole, query_tiles, group):
 
 
 @gluon.jit
-def takes(key_tile, key_tiles, steps, FOLDED: gl.constexpr):
-    """Whether there is such a key tile, and any query tile for it."""
+def has_work(tile, tiles, steps, FOLDED: gl.constexpr):
+    """Whether there is such a tile, and anything for it to meet."""
     if FOLDED:
-        return (key_tile < key_tiles) & (steps > 0)
+        return (tile < tiles) & (steps > 0)
     else:
-        return key_tile < key_tiles
+        return tile < tiles
 
 
 @gluon.jit
@@ -136,7 +136,7 @@ def next_query_tile(g, tile, hole, query_tiles, group, FOLDED: gl.constexpr):
 def _outside(g, tile, hole, query_tiles, group, FOLDED: gl.constexpr):
     """The tile itself, or the first one behind the hole that it is in, of the next head if the hole is at the end."""
     tile = gl.where((tile >= hole.begin) & (tile < hole.end), hole.end, tile)
-    if FOLDED:  # without, a hole is at the beginning
+    if FOLDED:  # else the hole begins at tile 0 and never reaches the last tile
         leaves = tile == query_tiles
         g = gl.where(leaves, g + 1, g)
         g = gl.where(g == group, 0, g)
@@ -169,7 +169,7 @@ def additions_to(tile, key_tiles, sizes, CAUSAL: gl.constexpr, FOLDED: gl.conste
 
 
 @gluon.jit
-def _both(low, high, begin, end):
+def _overlap(low, high, begin, end):
     """How many numbers are in [low, high) and in [begin, end)."""
     return gl.maximum(gl.minimum(high, end) - gl.maximum(low, begin), 0)
 
@@ -198,17 +198,17 @@ def turn_of(
     low = gl.where(odd, team_size - here, 0)  # the members that add are [low, high)
     high = gl.where(odd, team_size, here)
     near = gl.minimum((g * query_tiles + tile) // stride(query_tiles, sizes), team_size - 1)
-    ahead = _both(member + 1, near + 1, low, high)  # members in (member, near]
-    at_front = _both(0, near + 1, low, high)
-    at_back = _both(member + 1, team_size, low, high)
+    ahead = _overlap(member + 1, near + 1, low, high)  # members in (member, near]
+    at_front = _overlap(0, near + 1, low, high)
+    at_back = _overlap(member + 1, team_size, low, high)
     if FOLDED and not CAUSAL:
         own, end = _own_key_tiles(tile, key_tiles, sizes, BLOCK_M)
-        before -= _both(0, done, own, end)
-        low = gl.where(odd, done + team_size - end, own - done)  # the members that do not
+        before -= _overlap(0, done, own, end)
+        low = gl.where(odd, done + team_size - end, own - done)  # the members that do not add are [low, high)
         high = gl.where(odd, done + team_size - own, end - done)
-        ahead -= _both(member + 1, near + 1, low, high)
-        at_front -= _both(0, near + 1, low, high)
-        at_back -= _both(member + 1, team_size, low, high)
+        ahead -= _overlap(member + 1, near + 1, low, high)
+        at_front -= _overlap(0, near + 1, low, high)
+        at_back -= _overlap(member + 1, team_size, low, high)
     return before + gl.where(member <= near, ahead, at_front + at_back)
 
 

@@ -182,37 +182,37 @@ def place_of(work, line, rows, sizes, DOCUMENTS: gl.constexpr):
 
 
 class Keys(NamedTuple):
-    """The key tiles that a query tile meets: `steps` of them, those from `hole` on moved by `size`."""
+    """The key tiles that a query tile meets: `steps` of them, those from step `before` on moved by `hole`."""
 
     steps: Any
+    before: Any
     hole: Any
-    size: Any
 
 
 @gluon.jit
 def keys_of(
     tile, count, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, FOLDED: gl.constexpr
 ):
-    """All up to the last or, under causality, to their own; without those that a finer branch computes."""
+    """The key tiles that a query tile sees, without those that a finer branch computes."""
     steps = key_tiles(tile * BLOCK_M + BLOCK_M, count, CAUSAL, BLOCK_N)
-    hole = steps
-    size = steps * 0
+    before = steps
+    hole = steps * 0
     if FOLDED:
         own = tile * BLOCK_M // gl.maximum(sizes.skipped, 1) * sizes.skipped // BLOCK_N
         if CAUSAL:
             steps = gl.where(sizes.skipped > 0, own, steps)
-            hole = steps
+            before = steps
         else:
-            hole = own
-            size = gl.minimum(sizes.skipped // BLOCK_N, steps - own)
-            steps -= size
-    return Keys(steps, hole, size)
+            before = own
+            hole = gl.minimum(sizes.skipped // BLOCK_N, steps - own)
+            steps -= hole
+    return Keys(steps, before, hole)
 
 
 @gluon.jit
 def key_tile_at(keys, step):
-    """The step-th of them."""
-    return step + gl.where(step < keys.hole, 0, keys.size)
+    """The number of the key tile of a step."""
+    return step + gl.where(step < keys.before, 0, keys.hole)
 
 
 @gluon.jit
