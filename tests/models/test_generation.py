@@ -61,6 +61,14 @@ def test_generation_is_the_same_with_and_without_a_cache(sampling, padded) -> No
         assert torch.equal(alone[0], kept[1, 3:])
 
 
+def test_a_long_prompt_in_chunks_gives_the_tokens_of_no_cache() -> None:
+    torch.manual_seed(0)
+    model = LongNetLM(vocab_size=64, d_model=32, num_heads=2, num_layers=1, max_length=60_000).eval()
+    prompt = torch.randint(64, (1, 60_000))
+    expected = model.generate(prompt, 2, seed=1, use_cache=False)
+    assert torch.equal(model.generate(prompt, 2, seed=1, chunk=50_000), expected)
+
+
 def test_tokens_are_streamed_as_they_come() -> None:
     model, prompt = model_of(), torch.randint(256, (2, 7))
     seen = []
