@@ -247,6 +247,6 @@ SUITE = Suite(
     setup=_setup,
     measure=_measure,
     tables=_tables,
-    key=("size", "kind"),
+    key=("size", "kind", "cap_bytes"),
     earlier={"longest_segment": 32_768},
 )

@@ -201,7 +201,7 @@ class PlannedBranch:
         self.slots = plan.B * self.slots_per_row
         offsets = tuple(-1 if offset is None else offset for offset in row)
         if not fold.is_plain:
-            offsets += fold.phases or (0,) * len(row)  # kernels of folded branches read them behind the offsets
+            offsets += fold.phases or (0,) * len(row)  # read after the offsets by the kernels of folded branches
         self.offsets = _offsets_on(plan.device, offsets)  # of key/value heads
         self.query_offsets = _offsets_on(plan.device, tuple(offset for offset in offsets for _ in range(plan.group)))
         self.workspace_rows = 0

@@ -89,9 +89,8 @@ def forward_launch(
     multiprocessors = _multiprocessors(device_of(query))
     # Smaller tiles take as many steps, but shorter ones, where every tile has a multiprocessor of its own.
     alone = -(-branch.rows // 128) * units <= multiprocessors
-    # So are tiles of 128 rows where larger ones would span several of a layout's tiles or of a finer branch's segments,
-    # and with dropout, which takes registers. Folded branches need them under causality: all rows of a tile must see
-    # the same key tiles.
+    # Larger ones would span several of a layout's tiles or of a finer branch's segments; under causality, rows of one
+    # tile of a folded branch would see different key tiles. Dropout takes registers.
     is_cut = kept is not None or branch.fold.skipped > 0 or (branch.is_causal and not branch.fold.is_plain)
     tiles = hopper_tiles_for(block_d, branch.is_causal, alone or is_cut or branch.plan.drops)
     count = -(-branch.rows // (64 * tiles.consumers))
