@@ -46,13 +46,20 @@ def _page(results: Results) -> Iterable[str]:
     yield (
         f"One language model of {results.first['parameters'] / 1e6:.3g}M parameters ({settings['num_layers']} layers, "
         f"width {settings['d_model']}, {settings['num_heads']} heads, a BPE of {settings['vocab_size']:,} tokens), "
-        f"trained for {settings['steps']} steps of {settings['tokens_per_step']:,} tokens: the same tokens in the same "
-        "order for every model, cut into sequences of its length. Only the attention differs. *Dense* is one segment "
-        "as long as the sequence, in this library's kernel; *dilated* has the branches of `branches_for` for the "
-        "number of heads, the last of which spans the sequence; the *sliding window* has tiles, and the width at which "
-        f"it costs as many FLOPs as the dilated model of its length. AdamW, peak learning rate "
-        f"{settings['learning_rate']:g}, cosine. Seeds decide the weights and the order of the text; ± is half of the "
-        "range over seeds."
+        f"trained for {settings['steps']} steps of {settings['tokens_per_step']:,} tokens. Every model reads the same "
+        "tokens, cut into sequences of its length, and models of one length read them in the same order: only the "
+        "attention differs. *Dense* is one segment as long as the sequence, in this library's kernel; *dilated* has "
+        "the branches of `branches_for` for the number of heads, the last of which spans the sequence; the *sliding "
+        "window* has tiles, and the width at which it costs as many FLOPs as the dilated model of its length. AdamW, "
+        f"peak learning rate {settings['learning_rate']:g}, cosine. Seeds decide the weights and the order of the "
+        "text; ± is half of the range over seeds."
+    )
+    yield (
+        f"Models of different lengths differ in one more thing. {settings['places']} steps read "
+        f"{settings['places']} places of the text, and the sequences of a step come from as many of them as it has "
+        f"sequences: {_places(results)}. The fewer there are, the more alike the text of a step is, and the less a "
+        "model learns from it. So compare models of one length with each other, and the lengths of one model in the "
+        "table of contexts."
     )
     yield (
         f"The text is {corpus['source']}, files in directory order: {training['bytes']:,} bytes "
@@ -93,6 +100,13 @@ def _page(results: Results) -> Iterable[str]:
     yield _advice(results)
     yield "## Repeat it"
     yield _REPEAT
+
+
+def _places(results: Results) -> str:
+    """How many places of the text a step reads at each training length."""
+    settings = results.settings
+    counts = {n: min(settings["places"], settings["tokens_per_step"] // n) for n in results.lengths}
+    return ", ".join(f"{count} at {short(n)}" for n, count in counts.items())
 
 
 def _answers(results: Results) -> Iterable[str]:
@@ -309,8 +323,8 @@ def _recall_table(results: Results) -> str:
 
 
 _FOLDERS = (
-    "Documentation,arch,block,crypto,fs,include,io_uring,ipc,kernel,lib,mm,net,samples,scripts,security,sound,"
-    "tools,virt"
+    "Documentation,LICENSES,arch,block,certs,crypto,fs,include,init,io_uring,ipc,kernel,lib,mm,net,rust,samples,"
+    "scripts,security,sound,tools,usr,virt"
 )
 _REPEAT = f"""\
 ```bash

@@ -32,6 +32,7 @@ class Scale:
     vocab_size: int
     lengths: tuple[int, int, int, int]
     tokens_per_step: int
+    places: int  # of the text, whose sequences are mixed
     steps: int
     warmup_steps: int
     learning_rate: float
@@ -61,6 +62,7 @@ FULL = Scale(
     vocab_size=16_384,
     lengths=(2048, 8192, 32_768, 131_072),
     tokens_per_step=131_072,
+    places=16,
     steps=800,
     warmup_steps=30,
     learning_rate=1.5e-3,
@@ -80,6 +82,7 @@ TINY = Scale(
     vocab_size=512,
     lengths=(64, 256, 1024, 4096),
     tokens_per_step=4096,
+    places=16,
     steps=16,
     warmup_steps=2,
     learning_rate=5e-3,

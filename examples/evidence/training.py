@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,16 +62,14 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
     elif run.starts_as:
         progress.step = _load(out / f"{run.starts_as}-{seed}", model, optimizer, device).step
     saved = time.monotonic()
+    batches = draw(run, seed, tokens, first=progress.step + 1)
     with float32_products(device == "cuda"):
         for step in range(progress.step + 1, config.steps + 1):
             if time.monotonic() > deadline:
                 _save(folder, model, optimizer, progress)
                 raise TimeIsUp
             began = time.perf_counter()
-            stretch = tokens.corpus.training_batch(1, scale.tokens_per_step, seed, step, order="epochs")
-            # The same tokens in the same order at every length: a step is one stretch of text, cut into sequences.
-            batch = Batch(stretch.tokens.view(-1, run.length), stretch.following.view(-1, run.length))
-            outcome = stepper.step(batch, step)()
+            outcome = stepper.step(next(batches), step)()
             if outcome.is_broken:
                 raise FloatingPointError(f"{run.name}, seed {seed}: the loss of step {step} is {outcome.loss}")
             progress.step = step
@@ -87,6 +87,26 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
                 _save(folder, model, optimizer, progress)
                 saved = time.monotonic()
     return model, progress
+
+
+def draw(run: Run, seed: int, tokens: Tokens, first: int) -> Iterator[Batch]:
+    """The batches of a run from step `first` on.
+
+    As many steps as there are `places` read the text of these places, at every length. Each step takes its sequences
+    from as many of them as it can: sequences that follow each other are so alike that a model learns little from a step
+    of them.
+    """
+    scale = run.scale
+    per_step = scale.tokens_per_step // run.length
+    read = -1
+    for step in itertools.count(first - 1):
+        part, turn = divmod(step, scale.places)
+        if part != read:
+            text = tokens.corpus.training_batch(scale.places, scale.tokens_per_step, seed, part + 1, order="epochs")
+            read = part
+        number = torch.arange(per_step) + turn * per_step
+        here, shape = (number % scale.places, number // scale.places), (scale.places, -1, run.length)
+        yield Batch(text.tokens.view(shape)[here], text.following.view(shape)[here])
 
 
 def drop_checkpoint(name: str, seed: int, out: Path) -> None:

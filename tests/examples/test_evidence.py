@@ -7,12 +7,14 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from dilated_attention_pytorch.core.spec import branches_for
+from dilated_attention_pytorch.train.data import Batch
 from examples.evidence import __main__ as command
 from examples.evidence import measures, report, training
 from examples.evidence.corpus import open_corpus, write_corpus
@@ -107,18 +109,25 @@ def test_the_runs_are_those_of_the_experiment() -> None:
     assert runs["blocked-32K"].attention(32_768).spec.head_layout == "blocked"
 
 
-def test_all_models_read_the_same_tokens_in_the_same_order(tokens, tmp_path, monkeypatch) -> None:
-    seen: dict[str, list[torch.Tensor]] = {}
-    step = training.Stepper.step
+def test_all_models_read_the_same_tokens_and_a_step_mixes_as_many_places_as_it_can() -> None:
+    def training_batch(places, length, seed, step, order):
+        assert (seed, order) == (7, "epochs")
+        numbers = torch.arange(places * length).view(places, length) + (step - 1) * places * length
+        return Batch(numbers, numbers + 1)
 
-    def noted(self, batch, number):
-        seen.setdefault(name, []).append(batch.tokens.flatten())
-        return step(self, batch, number)
-
-    monkeypatch.setattr(training.Stepper, "step", noted)
-    for name in ("dense-32", "dilated-512"):
-        training.train(find_run(name, SMALL), 0, tokens, tmp_path, "cpu", math.inf)
-    assert torch.equal(torch.cat(seen["dense-32"]), torch.cat(seen["dilated-512"]))
+    tokens = SimpleNamespace(corpus=SimpleNamespace(training_batch=training_batch))
+    count = 2 * SMALL.places
+    for name, places in (("dense-32", 16), ("dense-64", 8), ("dilated-128", 4), ("dilated-512", 1)):
+        run = find_run(name, SMALL)
+        batches = list(itertools.islice(training.draw(run, 7, tokens, first=1), count))
+        for batch in batches:
+            assert batch.tokens.shape == (512 // run.length, run.length)
+            assert torch.equal(batch.tokens + 1, batch.following)
+            assert len(set((batch.tokens[:, 0] // SMALL.tokens_per_step).tolist())) == places
+        for half in (batches[: SMALL.places], batches[SMALL.places :]):
+            read = torch.cat([batch.tokens.flatten() for batch in half]).sort().values
+            assert torch.equal(read, torch.arange(len(read)) + read[0])
+        assert torch.equal(next(training.draw(run, 7, tokens, first=20)).tokens, batches[19].tokens)
 
 
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tokens, tmp_path, monkeypatch) -> None:
