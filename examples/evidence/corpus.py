@@ -2,6 +2,7 @@
 
 A folder is tokenized once, into files that are compressed and small enough to be copied to a machine without network.
 The text of a directory is one document: its files follow each other by name, so tokens far back belong to the subject.
+Tables, such as fonts in C, teach a model of text nothing, and their bits say little: they are left out.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _BYTES_PER_TOKEN = 5  # at least as many as a token has on average, to guess whi
 _SAMPLE = 1 << 26  # bytes of text that the tokenizer is trained on
 # Tokens lie within these: a word with the character before it, three digits, signs with line breaks, white space.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = string.ascii_letters.encode() + bytes(range(128, 256))
 _BATCH = 1 << 23  # bytes that are tokenized together
 # Numbers of two bytes: LZMA then knows which byte of a number it looks at.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 1, "pb": 1}]
@@ -157,29 +159,27 @@ def _source(data: Sequence[str]) -> str:
 def _directories(files: Sequence[Path], data: Sequence[str]) -> list[_Directory]:
     """The files in directory order. A directory is a folder directly below one of `data`, with all that is in it."""
     tops = [Path(path).resolve() for path in data if Path(path).is_dir()] or [Path(os.path.commonpath(files))]
+    above = Path(os.path.commonpath([top.parent for top in tops]))
 
     def directory(file: Path) -> str:
         top = next((top for top in tops if file.is_relative_to(top)), None)
         if top is None:
             return str(file)
         parts = file.relative_to(top).parts
-        return f"{top.name}/{parts[0]}" if len(parts) > 1 else top.name
+        return (top / parts[0] if len(parts) > 1 else top).relative_to(above).as_posix()
 
     found = ((name, tuple(some)) for name, some in groupby(files, directory))
-    return [_Directory(name, some, sum(file.stat().st_size for file in some)) for name, some in found]
+    return [_Directory(name, some, sum(map(len, _texts(some)))) for name, some in found]
 
 
 def _choose_held_out(directories: Sequence[_Directory], longest: int, source: str) -> set[str]:
-    """Directories that hold a sequence of the longest length, chosen by the hash of their names.
-
-    Tables, such as fonts in C, would make the bits of held-out text say little: they are never held out.
-    """
+    """Directories that hold a sequence of the longest length, chosen by the hash of their names."""
     total, least = sum(one.bytes for one in directories), longest * _BYTES_PER_TOKEN
     able = [one for one in directories if "/" in one.name and least < one.bytes <= max(total // _LARGEST, 4 * least)]
     chosen: set[str] = set()
     size = 0
     for one in sorted(able, key=lambda one: hashlib.sha256(one.name.encode()).digest()):
-        if size < total / _HELD_OUT and _mostly_letters(one.files):
+        if size < total / _HELD_OUT:
             chosen.add(one.name)
             size += one.bytes
     if not chosen or 2 * size > total:
@@ -191,21 +191,27 @@ def _choose_held_out(directories: Sequence[_Directory], longest: int, source: st
     return chosen
 
 
-def _mostly_letters(files: Sequence[Path]) -> bool:
-    """Whether at least half of what is not white space are ASCII letters."""
-    text = b"".join(b"".join(_texts(files)).split())
-    return 2 * len(text.translate(None, string.ascii_letters.encode())) <= len(text)
-
-
 def _texts(files: Sequence[Path]) -> Iterator[bytes]:
-    """The text of each file with a line break after it. A file that is not UTF-8 is left out."""
+    """The text of each file with a line break after it, without tables and files that are not UTF-8."""
     for file in files:
         text = file.read_bytes() + b"\n"
         try:
             text.decode()
         except UnicodeDecodeError:
             continue
-        yield text
+        if not _is_table(text):
+            yield text
+
+
+def _is_table(text: bytes) -> bool:
+    """Whether less than half of what is not white space are letters, among which other characters than ASCII count.
+
+    >>> _is_table(b"{0x00, 0x7e, 0x81}, /* smile */"), _is_table("Größe 42, наконец".encode())
+    (True, False)
+    """
+    signs = text.translate(None, string.whitespace.encode())
+    others = signs.translate(None, _LETTERS)
+    return 2 * len(others) > len(signs)
 
 
 def _sample(files: Sequence[Path]) -> Iterator[str]:

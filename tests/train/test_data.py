@@ -169,6 +169,8 @@ def test_linked_folders_are_read_and_nothing_twice(tmp_path) -> None:
     assert files == [top / "again" / "b.txt", top / "own" / "a.txt"]
     files, _ = data.text_files([str(top)], apart=[elsewhere])
     assert files == [top / "own" / "a.txt"]
+    files, _ = data.text_files([str(top / "own" / "a.txt"), str(elsewhere), str(top)])
+    assert files == [top / "own" / "a.txt", elsewhere / "deep" / "b.txt"]
 
 
 def test_the_default_corpus_is_the_standard_library(tmp_path) -> None:

@@ -213,7 +213,7 @@ def _in_turns(steps: Iterator[int], total: int, what: str, progress: Callable[..
 def text_files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
     """The text files of some files and folders, by name, and what to call them; without paths, the standard library's.
 
-    What is in the folders `apart` is no text.
+    What is in the folders `apart` is no text. A file that several paths lead to is given once.
     """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
@@ -233,7 +233,10 @@ def text_files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[P
         raise FileNotFoundError(
             f"no text files in {', '.join(paths)}: hidden files, binary files and the files of runs do not count"
         )
-    return found, ", ".join(paths)
+    names: dict[str, Path] = {}
+    for file in found:
+        names.setdefault(os.path.realpath(file), file)
+    return list(names.values()), ", ".join(paths)
 
 
 def _below(top: Path, pattern: str, apart: Sequence[Path] = ()) -> list[Path]:
