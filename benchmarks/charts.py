@@ -22,15 +22,18 @@ def bars(
         values = [values[index] for _, values in groups]
         at = [row + (index + 0.5) * thick - 0.2 for row in range(len(groups))]
         drawn = axes.barh(at, values, thick, label=name, color=SERIES[index % len(SERIES)])
-        axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=7)
-        for bar, (label, _), value in zip(drawn, groups, values):
+        if not limits:
+            axes.bar_label(drawn, fmt="%.3g", padding=3, fontsize=7)
+        for bar, (label, _), value, row in zip(drawn, groups, values, at):
             bar.set_gid(f"{TIP}{label}, {name}: {value:.4g} {unit}")
+            if limits:  # which would cross the values at the ends of bars, and the names above them
+                place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center", "fontsize": 7}
+                axes.annotate(f"{value:.3g}", (1, row), **place)
+                axes.vlines(limits, row - thick / 2, row + thick / 2, COLOURS["limit"], "--", linewidth=1)
     for row, (label, _) in enumerate(groups):
         axes.annotate(label, (0, row - 0.24), xycoords=("axes fraction", "data"), va="bottom", fontsize=7)
     axes.set(yticks=[], xlabel=unit)
     axes.set_ylim(len(groups) - 0.4, -0.6)
-    for limit in limits:
-        axes.axvline(limit, color=COLOURS["limit"], linestyle="--", linewidth=1)
-    axes.margins(x=0.1)
+    axes.margins(x=0.15 if limits else 0.1)
     add_legend(figure)
     return figure

@@ -212,12 +212,12 @@ def time_charts(rows: Sequence[Row]) -> Table:
         if lines:
             _, _, but_for_tokens = case.title.partition(" ")
             but_for_tokens = but_for_tokens.replace("1 branches to 1 ", "branches over all tokens ")
-            charts.charts.append((but_for_tokens + _on(case.device), functools.partial(_over_tokens, lines, names)))
+            charts.charts.append((but_for_tokens + _on(case.device), functools.partial(_over_tokens, lines)))
     return charts
 
 
-def _over_tokens(lines: plots.Curves, names: Sequence[str]) -> Figure:
-    return plots.curves(lines, "tokens", "milliseconds", series=names, dots=names, log=True, width=4.5)
+def _over_tokens(lines: plots.Curves) -> Figure:
+    return plots.curves(lines, "tokens", "milliseconds", dots=list(lines), log=True, width=4.5)
 
 
 def _on(device: str) -> str:

@@ -70,6 +70,11 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     return markdown if page.file.generated_by else _relinked(markdown, f"docs/{source}", source)
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Flags of commands within code, which a browser would break after their dashes."""
+    return re.sub(r"(?<![\w-])--[a-z][\w-]*(?=[^<>]*</code>)", r'<span class="flag">\g<0></span>', html)
+
+
 def _copied(source: str, page: str) -> str:
     text = (ROOT / source).read_text()
     return _relinked(_notebook(text) if source.endswith(".py") else text, source, page)
@@ -114,13 +119,19 @@ def _reference() -> dict[str, str]:
     for page, (title, rooms) in REFERENCE.items():
         lines = [f"# {title}\n"]
         names = {name: room for room in rooms for name in _exported(room)}
-        if page == "training":  # those of the root that it finds when they are asked for
-            names |= dict.fromkeys(_in_no_room(root), "")
+        # Those of the root that are in no room: they belong to training, which it imports when they are asked for.
+        own = [name for name in _in_no_room(root) if (page == "tools") == name.startswith("__")]
+        if page in ("training", "tools"):
+            names |= dict.fromkeys(own, "")
         for name, room in sorted(names.items(), key=lambda item: item[0] not in root):  # the root's names first
             path = paths.get(name, f"{PACKAGE}.{room}.{name}")
             if path not in shown:
                 links = [f"[{title}](../{page})" for page, title in _pages_that_use(name)]
-                lines += [f"::: {path}\n", f"*In use:* {', '.join(links)}\n" if links else ""]
+                entry = f"::: {path}\n"
+                if (ROOT / "src" / PACKAGE / room.replace(".", "/") / f"{name}.py").is_file():
+                    # Of a function and its module of the same name, the module would be shown.
+                    entry = f"::: {PACKAGE}.{room}.{name}.{name}\n    options: {{heading: {path}}}\n"
+                lines += [entry, f"*In use:* {', '.join(links)}\n" if links else ""]
             shown.add(path)
         pages[f"reference/{page}.md"] = "\n".join(lines)
     return pages

@@ -98,7 +98,7 @@ def time_over_tokens(times: Mapping[str, Mapping[int, float]]) -> Figure:
 @styled
 def losses(measured: Mapping[str, Sequence[float]]) -> Figure:
     """Loss curves over steps, and below the relative distance of each variant from the plain one."""
-    figure, (above, below) = new_figure(6.4, 4.8, rows=2)
+    figure, (above, below) = new_figure(4.9, 4.8, rows=2)
     for (name, values), colour in zip(measured.items(), _BRANCHES):
         steps = range(1, len(values) + 1)
         above.plot(steps, values, color=colour, linewidth=1, label=name)

@@ -118,20 +118,17 @@ def curves(
     limits: Mapping[str, float] | None = None,
     *,
     dots: Sequence[str] = (),
-    series: Sequence[str] = (),
     log: bool = False,
     shares: bool = False,
     width: float = 4.9,
 ) -> Figure:
     """Named curves over linear or logarithmic axes; tooltips show the figures.
 
-    `limits` are named dashed lines. Curves named in `dots` show their points. `series` is the order of colours, for
-    charts that share some curves. With `shares`, both axes go from 0 to 1. A telephone can show the default width.
+    `limits` are named dashed lines. Curves named in `dots` show their points. With `shares`, both axes go from 0 to 1.
+    A telephone can show the default width.
     """
     figure, axes = new_figure(width, 3.4)
-    order = list(series or curves)
-    for name, points in curves.items():
-        colour = SERIES[order.index(name) % len(SERIES)]
+    for (name, points), colour in zip(curves.items(), cycle(SERIES)):
         points = sorted(points, key=lambda point: point[0])  # points above each other stay in their order
         shown = 1.0 if name in dots else 0.0  # a hidden point still has a tooltip
         x, y = zip(*points)
@@ -184,13 +181,13 @@ def thinned(points: Points, most: int = 400) -> list[tuple[float, float]]:
 def short(x: float) -> str:
     """A number of tokens in a few characters.
 
-    >>> short(512), short(131_072), short(1 << 20)
-    ('512', '128K', '1M')
+    >>> short(512), short(131_072), short(1 << 20), short(200_000)
+    ('512', '128K', '1M', '200,000')
     """
     for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if x >= size:
-            return f"{x / size:g}{letter}"
-    return f"{x:g}"
+        if x >= size and float(few := f"{x / size:.4g}") * size == x:
+            return few + letter
+    return f"{x:,.12g}"
 
 
 @styled

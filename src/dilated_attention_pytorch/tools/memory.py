@@ -246,6 +246,7 @@ def memory_cleanup() -> int:
     return freed + sum(max(0, gpu.reserved - reserved.get(gpu.device, 0)) for gpu in before.gpus)
 
 
+@checked(interval=POSITIVE)
 def monitor_memory_realtime(
     interval: float = 0.5, *, out: str | Path | None = None, picture: str | Path | None = None, quiet: bool = False
 ) -> MemoryMonitor:
