@@ -112,6 +112,7 @@ def _places(results: Results) -> str:
 def _answers(results: Results) -> Iterable[str]:
     _, middle, long, longest = results.lengths
     name = results.name
+    longest_ones = [name(kind, longest) for kind in ("dilated", "lengthened")]
     yield "**The same tokens.** " + _sentences(
         _compare(results, name("dilated", n), name("dense", n)) for n in (middle, long)
     )
@@ -122,13 +123,14 @@ def _answers(results: Results) -> Iterable[str]:
         _compare(results, name("dilated", n), name("window", n)) for n in (middle, long)
     )
     yield "**More context.** " + _sentences(
-        _context_gain(results, name(kind, n))
-        for kind, n in (("dense", long), ("window", long), ("dilated", long), ("dilated", longest))
+        _context_gain(results, one)
+        for one in (*(name(kind, long) for kind in ("dense", "window", "dilated")), *longest_ones)
     )
     yield "**The branch that spans the sequence.** " + _sentences(
         [*(_reach(results, name("dilated", n)) for n in (middle, long, longest)), _trained_without(results, long)]
     )
-    yield "**Converting a dense model.** " + _sentences([_converted(results, long)])
+    yield "**Converting a dense model.** " + _sentences([_continued(results, "converted", long)])
+    yield "**Lengthening a model.** " + _sentences([_continued(results, "lengthened", longest)])
     yield "**Head layouts.** " + _sentences(
         [_compare(results, name("blocked", long), name("dilated", long), ("The layout blocked", "interleaved"))]
     )
@@ -215,18 +217,18 @@ def _trained_without(results: Results, long: int) -> str | None:
     return _compare(results, local, whole, ("A model that never had it", whole))
 
 
-def _converted(results: Results, long: int) -> str | None:
-    converted, whole = results.name("converted", long), results.name("dilated", long)
-    if not results.has(converted):
+def _continued(results: Results, kind: str, length: int) -> str | None:
+    continued, whole = results.name(kind, length), results.name("dilated", length)
+    if not results.has(continued):
         return None
-    parent = results.one(converted)["starts_as"]
+    parent = results.one(continued)["starts_as"]
     said = (
-        f"{parent}, switched to dilated attention at {short(long)} and trained for {results.one(converted)['steps']} "
-        f"more steps, has {results.figures(converted, _validation):.4f} bits per byte"
+        f"{parent}, switched to dilated attention at {short(length)} and trained for {results.one(continued)['steps']} "
+        f"more steps, has {results.figures(continued, _validation):.4f} bits per byte"
     )
     if results.has(parent):
         said += f" (before, at its own length: {results.figures(parent, _validation):.4f})"
-    return f"{said}. {_compare(results, converted, whole) or ''}".strip()
+    return f"{said}. {_compare(results, continued, whole) or ''}".strip()
 
 
 def _advice(results: Results) -> str:

@@ -100,7 +100,7 @@ class Run:
     """One model: its attention and the length of its sequences.
 
     `once` runs take the first seed only. `starts_as` names a run whose trained model this one continues with another
-    attention, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence, and
+    attention or length, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence, and
     `is_causal` adds the branches of `branches_for(is_causal=True)`. `extra` runs take place only if they are named.
     """
 
@@ -226,6 +226,7 @@ def all_runs(scale: Scale) -> list[Run]:
         at("window", middle),
         at("dense", long),
         at("dilated", long),
+        at("dilated", longest, "lengthened", starts_as=f"dilated-{short(long)}"),
         at("window", long),
         at("dilated", longest),
         at("dilated", long, "blocked", head_layout="blocked", once=True),
