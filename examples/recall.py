@@ -187,11 +187,11 @@ def reach(name: str, tokens: int) -> int:
     return tokens if name == LONGNET else min(tokens, LAYERS * (before + 1) * block)
 
 
-def set_attention(model: LongNetLM, make: Callable[[], DilatedAttention]) -> None:
-    """Replace the attention of every layer; the weights, which are those of the projections, stay."""
-    for layer in model.layers:
+def set_attention(model: LongNetLM, make: Callable[[int], DilatedAttention]) -> None:
+    """Replace the attention of each layer by that for its number; the weights, those of the projections, stay."""
+    for number, layer in enumerate(model.layers):
         assert isinstance(layer, DilatedTransformerEncoderLayer)
-        layer.self_attn.attention = make()
+        layer.self_attn.attention = make(number)
 
 
 ATTENTIONS: dict[str, Callable[[int], DilatedAttention]] = {LONGNET: longnet_attention, WINDOW: window_attention}
@@ -237,7 +237,7 @@ class Pupil:
 
     def attend(self, tokens: int) -> None:
         """Switch to the attention for that length; the weights stay."""
-        set_attention(self.model, lambda: ATTENTIONS[self.name](tokens))
+        set_attention(self.model, lambda _: ATTENTIONS[self.name](tokens))
 
     def step(self, lesson: Lesson, sequences: int) -> tuple[float, float]:
         """Train one step; return the loss and the share of right answers."""

@@ -26,6 +26,7 @@ from examples.evidence.runs import FULL, TINY, Run, Scale, all_runs, find_run, s
 from examples.evidence.training import TimeIsUp, drop_checkpoint, train
 
 RECORDS = "evidence.jsonl"
+_EPOCHS = 4
 _RATE = 280e12  # FLOPs per second of --plan: 40 % of what one H200 computes in bfloat16
 
 
@@ -37,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
         "version runs, which shows the machinery and no result. Stop the command at any time: started again, it "
         "continues. Results are appended to evidence.jsonl, and drawn as evidence.md.",
     )
-    evidence.add_argument("--data", nargs="+", metavar="PATH", help="folders of text (default: the standard library)")
+    evidence.add_argument(
+        "--data", nargs="+", metavar="PATH", help="folders of text (on a CPU by default the standard library)"
+    )
     evidence.add_argument("--out", type=Path, default=Path("runs/evidence"), help="folder of the results")
     evidence.add_argument("--only", nargs="+", metavar="RUN", help="runs to take, as --plan names them (default: all)")
     evidence.add_argument("--seeds", nargs="+", type=whole_number, metavar="N", help="seeds to take (default: 0 1)")
@@ -98,12 +101,20 @@ def run_evidence(arguments: argparse.Namespace) -> None:
     if arguments.plan:
         return _print_plan(pieces, done)
     folder = out / "corpus"
+    if scale.name == FULL.name and arguments.data is None and not (folder / corpus.SUMMARY).is_file():
+        raise ValueError(f"there is no corpus in {folder}: give its text with --data, or copy that folder here")
     _prepare(folder, arguments.data, scale)
     if arguments.prepare:
         return
     if device == "cpu" and not environment.value("OMP_NUM_THREADS"):
         torch.set_num_threads(fastest_threads(thread_rates()))
     tokens = corpus.open_corpus(folder, scale.lengths[-1], scale.tokens_per_step)
+    read, there = scale.steps * scale.tokens_per_step, len(tokens.corpus.training)
+    if read > _EPOCHS * there:
+        raise ValueError(
+            f"the corpus is too short: a run reads {read:,} tokens, and {tokens.facts['source']} has {there:,} for "
+            f"training: models learn it by heart if they read it more than {_EPOCHS} times; give more text with --data"
+        )
     head = {"scale": scale.name, "settings": _settings(scale), "corpus": _facts(tokens.facts)}
     for record in records:
         if any(record[key] != head[key] for key in head):

@@ -149,11 +149,11 @@ def _finish(model: LongNetLM, run: Run, text: Tensor, device: str, finish: Calla
 @contextmanager
 def _attention(model: LongNetLM, run: Run, tokens: int, **how: bool) -> Iterator[None]:
     """Let the model read sequences of another length, or with other branches."""
-    set_attention(model, lambda: run.attention(tokens, **how))
+    set_attention(model, lambda layer: run.attention(tokens, layer, **how))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReachWarning)  # to see less than the sequence is what is measured
         yield
-    set_attention(model, lambda: run.attention(run.length))
+    set_attention(model, lambda layer: run.attention(run.length, layer))
 
 
 def _windows(tokens: Tokens, most: int) -> list[int]:

@@ -11,13 +11,13 @@ from examples.evidence.results import KINDS, Results, at_length
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = {"dense": COLOURS["s1"], "dilated": COLOURS["s0"], "window": COLOURS["s2"]}
+_COLOURS = dict(zip(KINDS, (COLOURS[name] for name in ("s1", "s0", "s2", "s3", "s4"))))
 _LINES = (":", "--", "-", "-.")  # by length, from the shortest
 
 
 def _line(results: Results, name: str) -> dict[str, Any]:
-    record = results.one(name)
-    return {"color": _COLOURS[record["kind"]], "linestyle": _LINES[results.lengths.index(record["length"])]}
+    kind, length = name.rpartition("-")[0], results.one(name)["length"]
+    return {"color": _COLOURS[kind], "linestyle": _LINES[results.lengths.index(length)]}
 
 
 def _label(name: str) -> str:

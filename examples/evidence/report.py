@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +22,16 @@ _PAPER = {
     ("sparse transformer", 32_768): (5.15, 4.00, 3.64),
 }
 _PAPER_LENGTHS = (2048, 8192, 32_768)
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of layers and AdamW for the rest"}
+
+
+# What was done to a dilated model, as the names of runs begin.
+_TRIED = {
+    "staggered": "every other layer has segments that are 23/16 as long, so that borders rarely meet",
+    "windowed": "a sliding window that costs as much takes the place of the branch of rate 1",
+    "causal": "with the branches of `branches_for(is_causal=True)`",
+    "qk-norm": "with queries and keys scaled by an RMS norm",
+}
 
 
 def write(folder: Path, records: Sequence[Record]) -> Path:
@@ -50,9 +60,9 @@ def _page(results: Results) -> Iterable[str]:
         "tokens, cut into sequences of its length, and models of one length read them in the same order: only the "
         "attention differs. *Dense* is one segment as long as the sequence, in this library's kernel; *dilated* has "
         "the branches of `branches_for` for the number of heads, the last of which spans the sequence; the *sliding "
-        "window* has tiles, and the width at which it costs as many FLOPs as the dilated model of its length. AdamW, "
-        f"peak learning rate {settings['learning_rate']:g}, cosine. Seeds decide the weights and the order of the "
-        "text; ± is half of the range over seeds."
+        "window* has tiles, and the width at which it costs as many FLOPs as the dilated model of its length. "
+        f"{_OPTIMIZERS[settings['optimizer']]}, peak learning rate {settings['learning_rate']:g}, cosine. Seeds "
+        "decide the weights and the order of the text; ± is half of the range over seeds."
     )
     yield (
         f"Models of different lengths differ in one more thing. {settings['places']} steps read "
@@ -126,6 +136,7 @@ def _answers(results: Results) -> Iterable[str]:
         _context_gain(results, one)
         for one in (*(name(kind, long) for kind in ("dense", "window", "dilated")), *longest_ones)
     )
+    yield "**Segment borders.** " + _sentences(_borders(results, n) for n in (middle, long))
     yield "**The branch that spans the sequence.** " + _sentences(
         [*(_reach(results, name("dilated", n)) for n in (middle, long, longest)), _trained_without(results, long)]
     )
@@ -134,11 +145,11 @@ def _answers(results: Results) -> Iterable[str]:
     yield "**Head layouts.** " + _sentences(
         [_compare(results, name("blocked", long), name("dilated", long), ("The layout blocked", "interleaved"))]
     )
-    extras = [one for one in ("causal", "qk-norm") if results.has(name(one, long))]
-    if extras:
-        yield "**What could close a gap.** " + _sentences(
-            _compare(results, name(one, long), name("dilated", long), (one, "the dilated model as it is"))
-            for one in extras
+    tried = [(kind, n) for n in (middle, long) for kind in _TRIED if results.has(name(kind, n), name("dilated", n))]
+    if tried:
+        what = " ".join(f"*{kind.capitalize()}*: {_TRIED[kind]}." for kind in dict(tried))
+        yield f"**What could close the gap.** {what} " + _sentences(
+            _compare(results, name(kind, n), name(other, n)) for kind, n in tried for other in ("dilated", "dense")
         )
 
 
@@ -212,6 +223,31 @@ def _reach(results: Results, name: str) -> str | None:
     return f"{name} needs {_more(percent)} bits per byte without it, if it is removed after training."
 
 
+def _borders(results: Results, length: int) -> str | None:
+    """The rows of the first of the shortest segments, and those after and before the borders of the later ones."""
+    dilated, dense = (results.name(kind, length) for kind in ("dilated", "dense"))
+    if not results.has(dilated, dense):
+        return None
+    shortest = min(results.one(dilated)["branches"][0])
+    parts = len(results.one(dilated)["positions"])
+    quarter = shortest * parts // (4 * length)  # of a segment, in parts of the sequence
+    if not quarter or not results.difference(dilated, dense).values:
+        return None
+
+    def more(chosen: Callable[[int], bool]) -> str:
+        places = [place for place in range(parts) if chosen(place)]
+        return _more(results.difference(dilated, dense, lambda r: sum(r["positions"][place] for place in places)))
+
+    def later(number: int) -> str:
+        return more(lambda place: place >= 4 * quarter and place // quarter % 4 == number)
+
+    return (
+        f"In its first {shortest:,} tokens, {dilated} needs {more(lambda place: place < 4 * quarter)} bits per byte "
+        f"than {dense}; in the first quarter of each later segment of that length, before which its rows see little, "
+        f"{later(0)}, and in the last quarter {later(3)}."
+    )
+
+
 def _trained_without(results: Results, long: int) -> str | None:
     local, whole = results.name("local", long), results.name("dilated", long)
     return _compare(results, local, whole, ("A model that never had it", whole))
@@ -274,8 +310,7 @@ def _context_table(results: Results) -> str:
             if fitted:
                 cell += f" (fitted {results.figures(name, at_length(tokens, fitted=True, key='perplexity')):.2f})"
             ours.append(cell)
-        kind = record["kind"] if name in results.trained() else ""
-        rows.append([name, *ours, *_paper(kind, record["length"])])
+        rows.append([name, *ours, *_paper(name.rpartition("-")[0], record["length"])])
     rows += [
         [f"sparse transformer, {short(length)}", *["-"] * len(results.lengths), *_paper(kind, length)]
         for kind, length in _PAPER
@@ -330,7 +365,7 @@ _FOLDERS = (
 )
 _REPEAT = f"""\
 ```bash
-apt-get download linux-source-6.1   # of Debian 12; most of its C code is read
+apt-get download linux-source-6.1=6.1.192-1   # of Debian 12; most of its C code is read
 dpkg-deb -x linux-source-6.1_*.deb . && tar xf usr/src/linux-source-6.1.tar.xz
 ./run evidence --prepare --data linux-source-6.1/{{{_FOLDERS}}}
 ./run evidence --plan               # the runs and their cost

@@ -9,7 +9,14 @@ from typing import Any
 from dilated_attention_pytorch.pages.plots import short
 
 Record = dict[str, Any]
-KINDS = {"dense": "dense", "dilated": "dilated", "window": "sliding window"}
+# The runs that differ in attention and length alone, as their names begin.
+KINDS = {
+    "dense": "dense",
+    "dilated": "dilated",
+    "window": "sliding window",
+    "staggered": "dilated, staggered",
+    "windowed": "window and dilated",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Results:
         return Figures(tuple(100 * (find(self.runs[a][s]) / find(self.runs[b][s]) - 1) for s in sorted(seeds)))
 
     def trained(self) -> list[str]:
-        """The runs that differ in attention and length alone."""
+        """The runs of `KINDS`, by kind and length."""
         plain = [self.name(kind, length) for kind in KINDS for length in self.lengths]
         return [name for name in plain if name in self.runs]
 

@@ -13,12 +13,14 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.pages.plots import short
 from dilated_attention_pytorch.train.config import TrainConfig
 from dilated_attention_pytorch.train.footprint import parameter_count
-from dilated_attention_pytorch.train.memory import MemoryOptions
+from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName
 from dilated_attention_pytorch.train.stages import Stage
 from dilated_attention_pytorch.train.tokenizer import TOKENIZER
+from examples.evidence.patterns import LATER, WindowedDilatedAttention, some_branches, staggered
 from examples.recall import narrowest_window, pairs_per_head, sliding_window, window_pairs
 
 Kind = Literal["dense", "dilated", "window"]
+Near = Literal["segments", "staggered", "windowed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Scale:
     places: int  # of the text, whose sequences are mixed
     steps: int
     warmup_steps: int
+    optimizer: OptimizerName
     learning_rate: float
     seeds: tuple[int, ...]
     scored: int  # tokens at the end of a sequence whose bits are measured
@@ -65,11 +68,12 @@ FULL = Scale(
     places=16,
     steps=800,
     warmup_steps=30,
-    learning_rate=1.5e-3,
+    optimizer="muon",
+    learning_rate=8e-3,
     seeds=(0, 1),
     scored=1024,
     windows=24,
-    validation_windows=8,
+    validation_windows=4,
     validate_every=50,
     window_tile=128,
 )
@@ -85,6 +89,7 @@ TINY = Scale(
     places=16,
     steps=16,
     warmup_steps=2,
+    optimizer="adamw",
     learning_rate=5e-3,
     seeds=(0, 1),
     scored=32,
@@ -101,7 +106,9 @@ class Run:
 
     `once` runs take the first seed only. `starts_as` names a run whose trained model this one continues with another
     attention or length, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence, and
-    `is_causal` adds the branches of `branches_for(is_causal=True)`. `extra` runs take place only if they are named.
+    `is_causal` adds the branches of `branches_for(is_causal=True)`. `near` is how a dilated model sees its nearest
+    tokens: in the segments of `branches_for`, in segments that are longer in every other layer, or in a sliding window
+    that costs as much as the first branch, in its place. `extra` runs take place only if they are named.
     """
 
     name: str
@@ -112,13 +119,14 @@ class Run:
     starts_as: str | None = None
     reaches: bool = True
     is_causal: bool = False
+    near: Near = "segments"
     qk_norm: bool = False
     once: bool = False
     extra: bool = False
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        return self.scale.seeds[:1] if self.once or self.extra else self.scale.seeds
+        return self.scale.seeds[:1] if self.once else self.scale.seeds
 
     @property
     def steps(self) -> int:
@@ -132,11 +140,12 @@ class Run:
             return DilatedSpec.of([tokens], [1])
         shortest = self.scale.lengths[0]
         lengths, rates = branches_for(tokens, self.scale.num_heads, shortest=shortest, is_causal=self.is_causal)
-        kept = slice(None if self.reaches else -1)
-        return DilatedSpec.of(lengths[kept], rates[kept], self.head_layout)
+        return some_branches(DilatedSpec.of(lengths, rates, self.head_layout), slice(None if self.reaches else -1))
 
-    def attention(self, tokens: int, *, fitted: bool = False, without_reach: bool = False) -> DilatedAttention:
-        """The attention that reads sequences of `tokens` tokens.
+    def attention(
+        self, tokens: int, layer: int = 0, *, fitted: bool = False, without_reach: bool = False
+    ) -> DilatedAttention:
+        """The attention with which a layer reads sequences of `tokens` tokens.
 
         Dilated attention keeps the branches of training, or with `fitted` takes those for `tokens`; `without_reach`
         removes the branch of the longest segments. A window stays as wide as in training.
@@ -144,20 +153,35 @@ class Run:
         if self.kind == "window":
             return sliding_window(tokens, self.scale.window_tile, self._tiles_before)
         spec = self.spec(tokens if fitted or self.kind == "dense" else None)
-        kept = slice(-1 if without_reach else None)
-        return DilatedAttention(spec.segment_lengths[kept], spec.dilation_rates[kept], head_layout=spec.head_layout)
+        if without_reach:
+            spec = some_branches(spec, slice(-1))
+        if self.near == "windowed" and len(spec.branches) > 1:
+            return WindowedDilatedAttention(spec, self.scale.window_tile, self._tiles_before)
+        if self.near == "staggered" and layer % 2:
+            spec = staggered(spec)
+        return DilatedAttention(spec.segment_lengths, spec.dilation_rates, head_layout=spec.head_layout)
 
     @property
     def _tiles_before(self) -> int:
-        dilated = replace(self, kind="dilated").spec()
-        return narrowest_window(dilated, self.length, self.scale.num_heads, self.scale.window_tile)
+        """The tiles before its own that a row of a sliding window sees: as many keys as what the window replaces."""
+        replaced = replace(self, kind="dilated").spec()
+        if self.near == "windowed":
+            replaced = some_branches(replaced, slice(1))
+        return narrowest_window(replaced, self.length, self.scale.num_heads, self.scale.window_tile)
 
     @property
     def keys_per_row(self) -> float:
-        """The mean number of keys that a row of one head sees."""
-        if self.kind == "window":
-            return window_pairs(self.length, self.scale.window_tile, self._tiles_before) / self.length
-        return pairs_per_head(self.spec(), self.length, self.scale.num_heads) / self.length
+        """The mean number of keys that a row of one head sees, over all layers."""
+        return self._pairs() / self.length
+
+    def _pairs(self) -> float:
+        """(query, key) pairs of one head."""
+        pairs = partial(pairs_per_head, tokens=self.length, heads=self.scale.num_heads)
+        spec, windowed = self.spec(), self.near == "windowed"
+        if self.kind == "window" or windowed:
+            within = window_pairs(self.length, self.scale.window_tile, self._tiles_before)
+            return within + (pairs(some_branches(spec, LATER)) if windowed else 0)
+        return (pairs(spec) + pairs(staggered(spec))) / 2 if self.near == "staggered" else pairs(spec)
 
     def model(self) -> ModelConfig:
         """The model with the branches of the last stage."""
@@ -195,7 +219,7 @@ class Run:
             warmup_steps=self.scale.warmup_steps,
             seed=seed,
             device=device,
-            memory=MemoryOptions(**(on_gpu if device == "cuda" else {})),
+            memory=MemoryOptions(optimizer=self.scale.optimizer, **(on_gpu if device == "cuda" else {})),
         )
 
     def _stage(self) -> Stage:
@@ -231,9 +255,11 @@ def all_runs(scale: Scale) -> list[Run]:
         at("dilated", longest),
         at("dilated", long, "blocked", head_layout="blocked", once=True),
         at("dilated", long, "local", reaches=False, once=True),
-        at("dilated", long, "causal", is_causal=True, extra=True),
-        at("dilated", long, "qk-norm", qk_norm=True, extra=True),
-        at("dense", long, "dense-qk-norm", qk_norm=True, extra=True),
+        *(at("dilated", n, "staggered", near="staggered", extra=True) for n in (middle, long)),
+        *(at("dilated", n, "windowed", near="windowed", extra=True) for n in (middle, long)),
+        at("dilated", long, "causal", is_causal=True, once=True, extra=True),
+        at("dilated", long, "qk-norm", qk_norm=True, once=True, extra=True),
+        at("dense", long, "dense-qk-norm", qk_norm=True, once=True, extra=True),
     ]
 
 

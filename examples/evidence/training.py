@@ -119,7 +119,7 @@ def _make(run: Run, seed: int, device: str) -> tuple[LongNetLM, torch.optim.Opti
     torch.compiler.reset()  # otherwise shapes that differ from those of the run before become dynamic
     torch.manual_seed(seed)
     model = LongNetLM(run.model()).to(device)
-    set_attention(model, lambda: run.attention(run.length))
+    set_attention(model, lambda layer: run.attention(run.length, layer))
     prepare(model, config.memory)
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.95), "weight_decay": config.weight_decay}
     optimizer = make_optimizer(model, config.memory, **settings)

@@ -13,11 +13,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from dilated_attention_pytorch.core.spec import branches_for
+from dilated_attention_pytorch.core.spec import DilatedSpec, branches_for
 from dilated_attention_pytorch.train.data import Batch
 from examples.evidence import __main__ as command
 from examples.evidence import measures, report, training
 from examples.evidence.corpus import open_corpus, write_corpus
+from examples.evidence.patterns import WindowedDilatedAttention
 from examples.evidence.runs import FULL, TINY, all_runs, find_run
 
 SMALL = dataclasses.replace(
@@ -108,6 +109,31 @@ def test_the_runs_are_those_of_the_experiment() -> None:
         assert runs[f"window-{length}"].attention(131_072).sparse_config is not None
     assert runs["local-32K"].spec().segment_lengths == (2048, 4096, 8192)
     assert runs["blocked-32K"].attention(32_768).spec.head_layout == "blocked"
+    layers = [runs["staggered-8K"].attention(8192, layer).segment_lengths for layer in range(3)]
+    assert layers == [(2048, 4096, 8192), (2944, 5888, 11_776), (2048, 4096, 8192)]
+    assert 1 <= runs["windowed-8K"].keys_per_row / runs["dilated-8K"].keys_per_row < 1.07
+
+
+def test_a_window_in_place_of_the_first_branch_shares_one_softmax_with_the_others() -> None:
+    N, H, tile, before = 96, 4, 16, 2
+    attention = WindowedDilatedAttention(DilatedSpec.of([32, 64, 128], [1, 2, 4]), tile, before)
+    q, k, v = (torch.randn(1, N, H, 8, requires_grad=True) for _ in range(3))
+    row, key = torch.arange(N)[:, None], torch.arange(N)
+    shown = (row // tile - key // tile <= before).float().expand(H, N, N).clone()
+    for w, r in ((64, 2), (128, 4)):
+        for head in range(H):
+            on_grid = (key % w % r == head % r) & (row % w % r == head % r)
+            shown[head] += on_grid & (row // w == key // w)
+    shown *= key <= row
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5 + shown.log()
+    wanted = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    given = torch.randn_like(wanted)
+    torch.testing.assert_close(attention(q, k, v, is_causal=True), wanted, rtol=1e-5, atol=1e-5)
+    for found, gradient in zip(
+        torch.autograd.grad(attention(q, k, v, is_causal=True), (q, k, v), given),
+        torch.autograd.grad(wanted, (q, k, v), given),
+    ):
+        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_all_models_read_the_same_tokens_and_a_step_mixes_as_many_places_as_it_can() -> None:
@@ -231,6 +257,7 @@ def test_results_of_other_settings_and_what_is_missing_are_refused(text, tmp_pat
         (["--minutes", "0"], "--minutes must be above 0, got 0.0"),
         (["--data", str(tmp_path)], "has the corpus of text: choose another --out"),
         (["--report", str(tmp_path)], "without --report writes it"),
+        (["--steps", "9999"], "a run reads 5,119,488 tokens, and text has "),
     ):
         assert command.main([*arguments, *wrong]) == 1
         assert why in capsys.readouterr().err
@@ -238,6 +265,26 @@ def test_results_of_other_settings_and_what_is_missing_are_refused(text, tmp_pat
         stream.write('{"run": "cut o')
     assert command.main([*arguments, "--steps", "1"]) == 1
     assert "line 2 of " in capsys.readouterr().err
+
+
+def test_the_whole_experiment_needs_a_text(tmp_path, capsys) -> None:
+    assert command.main(["--prepare", "--out", str(tmp_path)]) == 1
+    assert "there is no corpus in" in capsys.readouterr().err
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_gaps_are_told_apart_by_the_place_in_a_segment() -> None:
+    shared = {
+        "settings": json.loads(json.dumps(dataclasses.asdict(FULL))),
+        "seed": 0,
+        "branches": [[2048, 8192], [1, 4]],
+    }
+    dense = shared | {"run": "dense-8K", "positions": [1.0] * 64, "validation": 1.0}
+    own = [1.0] * 16 + ([1.5] * 4 + [1.2] * 8 + [1.1] * 4) * 3
+    dilated = shared | {"run": "dilated-8K", "positions": own, "validation": 1.2}
+    said = report._borders(report.Results([dense, dilated]), 8192)
+    assert "In its first 2,048 tokens, dilated-8K needs 0.00 % (one seed)" in said
+    assert "50.00 % (one seed) more, and in the last quarter 10.00 % (one seed) more" in said
 
 
 def test_curves_are_compared_at_the_same_seconds() -> None:
@@ -255,7 +302,9 @@ def test_curves_are_compared_at_the_same_seconds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("name", ["dense-128", "dilated-128", "window-128", "converted-128"])
+@pytest.mark.parametrize(
+    "name", ["dense-128", "dilated-128", "window-128", "converted-128", "staggered-128", "windowed-128"]
+)
 def test_on_a_gpu_every_kind_of_attention_trains_compiled_and_is_measured(name, tokens, tmp_path) -> None:
     run = find_run(name, dataclasses.replace(SMALL, d_model=256, steps=10))
     model, progress = training.train(run, 0, tokens, tmp_path, "cuda", math.inf)

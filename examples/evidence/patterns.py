@@ -1,0 +1,53 @@
+"""Two ways to give rows after a segment's border their nearest tokens, which causal segments take from them."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from dilated_attention_pytorch.core.merge import merge
+from dilated_attention_pytorch.core.spec import DilatedSpec, ReachWarning, never_warn
+from dilated_attention_pytorch.functional import dilated_attention
+from dilated_attention_pytorch.nn.attention import DilatedAttention
+from examples.recall import sliding_window
+
+LATER = slice(1, None)  # branches after the first
+_LONGER = (23, 16)  # nearly the square root of 2, and whole tiles of 128 from segments of 2,048
+
+
+def some_branches(spec: DilatedSpec, kept: slice) -> DilatedSpec:
+    """The pattern of some branches of `spec`, which may leave rows to the others without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReachWarning)
+        some = DilatedSpec(spec.branches[kept], spec.head_layout)
+    never_warn(some)
+    return some
+
+
+def staggered(spec: DilatedSpec) -> DilatedSpec:
+    """The same rates with longer segments: where layers take turns, borders rarely meet.
+
+    >>> staggered(DilatedSpec.of([2048, 4096], [1, 2])).segment_lengths
+    (2944, 5888)
+    """
+    times, over = _LONGER
+    return DilatedSpec.of([w * times // over for w in spec.segment_lengths], spec.dilation_rates, spec.head_layout)
+
+
+class WindowedDilatedAttention(DilatedAttention):
+    """A sliding window in place of the first branch: one softmax over the window and the other branches of `spec`."""
+
+    def __init__(self, spec: DilatedSpec, tile: int, before: int) -> None:
+        far = some_branches(spec, LATER)
+        super().__init__(far.segment_lengths, far.dilation_rates, head_layout=far.head_layout)
+        self._tile, self._before = tile, before
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None) -> Tensor:
+        far = self._settings(is_causal)
+        window = sliding_window(query.shape[1], self._tile, self._before)
+        near = {**far, **window.spec.keywords, "sparse_config": window.sparse_config}
+        partials = [
+            dilated_attention(query, key, value, **settings, spans=spans, return_lse=True) for settings in (near, far)
+        ]
+        return merge(*partials[0], *partials[1])[0]
