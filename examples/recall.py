@@ -140,8 +140,12 @@ def window_attention(tokens: int) -> BlockSparseDilatedAttention:
 
 def sliding_window(tokens: int, block: int, before: int) -> BlockSparseDilatedAttention:
     """Attention in which a row sees its own tile of `block` tokens and the `before` tiles before it."""
-    config = SparsePatternConfig("local_window", 1.0, block, local_window_size=max(1, 2 * before * block))
-    return BlockSparseDilatedAttention([tokens], [1], sparse_config=config)
+    return BlockSparseDilatedAttention([tokens], [1], sparse_config=window_tiles(block, before))
+
+
+def window_tiles(block: int, before: int) -> SparsePatternConfig:
+    """The tiles of a sliding window; of a causal one, only those before a row's own count."""
+    return SparsePatternConfig("local_window", 1.0, block, local_window_size=max(1, 2 * before * block))
 
 
 def narrowest_window(spec: DilatedSpec, tokens: int, heads: int, block: int, least: int = 0) -> int:

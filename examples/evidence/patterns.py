@@ -10,7 +10,7 @@ from dilated_attention_pytorch.core.merge import merge
 from dilated_attention_pytorch.core.spec import DilatedSpec, ReachWarning, never_warn
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.nn.attention import DilatedAttention
-from examples.recall import sliding_window
+from examples.recall import window_tiles
 
 LATER = slice(1, None)  # branches after the first
 _LONGER = (23, 16)  # nearly the square root of 2, and whole tiles of 128 from segments of 2,048
@@ -41,13 +41,13 @@ class WindowedDilatedAttention(DilatedAttention):
     def __init__(self, spec: DilatedSpec, tile: int, before: int) -> None:
         far = some_branches(spec, LATER)
         super().__init__(far.segment_lengths, far.dilation_rates, head_layout=far.head_layout)
-        self._tile, self._before = tile, before
+        self._window = window_tiles(tile, before)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, spans: Tensor | None) -> Tensor:
         far = self._settings(is_causal)
-        window = sliding_window(query.shape[1], self._tile, self._before)
-        near = {**far, **window.spec.keywords, "sparse_config": window.sparse_config}
+        window = {"segment_lengths": [query.shape[1]], "dilation_rates": [1], "sparse_config": self._window}
         partials = [
-            dilated_attention(query, key, value, **settings, spans=spans, return_lse=True) for settings in (near, far)
+            dilated_attention(query, key, value, **settings, spans=spans, return_lse=True)
+            for settings in (far | window, far)
         ]
         return merge(*partials[0], *partials[1])[0]

@@ -15,6 +15,7 @@ KINDS = {
     "dilated": "dilated",
     "window": "sliding window",
     "staggered": "dilated, staggered",
+    "doubled": "dilated, doubled",
     "windowed": "window and dilated",
 }
 

@@ -20,7 +20,7 @@ from examples.evidence.patterns import LATER, WindowedDilatedAttention, some_bra
 from examples.recall import narrowest_window, pairs_per_head, sliding_window, window_pairs
 
 Kind = Literal["dense", "dilated", "window"]
-Near = Literal["segments", "staggered", "windowed"]
+Near = Literal["segments", "staggered", "doubled", "windowed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,11 @@ class Run:
 
     `once` runs take the first seed only. `starts_as` names a run whose trained model this one continues with another
     attention or length, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence, and
-    `is_causal` adds the branches of `branches_for(is_causal=True)`. `near` is how a dilated model sees its nearest
-    tokens: in the segments of `branches_for`, in segments that are longer in every other layer, or in a sliding window
-    that costs as much as the first branch, in its place. `extra` runs take place only if they are named.
+    `is_causal` adds the branches of `branches_for(is_causal=True)`. `extra` runs take place only if they are named.
+
+    `near` is how a dilated model sees its nearest tokens: in the segments of `branches_for`; in segments that are
+    longer in every other layer; in a second branch of rate 1 with shorter segments, too; or in a sliding window, in
+    place of the first branch and at its cost.
     """
 
     name: str
@@ -140,6 +142,8 @@ class Run:
             return DilatedSpec.of([tokens], [1])
         shortest = self.scale.lengths[0]
         lengths, rates = branches_for(tokens, self.scale.num_heads, shortest=shortest, is_causal=self.is_causal)
+        if self.near == "doubled":
+            lengths, rates = (shortest * 11 // 16, *lengths), (1, *rates)
         return some_branches(DilatedSpec.of(lengths, rates, self.head_layout), slice(None if self.reaches else -1))
 
     def attention(
@@ -256,6 +260,7 @@ def all_runs(scale: Scale) -> list[Run]:
         at("dilated", long, "blocked", head_layout="blocked", once=True),
         at("dilated", long, "local", reaches=False, once=True),
         *(at("dilated", n, "staggered", near="staggered", extra=True) for n in (middle, long)),
+        *(at("dilated", n, "doubled", near="doubled", extra=True) for n in (middle, long)),
         *(at("dilated", n, "windowed", near="windowed", extra=True) for n in (middle, long)),
         at("dilated", long, "causal", is_causal=True, once=True, extra=True),
         at("dilated", long, "qk-norm", qk_norm=True, once=True, extra=True),

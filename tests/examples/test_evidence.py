@@ -111,6 +111,7 @@ def test_the_runs_are_those_of_the_experiment() -> None:
     assert runs["blocked-32K"].attention(32_768).spec.head_layout == "blocked"
     layers = [runs["staggered-8K"].attention(8192, layer).segment_lengths for layer in range(3)]
     assert layers == [(2048, 4096, 8192), (2944, 5888, 11_776), (2048, 4096, 8192)]
+    assert runs["doubled-8K"].spec().segment_lengths == (1408, 2048, 4096, 8192)
     assert 1 <= runs["windowed-8K"].keys_per_row / runs["dilated-8K"].keys_per_row < 1.07
 
 
@@ -303,7 +304,7 @@ def test_curves_are_compared_at_the_same_seconds() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(
-    "name", ["dense-128", "dilated-128", "window-128", "converted-128", "staggered-128", "windowed-128"]
+    "name", ["dense-128", "dilated-128", "window-128", "converted-128", "staggered-128", "doubled-128", "windowed-128"]
 )
 def test_on_a_gpu_every_kind_of_attention_trains_compiled_and_is_measured(name, tokens, tmp_path) -> None:
     run = find_run(name, dataclasses.replace(SMALL, d_model=256, steps=10))
