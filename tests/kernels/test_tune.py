@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="the tiles are those of Triton kernels")
 
-from dilated_attention_pytorch.kernels.triton import tuning
-from dilated_attention_pytorch.kernels.triton.tune import candidates, fastest, tune
+from dilated_attention_pytorch.kernels.triton import plan, tuning
+from dilated_attention_pytorch.kernels.triton.tune import candidates, compile_shapes, fastest, tune
 from dilated_attention_pytorch.kernels.triton.tuning import HopperTiles, Kind, Tiles, read_tiles, write_tiles
 
 KIND = Kind("forward", 2, 64, False)
@@ -22,7 +22,7 @@ def test_the_fastest_candidate_wins_and_those_that_fail_drop_out() -> None:
             raise MemoryError
         return 1.0 if shape == wanted else 2.0
 
-    assert fastest(KIND, time) == wanted
+    assert fastest(KIND, candidates("forward"), time) == wanted
 
 
 def test_no_working_candidate_is_an_error() -> None:
@@ -30,7 +30,31 @@ def test_no_working_candidate_is_an_error() -> None:
         raise MemoryError
 
     with pytest.raises(RuntimeError, match="no candidate"):
-        fastest(KIND, time)
+        fastest(KIND, candidates("forward"), time)
+
+
+@pytest.mark.parametrize("kernel", ["dkdv", "hopper forward"])
+def test_every_shape_is_compiled_once_and_one_that_fails_does_not_stop_the_others(kernel, monkeypatch) -> None:
+    kind = Kind(kernel, 2, 64, True)
+    shapes = candidates(kernel)
+    tried = []
+
+    def passes(self, call, inputs, *, backward) -> None:
+        assert call.is_causal
+        assert inputs.query.is_meta
+        assert backward == (kernel == "dkdv")
+        assert ("plain" if kernel == "dkdv" else "best") == plan.KERNELS
+        tried.append(tuning._tried[kind])
+        if len(tried) == 2:
+            raise MemoryError
+
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.triton.tune.Triton.passes", passes)
+    monkeypatch.setattr("dilated_attention_pytorch.kernels.triton.tune.compile_launches", lambda run, **_: run())
+    before = plan.KERNELS
+    compile_shapes(kind, shapes)
+    assert tried == shapes
+    assert before == plan.KERNELS
+    assert not tuning._tried
 
 
 def test_a_tuned_file_takes_the_tables_place(tmp_path, monkeypatch) -> None:

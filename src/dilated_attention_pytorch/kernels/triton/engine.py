@@ -155,13 +155,13 @@ class Triton:
         launch.
         """
         given = tree_map_only(Tensor, without_memory, inputs)
+        return compile_launches(lambda: self.passes(call, given, backward=backward), ignore_errors=ignore_errors)
 
-        def passes() -> None:
-            out, lse = self.partial(call, given)
-            if backward:
-                self.gradients(call, Saved(given, out, lse), without_memory(out), None)
-
-        return compile_launches(passes, ignore_errors=ignore_errors)
+    def passes(self, call: Call, inputs: Inputs, *, backward: bool) -> None:
+        """Launch what a call launches, with tensors on the device `meta`: within `compile_launches` it is compiled."""
+        out, lse = self.partial(call, inputs)
+        if backward:
+            self.gradients(call, Saved(inputs, out, lse), without_memory(out), None)
 
 
 def _lease(resources: Resources, largest: int, plan: Plan) -> AbstractContextManager[Take | None]:

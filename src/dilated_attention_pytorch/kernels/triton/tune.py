@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.resources import NO_RESOURCES
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.kernels.triton import tuning
+from dilated_attention_pytorch.kernels.triton.compiling import compile_launches
+from dilated_attention_pytorch.kernels.triton.engine import Triton
 from dilated_attention_pytorch.kernels.triton.tuning import HopperTiles, Kind, Tiles, write_tiles
 from dilated_attention_pytorch.measuring import measure
 
@@ -44,16 +47,32 @@ def tune(out: Path) -> None:
     best: dict[Kind, Shape] = {}
     for head_dim, is_causal, kernel in itertools.product(_HEADS, (False, True), kernels):
         kind = Kind(kernel, 2, head_dim, is_causal)
+        shapes = list(dict.fromkeys([tuning.MEASURED[kind], *candidates(kernel)]))
+        print(f"{kind}: compiling {len(shapes)} shapes", flush=True)
+        compile_shapes(kind, shapes)
         run = attention(kind)
-        best[kind] = fastest(kind, lambda shape, kind=kind, run=run: milliseconds(kind, shape, run))  # type: ignore[misc]
+        best[kind] = fastest(kind, shapes, lambda shape, kind=kind, run=run: milliseconds(kind, shape, run))  # type: ignore[misc]
         print(f"{kind}: {best[kind]}, built in {tuning.MEASURED[kind]}", flush=True)
         write_tiles(out, best)
 
 
-def fastest(kind: Kind, time: Callable[[Shape], float]) -> Shape:
-    """The shape that takes the least time, among the candidates and the built-in one."""
+def compile_shapes(kind: Kind, shapes: Sequence[Shape]) -> None:
+    """Compile the kernel in all shapes, side by side."""
+    call, q = _call(kind), torch.empty(_shape(kind), dtype=torch.bfloat16, device="meta")
+    engine = Triton()
+
+    def passes() -> None:
+        for shape in shapes:
+            with contextlib.suppress(Exception), _running_as(kind, shape):  # measuring it says why
+                engine.passes(call, Inputs(q, q, q), backward=_is_of_backward(kind))
+
+    compile_launches(passes, ignore_errors=True)
+
+
+def fastest(kind: Kind, shapes: Sequence[Shape], time: Callable[[Shape], float]) -> Shape:
+    """The shape that takes the least time."""
     times: dict[Shape, float] = {}
-    for shape in dict.fromkeys([tuning.MEASURED[kind], *candidates(kind.kernel)]):
+    for shape in shapes:
         try:
             times[shape] = time(shape)
         except Exception as error:  # a shape that does not fit raises whatever the compiler raises
@@ -67,16 +86,15 @@ def attention(kind: Kind) -> Callable[[], object]:
     """A call that runs the kernel: forward, and backward where the kernel is of the backward."""
     from dilated_attention_pytorch.kernels.op import attend
 
-    call = Call(spec=_SPEC, is_causal=kind.is_causal, backend="triton")
-    shape = (1, _TOKENS, _HEADS[kind.head_dim], kind.head_dim)
-    q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    call = _call(kind)
+    q, k, v, do = (torch.randn(_shape(kind), dtype=torch.bfloat16, device="cuda") for _ in range(4))
 
     def forward() -> torch.Tensor:
         out = attend(call, Inputs(q, k, v), NO_RESOURCES)
         assert isinstance(out, torch.Tensor)
         return out
 
-    if kind.kernel not in ("dkdv", "dq"):
+    if not _is_of_backward(kind):
         return forward
     inputs = [x.requires_grad_() for x in (q, k, v)]
     return lambda: torch.autograd.grad(forward(), inputs, do)
@@ -84,6 +102,25 @@ def attention(kind: Kind) -> Callable[[], object]:
 
 def milliseconds(kind: Kind, shape: Shape, run: Callable[[], object]) -> float:
     """The time of a call with this shape for one kernel and the usual ones for the others."""
+    with _running_as(kind, shape):
+        return measure(run, "cuda", seconds=0.1).median
+
+
+def _call(kind: Kind) -> Call:
+    return Call(spec=_SPEC, is_causal=kind.is_causal, backend="triton")
+
+
+def _shape(kind: Kind) -> tuple[int, int, int, int]:
+    return 1, _TOKENS, _HEADS[kind.head_dim], kind.head_dim
+
+
+def _is_of_backward(kind: Kind) -> bool:
+    return kind.kernel in ("dkdv", "dq")
+
+
+@contextlib.contextmanager
+def _running_as(kind: Kind, shape: Shape) -> Iterator[None]:
+    """Plan calls with this shape for one kernel; plans from before and from here are forgotten."""
     from dilated_attention_pytorch.kernels.triton import plan
 
     kernels = plan.KERNELS
@@ -91,7 +128,7 @@ def milliseconds(kind: Kind, shape: Shape, run: Callable[[], object]) -> float:
         plan.KERNELS = "best" if kind.kernel == "hopper forward" else "plain"
         plans.get_global_pattern_cache().forget("plan")
         with tuning.trying(kind, shape):
-            return measure(run, "cuda", seconds=0.1).median
+            yield
     finally:
         plan.KERNELS = kernels
         plans.get_global_pattern_cache().forget("plan")
