@@ -1,4 +1,4 @@
-"""Two ways to give rows after a segment's border their nearest tokens, which causal segments take from them."""
+"""Parts of a pattern, and a sliding window beside them, which gives rows after a segment's border nearer tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from dilated_attention_pytorch.nn.attention import DilatedAttention
 from examples.recall import window_tiles
 
 LATER = slice(1, None)  # branches after the first
-_LONGER = (23, 16)  # nearly the square root of 2, and whole tiles of 128 from segments of 2,048
 
 
 def some_branches(spec: DilatedSpec, kept: slice) -> DilatedSpec:
@@ -23,16 +22,6 @@ def some_branches(spec: DilatedSpec, kept: slice) -> DilatedSpec:
         some = DilatedSpec(spec.branches[kept], spec.head_layout)
     never_warn(some)
     return some
-
-
-def staggered(spec: DilatedSpec) -> DilatedSpec:
-    """The same rates with longer segments: where layers take turns, borders rarely meet.
-
-    >>> staggered(DilatedSpec.of([2048, 4096], [1, 2])).segment_lengths
-    (2944, 5888)
-    """
-    times, over = _LONGER
-    return DilatedSpec.of([w * times // over for w in spec.segment_lengths], spec.dilation_rates, spec.head_layout)
 
 
 class WindowedDilatedAttention(DilatedAttention):

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName
 from dilated_attention_pytorch.train.stages import Stage
 from dilated_attention_pytorch.train.tokenizer import TOKENIZER
-from examples.evidence.patterns import LATER, WindowedDilatedAttention, some_branches, staggered
+from examples.evidence.patterns import LATER, WindowedDilatedAttention, some_branches
 from examples.recall import narrowest_window, pairs_per_head, sliding_window, window_pairs
 
 Kind = Literal["dense", "dilated", "window"]
@@ -161,8 +161,7 @@ class Run:
             spec = some_branches(spec, slice(-1))
         if self.near == "windowed" and len(spec.branches) > 1:
             return WindowedDilatedAttention(spec, self.scale.window_tile, self._tiles_before)
-        if self.near == "staggered" and layer % 2:
-            spec = staggered(spec)
+        spec = spec.of_layer(layer, self.near == "staggered")
         return DilatedAttention(spec.segment_lengths, spec.dilation_rates, head_layout=spec.head_layout)
 
     @property
@@ -185,7 +184,8 @@ class Run:
         if self.kind == "window" or windowed:
             within = window_pairs(self.length, self.scale.window_tile, self._tiles_before)
             return within + (pairs(some_branches(spec, LATER)) if windowed else 0)
-        return (pairs(spec) + pairs(staggered(spec))) / 2 if self.near == "staggered" else pairs(spec)
+        every = [pairs(one) for one in self.model().specs]
+        return sum(every) / len(every)
 
     def model(self) -> ModelConfig:
         """The model with the branches of the last stage."""
@@ -199,6 +199,7 @@ class Run:
             segment_lengths=spec.segment_lengths,
             dilation_rates=spec.dilation_rates,
             head_layout=spec.head_layout,
+            stagger=self.near == "staggered",
             qk_norm=self.qk_norm,
         )
 

@@ -88,7 +88,14 @@ def train(model, folder, length: int = 42, **more) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-LATER = {"norm": "rms", "activation": "swiglu", "num_kv_heads": 2, "qk_norm": True, "logit_soft_cap": 2.0}
+LATER = {
+    "norm": "rms",
+    "activation": "swiglu",
+    "num_kv_heads": 2,
+    "qk_norm": True,
+    "logit_soft_cap": 2.0,
+    "stagger": True,
+}
 
 
 @pytest.mark.parametrize("options", [{}, LATER | {"tie_weights": False}], ids=str)

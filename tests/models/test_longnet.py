@@ -27,8 +27,8 @@ LATER = {
 OPTIONS = [{}, *({name: value} for name, value in LATER.items()), LATER]
 
 
-def plain_logits(model: LongNetLM, tokens: torch.Tensor) -> torch.Tensor:
-    """The model in plain PyTorch, for a single segment."""
+def plain_logits(model: LongNetLM, tokens: torch.Tensor, segments: tuple[int, ...] = (16,)) -> torch.Tensor:
+    """The model in plain PyTorch, for one branch of rate 1, whose segment lengths layers take in turn."""
     c, state = model.config, model.state_dict()
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -51,7 +51,8 @@ def plain_logits(model: LongNetLM, tokens: torch.Tensor) -> torch.Tensor:
         q, k = rotate(q, k, model.positions(1, tokens.shape[1]))
         k, v = (one.repeat_interleave(q.shape[2] // k.shape[2], 2) for one in (k, v))
         scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / c.head_dim**0.5
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        row, w = torch.arange(tokens.shape[1]), segments[i % len(segments)]
+        scores = scores.masked_fill((row > row[:, None]) | (row // w != row[:, None] // w), -torch.inf)
         out = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v).flatten(-2)
         x = x + linear(norm(out, f"{attention}.norm"), f"{attention}.out_proj")
         rows, network = norm(x, f"{layer}.norm2"), f"{layer}.feed_forward"
@@ -71,6 +72,13 @@ def test_a_model_computes_what_its_options_say(options) -> None:
         torch.nn.init.normal_(x, mean=x.detach().mean().item(), std=0.3)
     tokens = torch.randint(256, (2, 13))
     torch.testing.assert_close(model(tokens), plain_logits(model, tokens), rtol=1e-6, atol=1e-6)  # angles are float32
+
+
+def test_a_staggered_model_has_longer_segments_in_every_other_layer() -> None:
+    model = LongNetLM(**(SIZES | {"segment_lengths": (4,), "dilation_rates": (1,), "num_layers": 3}), stagger=True)
+    tokens = torch.randint(256, (2, 13))
+    torch.testing.assert_close(model.double()(tokens), plain_logits(model, tokens, (4, 5)), rtol=1e-6, atol=1e-6)
+    assert [held.spec for held in model.new_cache(1)] == [layer.self_attn.attention.spec for layer in model.layers]
 
 
 def test_a_gated_network_has_about_the_parameters_of_a_plain_one() -> None:

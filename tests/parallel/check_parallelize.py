@@ -35,7 +35,14 @@ from .check_block_sparse import check_schedule_is_shared
 SPEC = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4)}
 SIZES = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "vocab_size": 50, **SPEC}
 FLAT = {**SIZES, "num_layers": 1}  # where a second layer would show nothing that the first does not
-MODERN = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 4.0}
+MODERN = {
+    "norm": "rms",
+    "activation": "swiglu",
+    "qk_norm": True,
+    "tie_weights": False,
+    "logit_soft_cap": 4.0,
+    "stagger": True,
+}
 AXES = (
     {"sequence": 4},
     {"data": 2, "sequence": 2},

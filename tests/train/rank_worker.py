@@ -26,7 +26,8 @@ LOSSES = ["--checkpoint-every", "8"]
 
 # What later models do instead of MAGNETO.
 LATER = """
-    --norm rms --activation swiglu --num-kv-heads 2 --qk-norm --no-tie-weights --logit-soft-cap 15 --optimizer muon
+    --norm rms --activation swiglu --num-kv-heads 2 --qk-norm --no-tie-weights --logit-soft-cap 15 --stagger
+    --optimizer muon
 """.split()  # noqa: SIM905
 
 

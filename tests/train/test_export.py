@@ -26,7 +26,7 @@ def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys, 
     file = write_tokenizer(tmp_path / "words.json") if has_tokenizer else None
     flags = list(FLAGS)
     if has_tokenizer:  # and all that later models do differently
-        later = "--norm rms --activation swiglu --qk-norm --logit-soft-cap 15 --no-tie-weights"
+        later = "--norm rms --activation swiglu --qk-norm --logit-soft-cap 15 --no-tie-weights --stagger"
         flags += ["--tokenizer", str(file), *later.split()]
     run, folder = tmp_path / "run", tmp_path / "deep" / "hf"
     assert main(["train", "--data", str(tmp_path / "text.txt"), "--out", str(run), "--steps", "4", *flags]) == 0

@@ -106,7 +106,14 @@ def test_two_techniques_together_change_neither_loss_nor_gradients(pair, plain) 
 def test_all_techniques_together_change_neither_loss_nor_gradients(compiled, plain, attention_calls) -> None:
     options = MemoryOptions(**ALL, **(ALONE["compiled"] if compiled else {}))
     assert_same(train_once(options), plain)
-    later = {"norm": "rms", "activation": "swiglu", "qk_norm": True, "tie_weights": False, "logit_soft_cap": 2.0}
+    later = {
+        "norm": "rms",
+        "activation": "swiglu",
+        "qk_norm": True,
+        "tie_weights": False,
+        "logit_soft_cap": 2.0,
+        "stagger": True,
+    }
     expected = train_once(MemoryOptions(), small_model(**later))
     attention_calls.clear()
     assert_same(train_once(options, small_model(**later)), expected)

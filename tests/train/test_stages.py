@@ -23,7 +23,7 @@ from dilated_attention_pytorch import (
 from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.train import Stage, TrainConfig
 from dilated_attention_pytorch.train.checkpoint import list_checkpoints
-from dilated_attention_pytorch.train.stages import read_stages, stage_at
+from dilated_attention_pytorch.train.stages import has_pattern, read_stages, stage_at
 
 from ..ranks import run_ranks
 
@@ -126,6 +126,20 @@ def model_of(**changes) -> LongNetLM:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "num_heads": 2, "num_layers": 2, "segment_lengths": (8, 16), "dilation_rates": (1, 2)}
     return LongNetLM(**(sizes | changes)).double()
+
+
+def test_a_staggered_model_stays_staggered_under_another_pattern() -> None:
+    model = LongNetLM(d_model=16, num_heads=2, num_layers=3, segment_lengths=(4,), dilation_rates=(1,), stagger=True)
+    first, second = map(Stage.of, STAGES)
+    update_attention_config(model, first)
+    assert [layer.self_attn.segment_lengths for layer in model.layers] == [(8, 16), (11, 22), (8, 16)]
+    assert has_pattern(model, first)
+    assert not has_pattern(model, second)
+    longer = Stage.of(STAGES[0] | {"segment_lengths": (11, 22)})
+    assert not has_pattern(model, longer)
+    plain = LongNetLM(d_model=16, num_heads=2, num_layers=3, segment_lengths=(11, 22), dilation_rates=(1, 2))
+    assert has_pattern(plain, longer)
+    assert not has_pattern(plain, first)
 
 
 @pytest.mark.parametrize("positions", ["rotary", "xpos"])

@@ -75,7 +75,8 @@ def test_the_log_tells_each_checkpoint_that_is_saved(tmp_path, text, caplog) -> 
 
 # What later models do instead of MAGNETO.
 LATER = """
-    --norm rms --activation swiglu --num-kv-heads 1 --qk-norm --no-tie-weights --logit-soft-cap 15 --optimizer muon
+    --norm rms --activation swiglu --num-kv-heads 1 --qk-norm --no-tie-weights --logit-soft-cap 15 --stagger
+    --optimizer muon
 """.split()  # noqa: SIM905
 
 

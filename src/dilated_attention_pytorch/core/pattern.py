@@ -192,9 +192,9 @@ def training_bytes(tokens: int, heads: int, head_dim: int, *, kv_heads: int | No
     return tokens * (tensors + rows)
 
 
-def common_period(spec: DilatedSpec) -> int:
+def common_period(*specs: DilatedSpec) -> int:
     """The shortest length that every branch's segments divide: two rows that see each other never straddle it."""
-    return math.lcm(*spec.segment_lengths)
+    return math.lcm(*(w for spec in specs for w in spec.segment_lengths))
 
 
 def rounds_little(spec: DilatedSpec, table: OffsetTable) -> bool:

@@ -133,6 +133,24 @@ class DilatedSpec:
             "head_layout": self.head_layout,
         }
 
+    def staggered(self) -> DilatedSpec:
+        """The same rates with segments 23/16 as long: nearly the square root of 2, so that borders rarely meet.
+
+        >>> DilatedSpec.of([2048, 4096], [1, 2]).staggered().segment_lengths
+        (2944, 5888)
+        """
+        shortest = min(self.segment_lengths)
+        longer = shortest * 23 // 16  # segments that are multiples of it stay multiples
+        lengths = [w * longer // shortest for w in self.segment_lengths]
+        return DilatedSpec.of(lengths, self.dilation_rates, self.head_layout)
+
+    def of_layer(self, layer: int, stagger: bool) -> DilatedSpec:
+        """This pattern, or in every other layer of a model with `stagger` the staggered one.
+
+        A causal row sees few tokens before it if a segment has just begun; there it sees more of them.
+        """
+        return self.staggered() if stagger and layer % 2 else self
+
     def offsets(self, heads: int, *, first: int = 0, total: int | None = None) -> OffsetTable:
         """The offset of each of `heads` key/value heads on each branch, None where a head is absent.
 

@@ -36,6 +36,7 @@ class ModelFields(TypedDict, total=False):
     segment_lengths: Sequence[int]
     dilation_rates: Sequence[int]
     head_layout: HeadLayout
+    stagger: bool
     positions: Positions
     scale_base: float
     dropout: float
@@ -76,6 +77,7 @@ class ModelConfig:
     `LongNet`'s decoder, 0 for an encoder alone. `max_length` replaces `segment_lengths` and `dilation_rates`:
     `branches_for` chooses branches that connect this many tokens. `dim_feedforward=0` means four times `d_model`, or
     with `activation="swiglu"`, which has a third matrix, two thirds of that, rounded up to a multiple of 128.
+    `stagger` lengthens the segments of every other layer, as `DilatedSpec.staggered` does.
 
     The defaults follow MAGNETO; `norm="rms"`, `activation="swiglu"`, `num_kv_heads`, `qk_norm` and `logit_soft_cap`
     are what later models do instead. `qk_norm` scales queries and keys by an RMS norm over each head.
@@ -100,6 +102,7 @@ class ModelConfig:
     segment_lengths: tuple[int, ...] = setting(_LENGTHS, "segment lengths, one per branch", short="segments")
     dilation_rates: tuple[int, ...] = setting(_RATES, "dilation rates, one per branch", short="rates")
     head_layout: HeadLayout = "interleaved"
+    stagger: bool = setting(False, "lengthen the segments of every other layer, so that borders rarely meet")
     positions: Positions = "rotary"
     scale_base: float = 512.0  # the distance over which xPos lets scores decay
     dropout: float = setting(0.0, "dropout of embeddings and layers")
@@ -134,6 +137,15 @@ class ModelConfig:
     @property
     def spec(self) -> DilatedSpec:
         return DilatedSpec.of(self.segment_lengths, self.dilation_rates, self.head_layout)
+
+    def spec_of(self, layer: int) -> DilatedSpec:
+        """The pattern of a layer, by its number."""
+        return self.spec.of_layer(layer, self.stagger)
+
+    @property
+    def specs(self) -> tuple[DilatedSpec, ...]:
+        """The patterns that layers take in turn."""
+        return (self.spec_of(0), self.spec_of(1)) if self.stagger else (self.spec,)
 
     @property
     def head_dim(self) -> int:

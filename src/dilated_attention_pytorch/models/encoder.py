@@ -122,8 +122,7 @@ class LongNetEncoder(Pretrained):
         self.table = SlidePositions(c.d_model, c.grids, **self._factory) if c.positions == "coordinates" else None
         self.cls = nn.Parameter(torch.empty(c.cls_rows, c.d_model, **self._factory)) if c.cls_rows else None
         self.dropout = nn.Dropout(c.dropout)
-        settings = self._layer_settings(gain_alone(c.num_layers))
-        self.layers = nn.ModuleList(self._layer_class(**settings) for _ in range(c.num_layers))
+        self.layers = self._make_layers(self._layer_class, c.num_layers, gain_alone(c.num_layers))
         self.norm = norm(c.d_model, eps=c.layer_norm_eps, **self._factory)
         self.pool = AttentionPool(c.d_model, c.num_heads, **self._factory) if c.pooling == "attention" else None
         self.pooled_norm = norm(c.d_model, eps=c.layer_norm_eps, **self._factory)

@@ -136,10 +136,11 @@ class Pretrained(SharesResources, nn.Module):
 
         return load_newest(Path(folder), load)[1]
 
-    def _layer_settings(self, gamma: float) -> dict[str, Any]:
+    def _make_layers(self, layer_class: Callable[..., nn.Module], count: int, gamma: float) -> nn.ModuleList:
         c = self.config
         own = {name: getattr(c, name) for name in _OF_LAYERS} | {"nhead": c.num_heads, "gamma_init": gamma}
-        return own | c.spec.keywords | self._shared | self._factory
+        own |= self._shared | self._factory
+        return nn.ModuleList(layer_class(**own, **c.spec_of(number).keywords) for number in range(count))
 
     def _placed(self, x: Tensor, **lengths: Tensor | None) -> dict[str, Any]:
         """The spans and the rotation for all layers, from `seqlens`, `cu_seqlens` or a padding mask."""
@@ -190,7 +191,7 @@ def _positions(config: ModelConfig) -> RotaryPositions | None:
     if config.positions == "none":
         return None
     if config.positions == "xpos":
-        return XPosPositions(config.head_dim, period=common_period(config.spec), scale_base=config.scale_base)
+        return XPosPositions(config.head_dim, period=common_period(*config.specs), scale_base=config.scale_base)
     return RotaryPositions(config.head_dim)
 
 
@@ -206,11 +207,10 @@ class LongNetLM(Generates, Pretrained):
 
     def _build(self) -> None:
         c = self.config
-        settings = self._layer_settings(gain_alone(c.num_layers))
         self.embedding = nn.Embedding(c.vocab_size, c.d_model, **self._factory)
         self.positions = _positions(c)
         self.dropout = nn.Dropout(c.dropout)
-        self.layers = nn.ModuleList(self._layer_class(**settings) for _ in range(c.num_layers))
+        self.layers = self._make_layers(self._layer_class, c.num_layers, gain_alone(c.num_layers))
         self.norm = NORMS[c.norm](c.d_model, eps=c.layer_norm_eps, **self._factory)
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False, **self._factory)
         if c.tie_weights:
@@ -315,7 +315,7 @@ class LongNetLM(Generates, Pretrained):
         weight, c = self.embedding.weight, self.config
         return [
             DilatedKVCache(
-                **c.spec.keywords,
+                **c.spec_of(number).keywords,
                 batch=batch,
                 num_heads=c.num_heads,
                 num_kv_heads=c.num_kv_heads,
@@ -325,7 +325,7 @@ class LongNetLM(Generates, Pretrained):
                 dtype=dtype or self._cache_dtype(),
                 device=weight.device,
             )
-            for _ in self.layers
+            for number in range(len(self.layers))
         ]
 
     def _cache_dtype(self) -> torch.dtype:
@@ -381,13 +381,9 @@ class LongNet(Pretrained):
         if c.positions == "xpos":
             raise ValueError("xPos grows towards later keys, which an encoder sees: use positions='rotary'")
         self.positions = _positions(c)
-        self.encoder = nn.ModuleList(
-            DilatedTransformerEncoderLayer(**self._layer_settings(encoder_gamma)) for _ in range(N)
-        )
+        self.encoder = self._make_layers(DilatedTransformerEncoderLayer, N, encoder_gamma)
         self.encoder_norm = NORMS[c.norm](c.d_model, eps=c.layer_norm_eps, **self._factory)
-        self.decoder = nn.ModuleList(
-            DilatedTransformerDecoderLayer(**self._layer_settings(decoder_gamma)) for _ in range(M)
-        )
+        self.decoder = self._make_layers(DilatedTransformerDecoderLayer, M, decoder_gamma)
         self.decoder_norm = NORMS[c.norm](c.d_model, eps=c.layer_norm_eps, **self._factory) if M else None
 
     def forward(

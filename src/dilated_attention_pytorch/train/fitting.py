@@ -219,9 +219,11 @@ def step_flops(config: ModelConfig, tokens: int, options: MemoryOptions) -> int:
     hidden = tokens * 2 * E * F  # of one linear layer of a feed-forward network
     layers = feed_forward_matrices(config)
     head = tokens * 2 * E * config.vocab_size
-    attention = forward_flops(
-        config.spec, tokens, config.num_heads, config.head_dim, kv_heads=config.num_kv_heads, is_causal=True
-    )
+    every = [
+        forward_flops(spec, tokens, config.num_heads, config.head_dim, kv_heads=config.num_kv_heads, is_causal=True)
+        for spec in config.specs
+    ]
+    attention = sum(every) // len(every)  # of a layer, on average
     layer = 3 * (projections + layers * hidden) + attention * 7 // 2
     if options.checkpointing != "none":  # the result of the last linear layer is not computed again
         layer += projections + (layers - 1) * hidden + (attention if options.checkpointing == "full" else 0)

@@ -132,7 +132,7 @@ def with_pattern(model: ModelConfig, stage: Stage) -> ModelConfig:
     """The config of a model with the pattern of a stage; an error if the model cannot take it."""
     changed = dataclasses.replace(model, segment_lengths=stage.segment_lengths, dilation_rates=stage.dilation_rates)
     if changed.positions == "xpos":
-        XPosPositions(changed.head_dim, common_period(changed.spec), scale_base=changed.scale_base)
+        XPosPositions(changed.head_dim, common_period(*changed.specs), scale_base=changed.scale_base)
     return changed
 
 
@@ -162,16 +162,18 @@ def update_attention_config(
     attentions = [part for part in model.modules() if isinstance(part, DilatedAttention)]
     if not attentions:
         raise ValueError(f"{type(model).__name__} has no dilated attention whose pattern could be changed")
+    owners = _owners(model)
+    before = {owner.config.spec.staggered() for owner in owners if owner.config.stagger}
     # Everything that may be wrong, before anything is changed.
     specs = [DilatedSpec.of(lengths, rates, part.spec.head_layout) for part in attentions]
+    specs = [spec.staggered() if part.spec in before else spec for part, spec in zip(attentions, specs)]
     for part, spec in zip(attentions, specs):
         if part.sparse_config is not None:
             check_sparse_config(part.sparse_config, spec)
     positions = [part for part in model.modules() if isinstance(part, XPosPositions)]
-    period = common_period(specs[0])
+    period = common_period(*specs)
     for xpos in positions:
         XPosPositions(xpos.head_dim, period, base=xpos.base, scale_base=xpos.scale_base, gamma=xpos.gamma)
-    owners: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "config", None), ModelConfig)]
     configs = [dataclasses.replace(owner.config, segment_lengths=lengths, dilation_rates=rates) for owner in owners]
     for part, spec in zip(attentions, specs):
         part.spec = spec
@@ -182,13 +184,16 @@ def update_attention_config(
 
 
 def has_pattern(model: nn.Module, stage: Stage) -> bool:
-    """Whether every dilated attention of a model has the pattern of a stage."""
-    wanted = (stage.segment_lengths, stage.dilation_rates)
-    return all(
-        (part.segment_lengths, part.dilation_rates) == wanted
-        for part in model.modules()
-        if isinstance(part, DilatedAttention)
-    )
+    """Whether every dilated attention has the pattern of a stage; of a model that staggers, also the staggered one."""
+    spec = DilatedSpec.of(stage.segment_lengths, stage.dilation_rates)
+    wanted = [spec, *(spec.staggered() for owner in _owners(model) if owner.config.stagger)]
+    attentions = (part for part in model.modules() if isinstance(part, DilatedAttention))
+    return all(dataclasses.replace(part.spec, head_layout=spec.head_layout) in wanted for part in attentions)
+
+
+def _owners(model: nn.Module) -> list[Any]:
+    """The parts of a model that have a config with a pattern."""
+    return [part for part in model.modules() if isinstance(getattr(part, "config", None), ModelConfig)]
 
 
 def _pattern(stated: Any, dilation_rates: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
