@@ -8,9 +8,12 @@ from xml.etree import ElementTree
 
 from dilated_attention_pytorch.core import DilatedSpec, dense_mask
 from dilated_attention_pytorch.pages.plots import save
+from examples.evidence import report
+from examples.evidence.__main__ import RECORDS, read_records
 from examples.pictures import draw_documentation, pattern, read_losses, read_times
 
 DOCS = Path(__file__).parents[2] / "docs" / "pictures"
+EVIDENCE = [DOCS / f"evidence-{name}.svg" for name in report.PICTURES]
 
 
 def content(path: Path) -> tuple[list[str], Counter[str]]:
@@ -26,9 +29,16 @@ def content(path: Path) -> tuple[list[str], Counter[str]]:
 
 def test_the_pictures_of_the_documentation_are_the_ones_that_the_code_draws(tmp_path) -> None:
     drawn = draw_documentation(tmp_path)
-    assert {path.name for path in drawn} == {path.name for path in DOCS.iterdir()}
+    assert {path.name for path in drawn} == {path.name for path in DOCS.iterdir() if path not in EVIDENCE}
     for path in drawn:
         assert content(path) == content(DOCS / path.name), f"{path.name} is stale: ./run docs"
+
+
+def test_the_page_of_the_evidence_is_the_one_that_its_records_give(tmp_path) -> None:
+    page = report.write(tmp_path, read_records(DOCS.parent / RECORDS))
+    assert page.read_text() == (DOCS.parent / report.PAGE).read_text(), "evidence.md is stale: ./run evidence --report"
+    for path in EVIDENCE:
+        assert content(tmp_path / "pictures" / path.name) == content(path), f"{path.name} is stale"
 
 
 def test_a_pattern_has_a_coloured_cell_for_every_visible_pair(tmp_path) -> None:

@@ -96,11 +96,8 @@ def needed(peak: int) -> int:
 
 def attention_scratch(config: ModelConfig, tokens: int, batch: int, itemsize: int) -> int:
     """The most bytes in which the backward of attention sums dq."""
-    rows = max(
-        grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0)
-        for spec in config.specs
-        for branch in spec.branches
-    )
+    branches = [branch for spec in config.specs for branch in spec.branches]
+    rows = max(grid_rows(min(branch.segment_length, tokens), branch.dilation_rate, 0) for branch in branches)
     kv_heads = config.num_kv_heads or config.num_heads
     padded = 64 if config.head_dim <= 64 else 128
     wanted = _MULTIPROCESSORS * config.num_heads // kv_heads * -(-rows // 128) * 128 * padded * 4

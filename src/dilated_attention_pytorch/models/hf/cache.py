@@ -13,7 +13,7 @@ from dilated_attention_pytorch.core.checks import checked, shown
 from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.models.hf.masks import MaskFacts
-from dilated_attention_pytorch.models.hf.pattern import layer_patterns
+from dilated_attention_pytorch.models.hf.pattern import read_pattern
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 _ANNOUNCED = "_dilated_cache_layer"
@@ -264,9 +264,18 @@ class DilatedCache(Cache):
     layers: list[DilatedLayer]
 
     @checked()
-    def __init__(self, specs: Sequence[DilatedSpec], num_heads: int, batch: int, rewindable: int = 0) -> None:
-        first = DilatedLayer(specs[0], num_heads, batch, rewindable, None)
-        more = (DilatedLayer(spec, num_heads, batch, rewindable, first.count) for spec in specs[1:])
+    def __init__(
+        self,
+        spec: DilatedSpec,
+        num_layers: int,
+        num_heads: int,
+        batch: int,
+        rewindable: int = 0,
+        stagger: bool = False,
+    ) -> None:
+        specs = (spec.of_layer(number, stagger) for number in range(1, num_layers))
+        first = DilatedLayer(spec, num_heads, batch, rewindable, None)
+        more = (DilatedLayer(one, num_heads, batch, rewindable, first.count) for one in specs)
         super().__init__(layers=[first, *more])
         self.step: Callable[..., Tensor] | None = None  # of `models.captured`, for a LongNet on a GPU
 
@@ -328,7 +337,9 @@ def dilated_cache(model: Any, batch: int, *, rewindable: int = 0) -> DilatedCach
             f"a bounded cache serves dilated attention, this model's is {config._attn_implementation!r}: load it with "
             'attn_implementation="dilated" or switch it with use_dilated_attention'
         )
-    cache = DilatedCache(layer_patterns(config), config.num_attention_heads, batch, rewindable)
+    stagger = getattr(config, "stagger", False)  # a LongNet's
+    sizes = (config.num_hidden_layers, config.num_attention_heads, batch, rewindable)
+    cache = DilatedCache(read_pattern(config), *sizes, stagger=stagger)
     # A compiled model needs the tensors from the start. Layers whose keys have another shape or dtype make new ones.
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.models.hf.masks import (
     packed_by_positions,
     read_mask,
 )
-from dilated_attention_pytorch.models.hf.pattern import FIELD, layer_patterns, pattern_values, read_pattern
+from dilated_attention_pytorch.models.hf.pattern import FIELD, pattern_values, read_pattern
 from dilated_attention_pytorch.models.longnet import LongNetLM, soft_cap
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache, reordered
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
@@ -235,7 +235,8 @@ class LongNetModel(LongNetPreTrainedModel):
         self, batch: int, rewindable: int = 0, caches: Sequence[DilatedKVCache] | None = None
     ) -> DilatedCache:
         """An empty cache, of empty `caches` of the layers if you have some."""
-        cache = DilatedCache(layer_patterns(self.config), self.config.num_heads, batch, rewindable)
+        c = self.config
+        cache = DilatedCache(read_pattern(c), c.num_layers, c.num_heads, batch, rewindable, stagger=c.stagger)
         return cache.holding(caches or self.longnet.new_cache(batch, rewindable=rewindable))
 
     def _packed(
@@ -279,7 +280,7 @@ class LongNetModel(LongNetPreTrainedModel):
                 f"a LongNet's cache is bounded, got {type(cache).__name__}: make it with dilated_cache(model, "
                 "batch), or pass use_cache=True; for prefix tuning, which needs another, use prompt tuning"
             )
-        specs = layer_patterns(self.config)
+        specs = [self.longnet.config.spec_of(number) for number in range(len(self.longnet.layers))]
         if [layer.spec for layer in cache.layers] != specs:
             raise ValueError(
                 f"the cache is for {len(cache.layers)} layers of {cache.layers[0].spec}, the model has "

@@ -47,12 +47,6 @@ def read_pattern(config: Any) -> DilatedSpec:
         ) from None
 
 
-def layer_patterns(config: Any) -> list[DilatedSpec]:
-    """The pattern of each layer of a model."""
-    spec, stagger = read_pattern(config), getattr(config, "stagger", False)
-    return [spec.of_layer(layer, stagger) for layer in range(config.num_hidden_layers)]
-
-
 def require_interface(subject: Any) -> None:
     """Raise unless `attn_implementation` chooses the attention of a model, or of the models of a config."""
     if isinstance(subject, torch.nn.Module):
