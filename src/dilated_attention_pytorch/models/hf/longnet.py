@@ -281,10 +281,13 @@ class LongNetModel(LongNetPreTrainedModel):
                 "batch), or pass use_cache=True; for prefix tuning, which needs another, use prompt tuning"
             )
         specs = [self.longnet.config.spec_of(number) for number in range(len(self.longnet.layers))]
-        if [layer.spec for layer in cache.layers] != specs:
+        theirs = [layer.spec for layer in cache.layers]
+        if theirs != specs:
+            cached, own = (
+                f"{len(some)} layers of {' and '.join(map(str, dict.fromkeys(some)))}" for some in (theirs, specs)
+            )
             raise ValueError(
-                f"the cache is for {len(cache.layers)} layers of {cache.layers[0].spec}, the model has "
-                f"{len(specs)} of {specs[0]}: make it with dilated_cache(model, batch)"
+                f"the cache is for {cached}, the model has {own}: make it with dilated_cache(model, batch)"
             )
 
     def _next(self, x: Tensor, facts: MaskFacts, cache: DilatedCache, states: list[Tensor] | None) -> Tensor:
