@@ -12,7 +12,7 @@ from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from examples.recall import window_tiles
 
-LATER = slice(1, None)  # branches after the first
+LAST = slice(-1, None)
 
 
 def some_branches(spec: DilatedSpec, kept: slice) -> DilatedSpec:
@@ -25,10 +25,10 @@ def some_branches(spec: DilatedSpec, kept: slice) -> DilatedSpec:
 
 
 class WindowedDilatedAttention(DilatedAttention):
-    """A sliding window in place of the first branch: one softmax over the window and the other branches of `spec`."""
+    """A sliding window in place of all branches but the last: one softmax over the window and the last branch."""
 
     def __init__(self, spec: DilatedSpec, tile: int, before: int) -> None:
-        far = some_branches(spec, LATER)
+        far = some_branches(spec, LAST)
         super().__init__(far.segment_lengths, far.dilation_rates, head_layout=far.head_layout)
         self._window = window_tiles(tile, before)
 

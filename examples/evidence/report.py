@@ -29,7 +29,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the matrices of layers and Ad
 _TRIED = {
     "staggered": "every other layer has segments that are 23/16 as long, so that borders rarely meet",
     "doubled": "a second branch of rate 1 has segments that are 11/16 as long",
-    "windowed": "a sliding window that costs as much takes the place of the branch of rate 1",
+    "windowed": "a sliding window that costs as much takes the place of all branches but the last",
     "causal": "with the branches of `branches_for(is_causal=True)`",
     "qk-norm": "with queries and keys scaled by an RMS norm",
 }

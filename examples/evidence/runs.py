@@ -16,7 +16,7 @@ from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName
 from dilated_attention_pytorch.train.stages import Stage
 from dilated_attention_pytorch.train.tokenizer import TOKENIZER
-from examples.evidence.patterns import LATER, WindowedDilatedAttention, some_branches
+from examples.evidence.patterns import LAST, WindowedDilatedAttention, some_branches
 from examples.recall import narrowest_window, pairs_per_head, sliding_window, window_pairs
 
 Kind = Literal["dense", "dilated", "window"]
@@ -110,7 +110,7 @@ class Run:
 
     `near` is how a dilated model sees its nearest tokens: in the segments of `branches_for`; in segments that are
     longer in every other layer; in a second branch of rate 1 with shorter segments, too; or in a sliding window, in
-    place of the first branch and at its cost.
+    place of all branches but the last and at their cost.
     """
 
     name: str
@@ -154,13 +154,14 @@ class Run:
         Dilated attention keeps the branches of training, or with `fitted` takes those for `tokens`; `without_reach`
         removes the branch of the longest segments. A window stays as wide as in training.
         """
-        if self.kind == "window":
+        windowed = self.near == "windowed"
+        if self.kind == "window" or (windowed and without_reach):
             return sliding_window(tokens, self.scale.window_tile, self._tiles_before)
         spec = self.spec(tokens if fitted or self.kind == "dense" else None)
+        if windowed:
+            return WindowedDilatedAttention(spec, self.scale.window_tile, self._tiles_before)
         if without_reach:
             spec = some_branches(spec, slice(-1))
-        if self.near == "windowed" and len(spec.branches) > 1:
-            return WindowedDilatedAttention(spec, self.scale.window_tile, self._tiles_before)
         spec = spec.of_layer(layer, self.near == "staggered")
         return DilatedAttention(spec.segment_lengths, spec.dilation_rates, head_layout=spec.head_layout)
 
@@ -169,7 +170,7 @@ class Run:
         """The tiles before its own that a row of a sliding window sees: as many keys as what the window replaces."""
         replaced = replace(self, kind="dilated").spec()
         if self.near == "windowed":
-            replaced = some_branches(replaced, slice(1))
+            replaced = some_branches(replaced, slice(-1))
         return narrowest_window(replaced, self.length, self.scale.num_heads, self.scale.window_tile)
 
     @property
@@ -183,7 +184,7 @@ class Run:
         spec, windowed = self.spec(), self.near == "windowed"
         if self.kind == "window" or windowed:
             within = window_pairs(self.length, self.scale.window_tile, self._tiles_before)
-            return within + (pairs(some_branches(spec, LATER)) if windowed else 0)
+            return within + (pairs(some_branches(spec, LAST)) if windowed else 0)
         every = [pairs(one) for one in self.model().specs]
         return sum(every) / len(every)
 
