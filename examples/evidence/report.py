@@ -48,40 +48,19 @@ def write(folder: Path, records: Sequence[Record]) -> Path:
 
 
 def _page(results: Results) -> Iterable[str]:
-    settings, corpus = results.settings, results.first["corpus"]
+    settings = results.settings
     yield "# Evidence: does it learn as well as dense attention, and what does the reach buy?"
     if results.first["scale"] != "full":
         yield "**This is the tiny version for machines without a GPU. It shows the machinery, not the result.**"
-    training, held_out = corpus["training"], corpus["held-out"]
-    where = results.first["machine"]
     yield (
-        f"One language model of {results.first['parameters'] / 1e6:.3g}M parameters ({settings['num_layers']} layers, "
-        f"width {settings['d_model']}, {settings['num_heads']} heads, a BPE of {settings['vocab_size']:,} tokens), "
-        f"trained for {settings['steps']} steps of {settings['tokens_per_step']:,} tokens. Every model reads the same "
-        "tokens, cut into sequences of its length, and models of one length read them in the same order: only the "
-        "attention differs. *Dense* is one segment as long as the sequence, in this library's kernel; *dilated* has "
-        "the branches of `branches_for` for the number of heads, the last of which spans the sequence; the *sliding "
-        "window* has tiles, and the width at which it costs as many FLOPs as the dilated model of its length. "
-        f"{_OPTIMIZERS[settings['optimizer']]}, peak learning rate {settings['learning_rate']:g}, cosine. Seeds "
-        "decide the weights and the order of the text; ± is half of the range over seeds."
-    )
-    yield (
-        f"Models of different lengths differ in one more thing. {settings['places']} steps read "
-        f"{settings['places']} places of the text, and the sequences of a step come from as many of them as it has "
-        f"sequences: {_places(results)}. The fewer there are, the more alike the text of a step is, and the less a "
-        "model learns from it. So compare models of one length with each other, and the lengths of one model in the "
-        "table of contexts."
-    )
-    yield (
-        f"The text is {corpus['source']}, files in directory order, without tables: {training['bytes']:,} bytes "
-        f"({training['tokens']:,} tokens, SHA-256 {training['sha256'][:16]}) for training, and "
-        f"{held_out['directories']} whole directories held out (chosen by a hash of their names), "
-        f"{held_out['bytes']:,} bytes ({held_out['tokens']:,} tokens, SHA-256 {held_out['sha256'][:16]}). Measured on "
-        f"{where.get('gpu') or where.get('cpu')}, PyTorch {where['torch']}. `./run evidence --report` draws this page "
-        "from `evidence.jsonl`."
+        f"One language model of {results.first['parameters'] / 1e6:.3g}M parameters, trained on the same text with "
+        f"different attention and lengths; so far, these are {', '.join(results.runs)}. [How it was "
+        "measured](#how-it-was-measured) has the details."
     )
     yield "## Answers"
     yield "\n".join(f"{number}. {answer}" for number, answer in enumerate(_answers(results), start=1))
+    yield "## When to use this, when not"
+    yield _advice(results)
     yield "## What context buys"
     yield "![Bits per byte over the length of the sequence](pictures/evidence-context.svg)"
     yield (
@@ -107,10 +86,42 @@ def _page(results: Results) -> Iterable[str]:
         "Beyond the training length, dilated models take the branches for the length that is tested."
     )
     yield _recall_table(results)
-    yield "## When to use this, when not"
-    yield _advice(results)
+    yield "## How it was measured"
+    yield from _method(results)
     yield "## Repeat it"
     yield _REPEAT
+
+
+def _method(results: Results) -> Iterable[str]:
+    settings, corpus = results.settings, results.first["corpus"]
+    training, held_out = corpus["training"], corpus["held-out"]
+    where = results.first["machine"]
+    yield (
+        f"The model has {results.first['parameters'] / 1e6:.3g}M parameters ({settings['num_layers']} layers, width "
+        f"{settings['d_model']}, {settings['num_heads']} heads, a BPE of {settings['vocab_size']:,} tokens), and is "
+        f"trained for {settings['steps']} steps of {settings['tokens_per_step']:,} tokens. Every model reads the same "
+        "tokens, cut into sequences of its length, and models of one length read them in the same order: only the "
+        "attention differs. *Dense* is one segment as long as the sequence, in this library's kernel; *dilated* has "
+        "the branches of `branches_for` for the number of heads, the last of which spans the sequence; the *sliding "
+        "window* has tiles, and the width at which it costs as many FLOPs as the dilated model of its length. "
+        f"{_OPTIMIZERS[settings['optimizer']]}, peak learning rate {settings['learning_rate']:g}, cosine. Seeds "
+        "decide the weights and the order of the text; ± is half of the range over seeds."
+    )
+    yield (
+        f"Models of different lengths differ in one more thing. {settings['places']} steps read "
+        f"{settings['places']} places of the text, and the sequences of a step come from as many of them as it has "
+        f"sequences: {_places(results)}. The fewer there are, the more alike the text of a step is, and the less a "
+        "model learns from it. So compare models of one length with each other, and the lengths of one model in the "
+        "table of contexts."
+    )
+    yield (
+        f"The text is {corpus['source']}, files in directory order, without tables: {training['bytes']:,} bytes "
+        f"({training['tokens']:,} tokens, SHA-256 {training['sha256'][:16]}) for training, and "
+        f"{held_out['directories']} whole directories held out (chosen by a hash of their names), "
+        f"{held_out['bytes']:,} bytes ({held_out['tokens']:,} tokens, SHA-256 {held_out['sha256'][:16]}). Measured on "
+        f"{where.get('gpu') or where.get('cpu')}, PyTorch {where['torch']}. `./run evidence --report` draws this page "
+        "from `evidence.jsonl`."
+    )
 
 
 def _places(results: Results) -> str:
@@ -135,7 +146,7 @@ def _answers(results: Results) -> Iterable[str]:
     )
     yield "**More context.** " + _sentences(
         _context_gain(results, one)
-        for one in (*(name(kind, long) for kind in ("dense", "window", "dilated")), *longest_ones)
+        for one in (*(name(kind, n) for n in (middle, long) for kind in ("dense", "window", "dilated")), *longest_ones)
     )
     yield "**Segment borders.** " + _sentences(_borders(results, n) for n in (middle, long))
     yield "**The branch that spans the sequence.** " + _sentences(
@@ -244,8 +255,8 @@ def _borders(results: Results, length: int) -> str | None:
 
     return (
         f"In its first {shortest:,} tokens, {dilated} needs {more(lambda place: place < 4 * quarter)} bits per byte "
-        f"than {dense}; in the first quarter of each later segment of that length, before which its rows see little, "
-        f"{later(0)}, and in the last quarter {later(3)}."
+        f"than {dense}. In the first quarter of each later segment of that length, where rows see few tokens before "
+        f"them, it needs {later(0)}, and in the last quarter {later(3)}."
     )
 
 
