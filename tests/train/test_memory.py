@@ -161,6 +161,19 @@ def test_all_layers_compile_into_one_graph_ahead_of_the_first_step(name, packed,
     assert_same((value.detach(), {name: one.grad for name, one in model.named_parameters()}), plain)
 
 
+def test_staggered_layers_compile_into_two_graphs_ahead_of_the_first_step() -> None:
+    torch.compiler.reset()
+    counters.clear()
+    tokens, targets = drawn()
+    options = MemoryOptions(**ALONE["compiled"])
+    model = prepare(small_model(stagger=True), options)
+    assert compile_now(model, torch.zeros_like(tokens), options) == ""
+    assert len(model.layers) == LAYERS > 2
+    assert counters["stats"]["unique_graphs"] == 2
+    loss(model, tokens, targets, options).backward()
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 @pytest.mark.parametrize("changes", [ALONE["selective"], ALL], ids=["selective", "all"])
 def test_a_prepared_model_can_be_compiled_whole_and_attends_once(changes, plain, attention_calls) -> None:
     options = MemoryOptions(**changes)

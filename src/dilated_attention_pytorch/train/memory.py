@@ -218,11 +218,11 @@ def _inductor_options() -> dict[str, bool]:
 def compile_now(model: LongNetLM, tokens: Tensor, options: MemoryOptions, **lengths: Any) -> str:
     """Compile the layers of a prepared model, for `tokens` `(B, N)`; returns why that failed, or an empty string.
 
-    It computes the loss and the gradients of a model of one layer: the other layers run the same code. Gradients are
-    cleared.
+    It computes the loss and the gradients of a model of one layer, or of two if layers are staggered: the other layers
+    run the same code. Gradients are cleared.
     """
     layers = model.layers
-    model.layers = layers[:1]
+    model.layers = layers[: len(model.config.specs)]
     try:
         loss(model, tokens, tokens, options, reduction="sum", **lengths).backward()
     except torch.OutOfMemoryError:
