@@ -216,23 +216,18 @@ def notes(lines: Sequence[Record]) -> list[str]:
     return notes
 
 
-def _modelled(line: Record) -> Record:
-    """The record with the prediction of the memory model as it is now, which may have changed since the run."""
-    config, options = _model(line["size"], line["tokens"]), MemoryOptions(**line["options"])
-    return line | {"predicted_bytes": footprint(config, line["tokens"], options).peak}
-
-
 def _tables(records: Sequence[Record]) -> Iterator[Table]:
     # Rows of earlier releases, whose branches ended at 32,768 tokens, are left out.
     places = {row: place for place, row in enumerate(_rows())}
     whole = sorted(
-        (_modelled(line) for line in records if line["kind"] == "dense" or line["longest_segment"] >= line["tokens"]),
+        (line for line in records if line["kind"] == "dense" or line["longest_segment"] >= line["tokens"]),
         key=lambda line: places[line["kind"], line["size"]],
     )
     for machine, mine in by_machine(whole):
         words = (
             f"{machine}. One step each: forward, backward and update, on random tokens. The branches of every row "
-            "connect all of its tokens. `model` is the memory model as it is now, `host GiB` what offloading pins."
+            "connect all of its tokens. `model` is what the memory model said before the step, `host GiB` what "
+            "offloading pins."
         )
         head = [
             "model", "what", "tokens", "tokens/s", "step, s", "peak GiB", "model, GiB", "model/peak", "host GiB",
