@@ -11,17 +11,11 @@ from dilated_attention_pytorch.models import captured
 from dilated_attention_pytorch.models.fused import _turns, can_fuse, fused_logits
 from dilated_attention_pytorch.nn.positions import RotaryPositions, XPosPositions
 
+from ..later import LATER
+
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 SIZES = {"vocab_size": 50, "d_model": 32, "num_heads": 2, "num_layers": 2, "dilation_rates": (1, 3)}
-LATER = {
-    "norm": "rms",
-    "activation": "swiglu",
-    "qk_norm": True,
-    "tie_weights": False,
-    "logit_soft_cap": 2.0,
-    "stagger": True,
-}
 MODELS = [
     {},
     LATER | {"positions": "xpos", "scale_base": 64.0, "num_heads": 2, "num_kv_heads": 1},

@@ -18,14 +18,8 @@ from dilated_attention_pytorch.models.fused import can_fuse
 from dilated_attention_pytorch.models.generation import Sampling, prompt_chunk
 from dilated_attention_pytorch.models.weights import stored_tensors, weights_to_int8
 
-LATER = {
-    "norm": "rms",
-    "activation": "swiglu",
-    "qk_norm": True,
-    "tie_weights": False,
-    "logit_soft_cap": 2.0,
-    "stagger": True,
-}
+from ..later import LATER
+
 SIZES = {"d_model": 16, "num_heads": 4, "num_layers": 2, "segment_lengths": (4, 8), "dilation_rates": (1, 2)}
 
 

@@ -30,6 +30,7 @@ from dilated_attention_pytorch.train.memory import (
 from dilated_attention_pytorch.train.offload import Offload
 from dilated_attention_pytorch.train.recompute import TiledFeedForward
 
+from ..later import LATER
 from ..ranks import run_ranks
 
 LAYERS, VOCABULARY, TOKENS = 4, 50, 70
@@ -106,17 +107,9 @@ def test_two_techniques_together_change_neither_loss_nor_gradients(pair, plain) 
 def test_all_techniques_together_change_neither_loss_nor_gradients(compiled, plain, attention_calls) -> None:
     options = MemoryOptions(**ALL, **(ALONE["compiled"] if compiled else {}))
     assert_same(train_once(options), plain)
-    later = {
-        "norm": "rms",
-        "activation": "swiglu",
-        "qk_norm": True,
-        "tie_weights": False,
-        "logit_soft_cap": 2.0,
-        "stagger": True,
-    }
-    expected = train_once(MemoryOptions(), small_model(**later))
+    expected = train_once(MemoryOptions(), small_model(**LATER))
     attention_calls.clear()
-    assert_same(train_once(options, small_model(**later)), expected)
+    assert_same(train_once(options, small_model(**LATER)), expected)
     assert len(attention_calls) == LAYERS
 
 
