@@ -13,6 +13,7 @@ from dilated_attention_pytorch.core.pattern import grid_rows, most_scratch, roun
 from dilated_attention_pytorch.kernels.feed_forward import WIDEST
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.train.memory import MemoryOptions
+from dilated_attention_pytorch.train.muon import TOGETHER
 from dilated_attention_pytorch.train.offload import LAYERS_ON_DEVICE
 
 KINDS = ("weights", "gradients", "optimizer", "kept", "temporary")
@@ -231,9 +232,10 @@ class _Step:
         self.drop("x", layer=0)
         self.now = "update of the parameters"
         # PyTorch's fused AdamW holds nothing; an 8-bit one holds two numbers of float32 per weight of one tensor, and
-        # Muon an update and two copies of it in bfloat16 of one matrix.
+        # Muon the updates of a batch of matrices, and four more of their size in bfloat16.
         if self.options.optimizer == "muon":
-            self.hold("update", max(E, self.hidden) * E * (self.weight + 2 * 2))
+            together = max(min(TOGETHER, matrices), max(E, self.hidden) * E)
+            self.hold("update", together * (self.weight + 4 * 2))
         elif self.options.optimizer != "adamw":
             self.hold("update", max(config.vocab_size, self.hidden) * E * 2 * 4)
         return Footprint(self.parts, self.at, self.host)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+# Those of torch.optim.Muon, whose updates these are. It takes one matrix after another, which for small ones takes the
+# host longer than the GPU; here matrices of one shape are orthogonalised together.
+_MOMENTUM, _STEPS, _EPS = 0.95, 5, 1e-7
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+TOGETHER = 1 << 24  # numbers of a batch of matrices, unless a single one has more
+
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """PyTorch's `Muon` for `matrices`, and PyTorch's `AdamW` for the parameter groups `others`.
+    """Muon for `matrices`, and PyTorch's `AdamW` for the parameter groups `others`.
 
     Muon's updates are scaled to the size of AdamW's, so that both take one learning rate and one weight decay. Matrices
     whose rows ranks shard (FSDP2) are updated in turns: each rank orthogonalises every n-th matrix for all of n ranks.
@@ -33,72 +40,102 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: float,
         **adamw: Any,
     ) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(
-                f"optimizer 'muon' is PyTorch's own, from 2.9 on, and this is {torch.__version__}: update it, or use "
-                "'adamw'"
-            )
-        self._muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, **adamw)
-        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+        of_muon = {"params": matrices, "lr": lr, "weight_decay": weight_decay}
+        super().__init__([of_muon, *self._adamw.param_groups], {})
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         of_muon, *others = self.param_groups
-        # A state that was loaded is in new objects.
-        self._adamw.param_groups, self._adamw.state, self._muon.state = others, self.state, self.state
+        self._adamw.param_groups, self._adamw.state = others, self.state  # a state that was loaded is in new objects
         self._adamw.step()
-        whole = [one for one in of_muon["params"] if not hasattr(one, "device_mesh")]
-        self._muon.param_groups = [{**of_muon, "params": whole}]
-        self._muon.step()
-        sharded = [one for one in of_muon["params"] if hasattr(one, "device_mesh") and one.grad is not None]
+        matrices = [one for one in of_muon["params"] if one.grad is not None]
         by_mesh: dict[Any, list[Any]] = {}
-        for parameter in sharded:
-            if _is_sharded_by_rows(parameter):
-                by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
-            else:
-                self._step_gathered(parameter, of_muon)
+        for parameter in matrices:
+            if hasattr(parameter, "device_mesh"):
+                if _is_sharded_by_rows(parameter):
+                    by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+                else:
+                    self._step_gathered(parameter, of_muon)
         for mesh, parameters in by_mesh.items():
             for first in range(0, len(parameters), mesh.size()):
                 self._step_in_turns(parameters[first : first + mesh.size()], mesh, of_muon)
+        for some in _batches([one for one in matrices if not hasattr(one, "device_mesh")]):
+            self._step_together(some, of_muon)
         return loss
 
-    @torch.no_grad()
+    def _step_together(self, parameters: list[Any], group: dict[str, Any]) -> None:
+        """Update matrices of one shape."""
+        gradients = [one.grad for one in parameters]
+        momenta = [self._momentum(one) for one in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
+        update = _orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, _MOMENTUM)))
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, update.unbind(), alpha=-_rate(parameters[0], group))
+
     def _step_in_turns(self, parameters: list[Any], mesh: Any, group: dict[str, Any]) -> None:
         """Update at most one matrix per rank. Momentum stays in shards; the n-th rank gets all rows of the n-th."""
-        ranks, momentum = mesh.size(), group["momentum"]
-        shards = []
+        ranks, shards = mesh.size(), []
         for parameter in parameters:
-            gradient, state = parameter.grad.to_local(), self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-            buffer = state["momentum_buffer"].to_local()
-            buffer.lerp_(gradient, 1 - momentum)
-            shards.append(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
+            gradient, momentum = parameter.grad.to_local(), self._momentum(parameter).to_local()
+            shards.append(gradient.lerp(momentum.lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM))
         own = parameters[mesh.get_local_rank()] if mesh.get_local_rank() < len(parameters) else None
         mine = [0] * ranks if own is None else [rows * own.shape[1] for rows in _rows_per_rank(own.shape[0], ranks)]
         theirs = [shard.numel() for shard in shards] + [0] * (ranks - len(shards))
         whole = _exchange(torch.cat([shard.flatten() for shard in shards]), theirs, mine, mesh)
         if own is not None:
-            whole = _update(whole.view(own.shape), group).flatten()
+            whole = _orthogonal(whole.view(1, *own.shape)).flatten().to(whole.dtype)
         for parameter, update in zip(parameters, _exchange(whole, mine, theirs, mesh).split(theirs)):
             local = parameter.to_local()
-            local.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view_as(local))
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(update.view_as(local), alpha=-_rate(parameter, group))
 
-    @torch.no_grad()
     def _step_gathered(self, parameter: Any, group: dict[str, Any]) -> None:
-        shard, state = parameter.grad, self.state[parameter]
-        parameter.grad = _gathered(shard)
-        for name, value in state.items():
-            state[name] = _gathered(value)
-        self._muon.param_groups = [{**group, "params": [parameter]}]
-        self._muon.step()
-        parameter.grad = shard
-        for name, value in state.items():
-            state[name] = value.redistribute(placements=parameter.placements)
+        from torch.distributed.tensor import DTensor, Replicate
+
+        gradient, momentum, mesh = parameter.grad, self._momentum(parameter), parameter.device_mesh
+        whole = gradient.lerp(momentum.lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM).full_tensor()
+        update = DTensor.from_local(_orthogonal(whole[None])[0], mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update.redistribute(placements=parameter.placements), alpha=-_rate(parameter, group))
+
+    def _momentum(self, parameter: Any) -> Any:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        return state["momentum_buffer"]
+
+
+def _batches(matrices: list[Any]) -> Iterator[list[Any]]:
+    """Matrices of one shape, dtype and device, as many as are orthogonalised together."""
+    alike: dict[Any, list[Any]] = {}
+    for one in matrices:
+        alike.setdefault((one.shape, one.dtype, one.device), []).append(one)
+    for some in alike.values():
+        most = max(1, TOGETHER // some[0].numel())
+        for first in range(0, len(some), most):
+            yield some[first : first + most]
+
+
+def _orthogonal(matrices: Tensor) -> Tensor:
+    """Matrices `(n, rows, columns)` with singular values near 1, by Newton-Schulz iterations in bfloat16."""
+    a, b, c = _COEFFICIENTS
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if is_tall else matrices).bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=_EPS)
+    for _ in range(_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _rate(matrix: Tensor, group: dict[str, Any]) -> float:
+    """The learning rate at which updates have the root mean square of AdamW's."""
+    return group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
 
 
 def _is_sharded_by_rows(parameter: Any) -> bool:
@@ -118,20 +155,3 @@ def _exchange(sent: Tensor, sizes: list[int], expected: list[int], mesh: Any) ->
     received = sent.new_empty(sum(expected))
     torch.distributed.all_to_all_single(received, sent, expected, sizes, group=mesh.get_group())
     return received
-
-
-def _update(matrix: Tensor, group: dict[str, Any]) -> Tensor:
-    """What PyTorch's Muon adds to a matrix whose gradient, with momentum, is `matrix`."""
-    parameter = nn.Parameter(torch.zeros_like(matrix))
-    parameter.grad = matrix
-    same = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
-    torch.optim.Muon([parameter], **same, momentum=0.0, nesterov=False, weight_decay=0.0).step()
-    return parameter.detach()
-
-
-def _gathered(shard: Any) -> Tensor:
-    """The whole of a tensor that ranks shard, as a tensor that all of them hold."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = shard.device_mesh
-    return DTensor.from_local(shard.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
