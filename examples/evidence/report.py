@@ -29,9 +29,9 @@ _RECIPE = (
     "Optimizer and learning rate were chosen before these runs, by runs of 120 steps of dilated-8K alone with one seed "
     "and their bits on held-out text that also counts here: Muon at 1.5e-3, 4e-3, 1e-2 (also with QK-norm) and 2e-2, "
     "AdamW at 1.5e-3 and 5e-3. Muon at 1e-2 was the best; 8e-3, which is a little below it for longer runs, was not "
-    "tried. Nothing was chosen for the dense model, which may do better with another rate. The first two runs, seed 0 of "
-    "dilated-8K and dense-8K, updated one matrix at a time with Muon, and later ones update those of one shape together: "
-    "steps of the first two took longer for that, so compare their times with each other only."
+    "tried. Nothing was chosen for the dense model, which may do better with another rate. The first two runs, seed 0 "
+    "of dilated-8K and dense-8K, updated one matrix at a time with Muon, and later ones update those of one shape "
+    "together: steps of the first two took longer for that, so compare their times with each other only."
 )
 # What was done to a dilated model, as the names of runs begin.
 _TRIED = {
