@@ -135,7 +135,7 @@ def graphs(monkeypatch) -> list[Recorded]:
     captured.forget_kept()
     monkeypatch.setattr(Recorded, "made", [])
     monkeypatch.setattr(captured, "_record", Recorded)
-    monkeypatch.setattr(captured, "_records", lambda model, tokens: True)
+    monkeypatch.setattr(captured._Contents, "can_be_recorded", lambda self, tokens: True)
     yield Recorded.made
     captured.forget_kept()
 

@@ -182,7 +182,7 @@ def test_longnet_replays_the_steps_of_generate_and_keeps_their_caches(monkeypatc
     graphs = []
     captured.forget_kept()
     monkeypatch.setattr(captured, "_record", lambda run, like: graphs.append(SimpleNamespace(replay=run)) or graphs[-1])
-    monkeypatch.setattr(captured, "_records", lambda model, tokens: True)
+    monkeypatch.setattr(captured._Contents, "can_be_recorded", lambda self, tokens: True)
     monkeypatch.setattr(cache_module, "reads_masks", lambda device: False)
     model, x = longnet(pad_token_id=0), torch.randint(1, 256, (2, 19))
     mask = torch.ones_like(x)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,19 +58,19 @@ class Step:
     so that it does not outlive the cache.
     """
 
-    def __init__(self, model: LongNetLM, cache: Sequence[DilatedKVCache], m: int) -> None:
-        self._state, self._settings = _state(model), _settings(cache[0].keys.device)
+    def __init__(self, model: LongNetLM, cache: Sequence[DilatedKVCache], m: int, contents: _Contents) -> None:
+        self._state, self._settings = contents.state(), _settings(cache[0].keys.device)
         self._layers = [weakref.ref(layer) for layer in cache]
-        self._weights = [(x, x.data_ptr()) for x in stored_tensors(model)]
+        self._weights = [(x, x.data_ptr()) for x in contents.tensors]
         self._tokens = torch.zeros(cache[0].batch, m, dtype=torch.int64, device=cache[0].keys.device)
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm_ups: float = _WARM_UPS
         self._compute = fused_logits if m == 1 and can_fuse(model, cache) else _plain_step
 
-    def fits(self, model: LongNetLM, cache: Sequence[DilatedKVCache]) -> bool:
+    def fits(self, cache: Sequence[DilatedKVCache], contents: _Contents) -> bool:
         """Whether nothing has changed that a recorded graph would not notice."""
-        is_same = [ref() for ref in self._layers] == [*cache] and self._state == _state(model)
+        is_same = [ref() for ref in self._layers] == [*cache] and self._state == contents.state()
         return is_same and self._settings == _settings(self._tokens.device)
 
     def __call__(self, model: LongNetLM, tokens: Tensor, cache: Sequence[DilatedKVCache]) -> Tensor:
@@ -119,27 +119,36 @@ def step_for(
     model: LongNetLM, cache: Sequence[DilatedKVCache], tokens: Tensor, m: int = 1
 ) -> Callable[[LongNetLM, Tensor, Sequence[DilatedKVCache]], Tensor]:
     """The step that continues a cache by `m` tokens at a time."""
-    if not _records(model, tokens):
+    contents = _Contents.of(model)
+    if not contents.can_be_recorded(tokens):
         return _plain_step
     steps = _steps.setdefault(cache[0], {})
-    if m not in steps or not steps[m].fits(model, cache):
-        steps[m] = Step(model, cache, m)
+    if m not in steps or not steps[m].fits(cache, contents):
+        steps[m] = Step(model, cache, m, contents)
     return steps[m]
 
 
-def _records(model: LongNetLM, tokens: Tensor) -> bool:
-    """Whether steps are recorded: on one GPU, unless hooks watch the modules or other ranks may take part in them."""
-    if not tokens.is_cuda or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
-    weights = [*stored_tensors(model)]
-    return not hooked and is_plain(tokens, *weights) and all(x.device == tokens.device for x in weights)
+class _Contents(NamedTuple):
+    """What a model consists of: looking through it takes the host longer than a step takes a GPU."""
 
+    modules: list[nn.Module]
+    tensors: list[Tensor]
 
-def _state(model: LongNetLM) -> tuple[Any, ...]:
-    """The modules and addresses that a graph is recorded from."""
-    modules = [(id(part), part._compiled_call_impl is None, getattr(part, "backend", None)) for part in model.modules()]
-    return tuple(modules), tuple(x.data_ptr() for x in stored_tensors(model))
+    @classmethod
+    def of(cls, model: nn.Module) -> _Contents:
+        return cls([*model.modules()], [*stored_tensors(model)])
+
+    def can_be_recorded(self, tokens: Tensor) -> bool:
+        """Whether all is on one GPU, no hooks watch the modules, and no other ranks may take part in their steps."""
+        if not tokens.is_cuda or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return False
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in self.modules)
+        return not hooked and is_plain(tokens, *self.tensors) and all(x.device == tokens.device for x in self.tensors)
+
+    def state(self) -> tuple[Any, ...]:
+        """The modules and addresses that a graph is recorded from."""
+        modules = [(id(part), part._compiled_call_impl is None, vars(part).get("backend")) for part in self.modules]
+        return tuple(modules), tuple(x.data_ptr() for x in self.tensors)
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
@@ -203,7 +212,7 @@ def lend_cache(
         return model.new_cache(batch, padding=padding, rewindable=rewindable)
 
     weight = model.embedding.weight
-    if not _records(model, weight):
+    if not _Contents.of(model).can_be_recorded(weight):
         return new()
     kept = _kept.setdefault(model, {})
     key = (batch, rewindable, model._cache_dtype(), weight.device, torch.is_inference_mode_enabled(), model.config)

@@ -34,7 +34,9 @@ def weights_to_int8(model: nn.Module) -> None:
 
 def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers; of a weight in 8 bits, what torchao stores."""
-    for x in (*model.parameters(), *model.buffers()):
+    # One walk, not one for parameters and one for buffers: every call of `generate` takes it.
+    found = (x for part in model.modules() for x in (*part._parameters.values(), *part._buffers.values()))
+    for x in {id(x): x for x in found if x is not None}.values():
         if type(x).__module__.startswith("torchao."):
             yield from (getattr(x, name) for name in x.__tensor_flatten__()[0])  # type: ignore[attr-defined]
         else:
