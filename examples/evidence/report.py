@@ -390,7 +390,7 @@ def _recall_table(results: Results) -> str:
                 found = [one for one in record["recall"] if one["tokens"] == tokens]
                 return 100 * next((one for one in found if one["fitted"]), found[0])["right"]
 
-            cells.append(f"{results.figures(name, right).mean:.0f} %")
+            cells.append(f"{results.figures(name, right).mean:.0f}\N{NO-BREAK SPACE}%")
         rows.append([name, *cells])
     return _table(["trained as", *(f"at {short(n)}" for n in lengths)], rows)
 
