@@ -15,20 +15,28 @@ from benchmarks.suite import Options, run
 from benchmarks.suites import SUITES
 from dilated_attention_pytorch.tools.command import size_in_gib, whole_number
 
+
+def _count(stated: str) -> int:
+    number = whole_number(stated)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {stated}")
+    return number
+
+
 _ALL = ("attention", "short", "scaling", "blocksparse")
 # The flags of suites, each without its dashes.
 _FLAGS: dict[str, dict[str, Any]] = {
     "device": {"choices": ["cpu", "cuda"], "help": "default: a GPU if there is one"},
-    "tokens": {"nargs": "+", "type": whole_number, "metavar": "N", "help": "measure these lengths"},
+    "tokens": {"nargs": "+", "type": _count, "metavar": "N", "help": "measure these lengths"},
     "only": {"nargs": "+", "metavar": "NAME", "help": "measure these contenders or techniques, named as in the table"},
     "cases": {"nargs": "+", "metavar": "WORD", "help": "measure cases with all these words: D=64 causal forward"},
     "kernels": {"choices": ["best", "plain"], "help": "plain: those of any GPU, beside PyTorch's flash kernel"},
     "with": {"dest": "wheels", "type": Path, "metavar": "PATH", "help": "a folder of unpacked wheels: flash-attn-4"},
     "torchscale": {"type": Path, "metavar": "PATH", "help": "a checkout of microsoft/torchscale to measure"},
-    "heads": {"type": whole_number, "metavar": "H", "help": "number of heads"},
-    "head_dim": {"type": whole_number, "metavar": "D", "help": "dimension of a head"},
+    "heads": {"type": _count, "metavar": "H", "help": "number of heads"},
+    "head_dim": {"type": _count, "metavar": "D", "help": "dimension of a head"},
     "sizes": {"nargs": "+", "metavar": "SIZE", "help": "model sizes: 125m, 350m, ..."},
-    "batches": {"nargs": "+", "type": whole_number, "metavar": "B", "help": "batch sizes"},
+    "batches": {"nargs": "+", "type": _count, "metavar": "B", "help": "batch sizes"},
     "cap": {"type": size_in_gib, "metavar": "GIB", "help": "memory of the GPU that may be used (80)"},
     "data": {"nargs": "+", "metavar": "PATH", "help": "text files and folders (default: Python's standard library)"},
     "ranks": {"action": "store_true", "help": "check steps on two ranks against the same steps in one process"},

@@ -133,8 +133,10 @@ def append_line(path: Path | None, line: Record) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+    with path.open("a+b") as stream:
+        stream.seek(max(0, stream.tell() - 1))
+        is_cut_off = stream.read() not in (b"", b"\n")  # a run was killed while it wrote
+        stream.write(b"\n" * is_cut_off + json.dumps(line).encode() + b"\n")
 
 
 def read_records(results: Path) -> list[Record]:
@@ -144,7 +146,11 @@ def read_records(results: Path) -> list[Record]:
     records: list[Record] = []
     found: Record = {}
     run = 0
-    for line in map(json.loads, results.read_text().splitlines()):
+    for number, text in enumerate(results.read_text().splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{results}, line {number}, is damaged ({error}): delete this line") from None
         if "machine" in line:
             found, run = line["machine"], run + 1
         else:

@@ -51,7 +51,11 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--prepare", action="store_true", help="write the corpus into the folder of the results, and stop"
     )
-    what.add_argument("--plan", action="store_true", help="list the runs and what they cost, and stop")
+    what.add_argument(
+        "--plan",
+        action="store_true",
+        help="list the runs on a GPU and what they cost, and stop; with --device cpu, those of the tiny version",
+    )
     what.add_argument(
         "--report",
         nargs="?",
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("evidence: stopped; the same command continues", file=sys.stderr)
         return 130
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
         print(f"evidence: {error}", file=sys.stderr)
         return 1
     return 0
@@ -85,8 +89,9 @@ def run_evidence(arguments: argparse.Namespace) -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
-    # The corpus is prepared where there is no GPU, for a machine that has one.
-    scale = FULL if device == "cuda" or arguments.prepare or arguments.plan else TINY
+    # The corpus is prepared where there is no GPU, for a machine that has one; so are plans.
+    for_gpu = device == "cuda" or arguments.prepare or (arguments.plan and arguments.device is None)
+    scale = FULL if for_gpu else TINY
     if arguments.steps is not None:
         if arguments.steps < 1:
             raise ValueError(f"--steps must be at least 1, got {arguments.steps}")
@@ -96,6 +101,9 @@ def run_evidence(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
     runs = [find_run(name, scale) for name in arguments.only or ()] or [run for run in all_runs(scale) if not run.extra]
     pieces = [(run, seed) for seed in arguments.seeds or scale.seeds for run in runs if seed in run.seeds]
+    if not pieces:
+        seeds = sorted({seed for run in runs for seed in run.seeds})
+        raise ValueError(f"no run has one of the seeds {arguments.seeds}: with --only or without, choose from {seeds}")
     records = read_records(out / RECORDS) if (out / RECORDS).is_file() else []
     done = {(record["run"], record["seed"]) for record in records}
     if arguments.plan:
@@ -182,8 +190,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+            record["run"], record["seed"], record["settings"]
+            records.append(record)
+        except (ValueError, KeyError, TypeError):
             raise ValueError(f"line {number} of {path} is damaged: delete it, and its run is done again") from None
     return records
 

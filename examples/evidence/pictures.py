@@ -44,8 +44,10 @@ def context(results: Results) -> Figure:
         if len(points[0][1].values) > 1:
             low, high = ([v.mean + sign * v.spread for _, v in within] for sign in (-1, 1))
             axes.fill_between([n for n, _ in within], low, high, color=how["color"], alpha=0.12, linewidth=0)
-    room = 0.08 * (top - bottom) or 0.01
-    axes.set(xscale="log", xlabel="tokens in the sequence", ylabel="bits per byte", ylim=(bottom - room, top + room))
+    axes.set(xscale="log", xlabel="tokens in the sequence", ylabel="bits per byte")
+    if bottom <= top:  # some run is drawn
+        room = 0.08 * (top - bottom) or 0.01
+        axes.set(ylim=(bottom - room, top + room))
     axes.set_xticks(lengths, [short(n) for n in lengths])
     axes.set_xticks([], minor=True)
     axes.grid()
@@ -73,9 +75,10 @@ def cost(results: Results) -> Figure:
             shown += [bits for _, bits in points[len(points) // 4 :]]
         axes.set(xlabel=unit)
         axes.grid()
-    room = 0.05 * (max(shown) - min(shown)) or 0.01
-    for axes in panels:
-        axes.set(ylim=(min(shown) - room, max(shown) + room), xlim=(0, None))
+    if shown:
+        room = 0.05 * (max(shown) - min(shown)) or 0.01
+        for axes in panels:
+            axes.set(ylim=(min(shown) - room, max(shown) + room), xlim=(0, None))
     panels[0].set(ylabel="validation bits per byte")
     figure.legend(loc="outside upper left", ncols=4)
     return figure

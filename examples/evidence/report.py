@@ -73,8 +73,8 @@ def _page(results: Results) -> Iterable[str]:
     yield "![Bits per byte over the length of the sequence](pictures/evidence-context.svg)"
     yield (
         f"The same last {settings['scored']:,} tokens of held-out text, at the end of sequences of different lengths. "
-        "Lines are faint beyond the length of training. Sequences end where all segments end: there a row of dilated "
-        "attention sees most."
+        "Lines are faint beyond the length of training. Sequences end where all segments of *dilated* models end: "
+        "there a row sees most."
     )
     yield _context_table(results)
     yield "## What it costs"

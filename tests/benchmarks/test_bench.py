@@ -12,7 +12,7 @@ from benchmarks.command import main
 from benchmarks.contenders import choose_contenders
 from benchmarks.harness import Case, compare, measure
 from benchmarks.ratios import rows_of
-from benchmarks.suite import Options, read_records
+from benchmarks.suite import Options, append_line, read_records
 from dilated_attention_pytorch import cli
 from dilated_attention_pytorch.core import layout_for
 
@@ -130,6 +130,8 @@ def test_what_cannot_be_honoured_is_refused(flags, message, capsys) -> None:
         ("short --sizes 125m", "unrecognized arguments: --sizes 125m"),
         ("short --page page.md", "unrecognized arguments: --page page.md"),
         ("memory --device cuda", "unrecognized arguments: --device cuda"),
+        ("shard --heads 0", "argument --heads: must be 1 or more, got 0"),
+        ("memory --tokens -3", "argument --tokens: must be 1 or more, got -3"),
         ("tune --device cpu", "unrecognized arguments: --device cpu"),
     ],
 )
@@ -167,6 +169,17 @@ def test_tuning_is_a_command_with_and_without_a_checkout(run, capsys) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_line_that_was_cut_off_is_named_and_spoils_no_later_one(tmp_path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_line(results, {"machine": {"gpu": "A"}})
+    with results.open("a") as stream:
+        stream.write('{"suite": "sho')
+    append_line(results, {"suite": "short"})
+    assert results.read_text().splitlines()[1:] == ['{"suite": "sho', '{"suite": "short"}']
+    with pytest.raises(ValueError, match=r"results.jsonl, line 2, is damaged .*: delete this line"):
+        read_records(results)
+
+
 def test_a_gpu_that_is_not_there_is_refused(capsys) -> None:
     assert main(["short", "--device", "cuda"]) == 1
     assert "leave it out, or say --device cpu" in capsys.readouterr().err

@@ -240,7 +240,14 @@ def test_the_whole_command_runs_stops_continues_and_draws_its_page(text, tmp_pat
     assert command.main(["--report", str(out)]) == 0
     assert (out / report.PAGE).read_text() == before
     assert command.main([*arguments, "--plan"]) == 0
+    assert "dilated-128  " in capsys.readouterr().out
+    assert command.main(["--plan"]) == 0
     assert "dilated-128K" in capsys.readouterr().out
+    # Runs that no picture shows have a page too.
+    (tmp_path / "one").mkdir()
+    lines = (out / command.RECORDS).read_text().splitlines(keepends=True)
+    (tmp_path / "one" / command.RECORDS).write_text(next(line for line in lines if '"run": "converted' in line))
+    assert command.main(["--report", str(tmp_path / "one")]) == 0
 
 
 def test_results_of_other_settings_and_what_is_missing_are_refused(text, tmp_path, capsys) -> None:
@@ -256,6 +263,7 @@ def test_results_of_other_settings_and_what_is_missing_are_refused(text, tmp_pat
         (["--minutes", "0"], "--minutes must be above 0, got 0.0"),
         (["--data", str(tmp_path)], "has the corpus of text: choose another --out"),
         (["--report", str(tmp_path)], "without --report writes it"),
+        (["--seeds", "7"], "no run has one of the seeds [7]"),
         (["--steps", "9999"], "a run reads 5,119,488 tokens, and text has "),
     ):
         assert command.main([*arguments, *wrong]) == 1

@@ -112,6 +112,22 @@ def test_an_end_that_is_noticed_later_changes_neither_tokens_nor_draws(sampling,
     assert all(map(torch.equal, *found))
 
 
+def test_the_smallest_temperature_draws_the_likeliest_token() -> None:
+    logits = torch.randn(4, 50)
+    assert torch.equal(Sampling(temperature=1e-40).choose(logits), logits.argmax(-1))
+
+
+def test_a_cache_of_another_pattern_is_refused_before_it_takes_a_token() -> None:
+    model, prompt = model_of(stagger=True), torch.randint(256, (1, 7))
+    cache = model_of().new_cache(1)
+    with pytest.raises(
+        ValueError,
+        match=r"the cache is for segments .* and segments .*: make it with new_cache",
+    ):
+        model.generate(prompt, 2, cache=cache)
+    assert [int(layer.lengths) for layer in cache] == [0] * len(cache)
+
+
 def test_a_draw_is_that_of_multinomial() -> None:
     chances = torch.rand(50, 30).softmax(-1)
     drawn = Sampling().choose(chances.log(), torch.Generator().manual_seed(7))
@@ -158,7 +174,7 @@ def test_later_calls_replay_the_graph_of_the_first(sampling, graphs, monkeypatch
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("change", ["weights", "dtype", "head", "hook"])
+@pytest.mark.parametrize("change", ["weights", "dtype", "head", "scale", "hook"])
 def test_a_graph_is_not_replayed_for_a_model_that_changed(change, graphs) -> None:
     model, prompt = model_of(tie_weights=False), torch.randint(256, (1, 9))
     before = model.generate(prompt, 8, temperature=0)
@@ -166,6 +182,9 @@ def test_a_graph_is_not_replayed_for_a_model_that_changed(change, graphs) -> Non
         torch.nn.init.normal_(model.head.weight)
     elif change == "dtype":
         model.float()
+    elif change == "scale":
+        for attention in model._all_attention():
+            attention.softmax_scale = 0.5
     elif change == "head":
         model.head = torch.nn.Linear(16, 256, bias=False, dtype=torch.float64)
     else:
@@ -173,7 +192,7 @@ def test_a_graph_is_not_replayed_for_a_model_that_changed(change, graphs) -> Non
     after = model.generate(prompt, 8, temperature=0)
     assert len(graphs) == (1 if change == "weights" else 2)
     assert torch.equal(after, model.generate(prompt, 8, temperature=0, use_cache=False))
-    assert change == "dtype" or not torch.equal(after, before)
+    assert change in ("dtype", "scale") or not torch.equal(after, before)
 
 
 def test_weights_in_8_bits_generate_by_recorded_steps(graphs) -> None:
@@ -318,7 +337,7 @@ def test_what_cannot_be_generated_is_refused() -> None:
         model.generate(prompt[:, :0], 1)
     with pytest.raises(ValueError, match="row 1 of the prompt is padded on the right"):
         model.generate(prompt, 1, key_padding_mask=torch.arange(7) >= torch.tensor([7, 4])[:, None])
-    with pytest.raises(ValueError, match="leave it out with use_cache=False"):
+    with pytest.raises(ValueError, match="has no effect with use_cache=False: leave one of them out"):
         model.generate(prompt, 1, chunk=2, use_cache=False)
     with pytest.raises(ValueError, match="chunk must be a whole number of at least 1, got 0"):
         model.generate(prompt, 1, chunk=0)

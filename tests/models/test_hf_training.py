@@ -245,6 +245,13 @@ def test_longnet_generates_the_same_in_chunks_and_from_drafts(schedule) -> None:
         assert torch.equal(model.generate(x, assistant_model=assistant, **settings), expected)
 
 
+def test_a_longnets_config_takes_a_length_instead_of_a_pattern() -> None:
+    config = LongNetConfig(d_model=64, num_heads=4, max_length=100_000)
+    assert config.dilated_attention["segment_lengths"] == [2048, 4096, 131_072]
+    with pytest.raises(TypeError, match="max_length=100000 takes the place of segment_lengths"):
+        LongNetConfig(**SIZES, max_length=100_000)
+
+
 def test_longnet_refuses_what_it_cannot_honour() -> None:
     model, x = longnet(), torch.randint(256, (2, 19))
     with pytest.raises(ValueError, match="cache is bounded, got DynamicCache"):
@@ -252,7 +259,7 @@ def test_longnet_refuses_what_it_cannot_honour() -> None:
     with pytest.raises(ValueError, match="cache is for a batch of 3, the input is for 2"):
         model(x, past_key_values=dilated_cache(model, 3))
     other = LongNetForCausalLM(LongNetConfig(**{**SIZES, "segment_lengths": [8, 16]}))
-    with pytest.raises(ValueError, match="cache is for 2 layers of DilatedSpec"):
+    with pytest.raises(ValueError, match="cache is for 2 layers of segments"):
         model(x, past_key_values=dilated_cache(other, 2))
     with pytest.raises(ValueError, match=r"cache is for 2 layers of .*, the model has 2 layers of .* and DilatedSpec"):
         longnet(stagger=True)(x, past_key_values=dilated_cache(model, 2))

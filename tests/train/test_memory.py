@@ -27,6 +27,7 @@ from dilated_attention_pytorch.train.memory import (
     make_scaler,
     prepare,
 )
+from dilated_attention_pytorch.train.muon import MuonWithAdamW
 from dilated_attention_pytorch.train.offload import Offload
 from dilated_attention_pytorch.train.recompute import TiledFeedForward
 
@@ -207,6 +208,27 @@ def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest() -> None:
     copied.step()
     for one, other in zip(model.parameters(), twin.parameters()):
         assert torch.equal(one, other)
+
+
+def test_a_copy_of_muon_goes_on_alone_and_takes_further_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    first, second = model
+    groups = [{"params": [first.bias]}]
+    optimizer = MuonWithAdamW([first.weight], groups, lr=0.1, weight_decay=0.0)
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    optimizer.step()
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    for one, its in ((model, optimizer), (twin, twin_optimizer)):
+        its.zero_grad()
+        one(x).sum().backward()
+        its.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    before = second.bias.clone()
+    model(x).sum().backward()
+    optimizer.add_param_group({"params": [second.bias]})
+    optimizer.step()
+    assert not torch.equal(second.bias, before)
 
 
 def test_muon_is_refused_where_it_cannot_be() -> None:

@@ -142,6 +142,32 @@ def test_a_staggered_model_stays_staggered_under_another_pattern() -> None:
     assert not has_pattern(plain, first)
 
 
+def test_layers_are_told_apart_by_their_numbers_where_both_patterns_are_one() -> None:
+    model = LongNetLM(d_model=16, num_heads=2, num_layers=2, segment_lengths=(4,), dilation_rates=(1,), stagger=True)
+    for layer in model.layers:
+        layer.self_attn.attention.spec = model.config.spec_of(1)
+    update_attention_config(model, STAGES[0])
+    assert [layer.self_attn.segment_lengths for layer in model.layers] == [(8, 16), (11, 22)]
+    with pytest.raises(ValueError, match="use segments of 3 tokens or more, or leave stagger out"):
+        update_attention_config(model, [2, 16], [1, 2])
+
+
+@pytest.mark.parametrize("stagger", [False, True])
+def test_a_longnet_of_transformers_is_saved_with_its_updated_pattern_and_generates(stagger, tmp_path) -> None:
+    hf = pytest.importorskip("dilated_attention_pytorch.models.hf", reason="needs the extra hf")
+    model = hf.LongNetForCausalLM.from_longnet(model_of(stagger=stagger)).eval()
+    tokens = torch.randint(256, (1, 20))
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    model.generate(tokens, **settings)
+    update_attention_config(model, [4, 12], [1, 3])
+    expected = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    loaded = hf.LongNetForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert torch.equal(loaded(tokens).logits, expected)
+    assert torch.equal(model.to_longnet()(tokens), expected)
+    assert torch.equal(model.generate(tokens, **settings), loaded.generate(tokens, **settings, use_cache=False))
+
+
 @pytest.mark.parametrize("positions", ["rotary", "xpos"])
 def test_an_updated_model_is_one_that_was_made_with_the_pattern(positions) -> None:
     tokens = torch.randint(256, (2, 50))
@@ -165,7 +191,7 @@ def test_an_updated_model_is_saved_with_its_pattern_and_refuses_old_caches(tmp_p
     with torch.no_grad():
         model(tokens[:, :4], cache=cache)
     update_attention_config(model, Stage.of(STAGES[1]))
-    with torch.no_grad(), pytest.raises(ValueError, match="make a cache for it"):
+    with torch.no_grad(), pytest.raises(ValueError, match="make it with new_cache"):
         model(tokens[:, 4:5], cache=cache)
     torch.testing.assert_close(
         model.generate(tokens, 3, temperature=0.0), model.generate(tokens, 3, temperature=0.0, use_cache=False)

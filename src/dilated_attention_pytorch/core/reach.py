@@ -113,7 +113,11 @@ def warn_of_reach(spec: DilatedSpec, tokens: int, heads: int) -> None:
     shown = f"segments {list(spec.segment_lengths)} with rates {list(spec.dilation_rates)}"
     if tokens > longest:
         nested = all(longest % w == 0 for w in spec.segment_lengths)
-        limit = "nothing crosses a border of the longest segments, at any depth" if nested else "no row sees farther"
+        limit = (
+            "nothing crosses a border of the longest segments, in any number of such layers"
+            if nested
+            else "no row sees farther"
+        )
         warn_once(
             spec,
             "tokens",

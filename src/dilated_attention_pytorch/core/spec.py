@@ -116,6 +116,10 @@ class DilatedSpec:
         refuse_grouped(head_layout)
         return cls.of(*branches_for(tokens, heads, shortest=shortest, is_causal=is_causal), head_layout)
 
+    def __str__(self) -> str:
+        layout = "" if self.head_layout == "interleaved" else f" in the layout {self.head_layout!r}"
+        return f"segments {list(self.segment_lengths)} with rates {list(self.dilation_rates)}{layout}"
+
     @property
     def segment_lengths(self) -> tuple[int, ...]:
         return tuple(branch.segment_length for branch in self.branches)

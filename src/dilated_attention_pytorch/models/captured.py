@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _WARM_UPS = 3  # steps before a graph is recorded: they compile and load what it launches
 _MOST_KEPT = 2  # caches per model
+_PLAIN = (bool, int, float, str, type(None))
 _KEPT_SHARE = 8  # a cache is kept if this many of them would fit the free memory
 
 _steps: weakref.WeakKeyDictionary[DilatedKVCache, dict[int, Step]] = weakref.WeakKeyDictionary()  # by width
@@ -147,8 +148,13 @@ class _Contents(NamedTuple):
 
     def state(self) -> tuple[Any, ...]:
         """The modules and addresses that a graph is recorded from."""
-        modules = [(id(part), part._compiled_call_impl is None, vars(part).get("backend")) for part in self.modules]
+        modules = [(id(part), part._compiled_call_impl is None, _plain_settings(part)) for part in self.modules]
         return tuple(modules), tuple(x.data_ptr() for x in self.tensors)
+
+
+def _plain_settings(part: nn.Module) -> tuple[Any, ...]:
+    """What decides how a module computes, such as a scale; `training` does not, because steps run in eval mode."""
+    return tuple(x for name, x in vars(part).items() if type(x) in _PLAIN and name != "training")
 
 
 def _settings(device: torch.device) -> tuple[Any, ...]:

@@ -132,7 +132,11 @@ class ModelConfig:
         check_divides("num_heads", self.num_heads, "d_model", self.d_model)
         if self.num_kv_heads is not None:
             check_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
-        _ = self.spec
+        if len(set(self.specs)) < 1 + self.stagger:
+            raise ValueError(
+                f"stagger lengthens segments by 23/16, and {list(self.segment_lengths)} would stay as they are: use "
+                "segments of 3 tokens or more, or leave stagger out"
+            )
 
     @property
     def spec(self) -> DilatedSpec:

@@ -41,6 +41,7 @@ Steps = Generator[Tensor, Tensor, None]
 
 _LOOK_EVERY = 64  # new tokens
 _AHEAD = 16  # tokens that a GPU may compute before the host knows whether all rows have ended
+_LEAST_TEMPERATURE = 1e-30  # below it, scores would be infinite
 _MOST_DRAFTED = 63  # with the token before them, as many as a cache takes in one code path
 _PROMPT_BYTES = 8 << 30  # of activations, while a chunk of a prompt is read
 
@@ -59,7 +60,7 @@ class StreamSettings(TypedDict, total=False):
     chunk: int | None
     cache: Sequence[DilatedKVCache] | None
     draft: LongNetLM | None
-    draft_tokens: int
+    draft_tokens: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Sampling:
         """A token for each row of `(B, vocab)` logits; does not wait for the device."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        logits = logits.float() / max(self.temperature, _LEAST_TEMPERATURE)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
@@ -344,7 +345,7 @@ class Generates:
             chunk: the most tokens of the prompt to read at once, as in `read`.
             cache: of `new_cache`: the prompt continues the tokens that it holds. It then also holds the prompt and the
                 new tokens but the last, with which the next prompt begins. By default the prompt is all.
-            draft: a smaller model of the same vocabulary, which guesses `draft_tokens` tokens that this model then
+            draft: a smaller model of the same vocabulary, which guesses `draft_tokens` tokens (4) that this model then
                 checks at once. The tokens are the same as without it.
         """
         new = []
@@ -371,7 +372,7 @@ class Generates:
         chunk: int | None = None,
         cache: Sequence[DilatedKVCache] | None = None,
         draft: LongNetLM | None = None,
-        draft_tokens: int = 4,
+        draft_tokens: int | None = None,
     ) -> Iterator[Tensor]:
         """The tokens that `generate` appends, `(B,)` at a time, as they are chosen.
 
@@ -388,13 +389,16 @@ class Generates:
             if key_padding_mask is not None:
                 raise ValueError("a cache knows the padding of its rows: pass no key_padding_mask with it")
         if draft is not None:
-            _check_draft(model, draft, draft_tokens, use_cache=use_cache, cache=cache)
-            steps = drafted_logits(model, draft, draft_tokens, tokens, key_padding_mask, chunk)
+            count = 4 if draft_tokens is None else draft_tokens
+            _check_draft(model, draft, count, use_cache=use_cache, cache=cache)
+            steps = drafted_logits(model, draft, count, tokens, key_padding_mask, chunk)
+        elif draft_tokens is not None:
+            raise ValueError(f"draft_tokens={draft_tokens!r} has no effect without a draft model: pass it as draft=")
         elif use_cache:
             steps = cached_logits(model, tokens, key_padding_mask, chunk, cache)
         elif chunk is not None or cache is not None:
             name = "cache" if chunk is None else "chunk"
-            raise ValueError(f"{name} has no effect without a cache: leave it out with use_cache=False")
+            raise ValueError(f"{name} has no effect with use_cache=False: leave one of them out")
         else:
             steps = recomputed_logits(model, tokens, key_padding_mask)
         # A cache that is used afterwards holds no token that was computed after the end.

@@ -344,6 +344,11 @@ class LongNetLM(Generates, Pretrained):
             )
         if torch.compiler.is_compiling():
             return
+        layers: Any = self.layers
+        theirs, specs = [one.spec for one in cache], [layer.self_attn.attention.spec for layer in layers]
+        if theirs != specs:
+            cached, own = (" and ".join(map(str, dict.fromkeys(some))) for some in (theirs, specs))
+            raise ValueError(f"the cache is for {cached}, the model has {own}: make it with new_cache")
         known = [layer.known_lengths for layer in cache]
         if None not in known and len(set(known)) > 1:
             raise ValueError(

@@ -228,7 +228,7 @@ class DilatedAttention(nn.Module):
         if self.training and self.attention_dropout:
             raise ValueError("a cache is for inference, without attention_dropout: call eval() first")
         if cache.spec != self.spec:
-            raise ValueError(f"the cache is for {cache.spec}, this attention is {self.spec}: make a cache for it")
+            raise ValueError(f"the cache is for {cache.spec}, this attention has {self.spec}: make a cache for it")
         return cache.attend(
             query,
             key,

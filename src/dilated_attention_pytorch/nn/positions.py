@@ -127,7 +127,8 @@ class XPosPositions(RotaryPositions):
         if largest > 80:
             raise ValueError(
                 f"xPos over {period} tokens with scale_base={scale_base} scales queries by e^{largest:.0f}, "
-                f"beyond float32: use scale_base >= {scale_base * largest / 80:.0f}, or rotary positions"
+                f"beyond float32: use scale_base >= {scale_base * largest / 80:.0f}, a shorter period (the least "
+                "common multiple of all segment lengths, with stagger=True of both patterns), or rotary positions"
             )
 
     def of(self, positions: Tensor) -> Rotation:

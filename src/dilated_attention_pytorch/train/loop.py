@@ -215,7 +215,8 @@ class _Trainer:
 
     def _introduce(self, parameters: int) -> None:
         config, ranks, start = self.config, self.ranks, self.start
-        pattern = f"{config.model.segment_lengths} / {config.model.dilation_rates}"
+        staggered = ", every other layer staggered" if config.model.stagger else ""
+        pattern = f"{config.model.segment_lengths} / {config.model.dilation_rates}{staggered}"
         print(f"corpus   {self.corpus.source}")
         print(f"model    {parameters / 1e6:.1f}M parameters, {pattern}")
         shared = ""

@@ -43,6 +43,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, **adamw)
         of_muon = {"params": matrices, "lr": lr, "weight_decay": weight_decay}
         super().__init__([of_muon, *self._adamw.param_groups], {})
+        self.defaults = dict(self._adamw.defaults)  # of groups that are added later
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._adamw = torch.optim.AdamW(self.param_groups[1:])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -116,7 +121,7 @@ def _batches(matrices: list[Any]) -> Iterator[list[Any]]:
     for one in matrices:
         alike.setdefault((one.shape, one.dtype, one.device), []).append(one)
     for some in alike.values():
-        most = max(1, TOGETHER // some[0].numel())
+        most = max(1, TOGETHER // max(1, some[0].numel()))
         for first in range(0, len(some), most):
             yield some[first : first + most]
 

@@ -159,41 +159,61 @@ def update_attention_config(
     ((32, 128), (32, 128))
     """
     lengths, rates = _pattern(segment_lengths, dilation_rates)
-    attentions = [part for part in model.modules() if isinstance(part, DilatedAttention)]
-    if not attentions:
+    if not _attentions(model):
         raise ValueError(f"{type(model).__name__} has no dilated attention whose pattern could be changed")
-    owners = _owners(model)
-    before = {owner.config.spec.staggered() for owner in owners if owner.config.stagger}
     # Everything that may be wrong, before anything is changed.
-    specs = [DilatedSpec.of(lengths, rates, part.spec.head_layout) for part in attentions]
-    specs = [spec.staggered() if part.spec in before else spec for part, spec in zip(attentions, specs)]
-    for part, spec in zip(attentions, specs):
+    specs = _specs(model, lengths, rates)
+    for part, spec in specs.items():
         if part.sparse_config is not None:
             check_sparse_config(part.sparse_config, spec)
     positions = [part for part in model.modules() if isinstance(part, XPosPositions)]
-    period = common_period(*specs)
+    period = common_period(*specs.values())
     for xpos in positions:
         XPosPositions(xpos.head_dim, period, base=xpos.base, scale_base=xpos.scale_base, gamma=xpos.gamma)
+    owners = _owners(model)
     configs = [dataclasses.replace(owner.config, segment_lengths=lengths, dilation_rates=rates) for owner in owners]
-    for part, spec in zip(attentions, specs):
+    for part, spec in specs.items():
         part.spec = spec
     for xpos in positions:
         xpos.period = period
     for owner, config in zip(owners, configs):
         owner.config = config
+    for around in _transformers_configs(model, owners):
+        pattern = {"segment_lengths": list(lengths), "dilation_rates": list(rates)}
+        around.dilated_attention = around.dilated_attention | pattern
 
 
 def has_pattern(model: nn.Module, stage: Stage) -> bool:
-    """Whether every dilated attention has the pattern of a stage; of a model that staggers, also the staggered one."""
-    spec = DilatedSpec.of(stage.segment_lengths, stage.dilation_rates)
-    wanted = [spec, *(spec.staggered() for owner in _owners(model) if owner.config.stagger)]
-    attentions = (part for part in model.modules() if isinstance(part, DilatedAttention))
-    return all(dataclasses.replace(part.spec, head_layout=spec.head_layout) in wanted for part in attentions)
+    """Whether every dilated attention has the pattern of a stage, or in layers that stagger the staggered one."""
+    specs = _specs(model, stage.segment_lengths, stage.dilation_rates)
+    return all(part.spec == spec for part, spec in specs.items())
+
+
+def _specs(model: nn.Module, lengths: Sequence[int], rates: Sequence[int]) -> dict[DilatedAttention, DilatedSpec]:
+    """The spec of each dilated attention of a model that takes these segments and rates."""
+    staggering = [owner for owner in _owners(model) if owner.config.stagger]
+    stacks = (layers for owner in staggering for layers in owner.children() if isinstance(layers, nn.ModuleList))
+    numbers = {part: number for layers in stacks for number, layer in enumerate(layers) for part in _attentions(layer)}
+    return {
+        part: DilatedSpec.of(lengths, rates, part.spec.head_layout).of_layer(numbers.get(part, 0), stagger=True)
+        for part in _attentions(model)
+    }
+
+
+def _attentions(model: nn.Module) -> list[DilatedAttention]:
+    return [part for part in model.modules() if isinstance(part, DilatedAttention)]
 
 
 def _owners(model: nn.Module) -> list[Any]:
     """The parts of a model that have a config with a pattern."""
     return [part for part in model.modules() if isinstance(getattr(part, "config", None), ModelConfig)]
+
+
+def _transformers_configs(model: nn.Module, owners: Sequence[nn.Module]) -> list[Any]:
+    """The configs of the models of transformers that hold the owners."""
+    holding = (part for part in model.modules() if any(one in owners for one in part.modules()))
+    configs = {id(config): config for part in holding if (config := getattr(part, "config", None)) is not None}
+    return [config for config in configs.values() if isinstance(getattr(config, "dilated_attention", None), dict)]
 
 
 def _pattern(stated: Any, dilation_rates: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

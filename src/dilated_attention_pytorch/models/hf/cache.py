@@ -171,7 +171,7 @@ class DilatedLayer(CacheLayerMixin):
     ) -> Tensor:
         """The rows `(B, m, H, D)` of the tokens that `update` announced."""
         if spec != self.spec:
-            raise ValueError(f"the cache is for {self.spec}, this attention is {spec}: make it with dilated_cache")
+            raise ValueError(f"the cache is for {self.spec}, this attention has {spec}: make it with dilated_cache")
         self.go_on(facts, query.shape[1])
         assert self.held is not None
         rows = self.held.attend(query, key, value, scale=scale)

@@ -74,12 +74,14 @@ class LongNetConfig(PreTrainedConfig):
     }
 
     def __init__(self, **values: Any) -> None:
-        pattern, stated = take_pattern(values)
+        pattern, stated = take_pattern(values, "max_length")
         sizes = take_sizes(values, self.attribute_map, _OWN)
+        if pattern is None:
+            pattern = pattern_values(ModelConfig(**sizes, **stated).spec)
         super().__init__(**({"tie_word_embeddings": ModelConfig.tie_weights, "use_cache": True} | values))
         for name, value in sizes.items():
             setattr(self, name, value)
-        setattr(self, FIELD, pattern or ({name: getattr(ModelConfig, name) for name in _PATTERN} | stated))
+        setattr(self, FIELD, pattern)
         setattr(self, FIELD, pattern_values(read_pattern(self)))  # which refuses a wrong hand-written pattern
 
     def model_config(self) -> ModelConfig:
@@ -380,7 +382,7 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         if found is None:
             found = _as_longnets[self] = copy.copy(self.model.longnet)
         found._modules = {**self.model.longnet._modules, "head": self.lm_head}
-        found.training = self.training
+        found.training, found.config = self.training, self.model.longnet.config
         return found
 
     @staticmethod
