@@ -118,10 +118,9 @@ def choose_cases(suites: Sequence[str], options: Options) -> dict[str, list[Case
     chosen = {suite: list(filter(wanted, cases)) for suite, cases in every.items()}
     if not any(chosen.values()):
         titles = "\n  ".join(case.title for cases in every.values() for case in cases)
-        raise ValueError(
-            f"no case has all the words {list(options.cases)} and one of the lengths {list(options.tokens)}: "
-            f"choose from\n  {titles}"
-        )
+        stated = [f"all the words {list(options.cases)}"] * bool(options.cases)
+        stated += [f"one of the lengths {list(options.tokens)}"] * bool(options.tokens)
+        raise ValueError(f"no case has {' and '.join(stated)}: choose from\n  {titles}")
     return {suite: cases for suite, cases in chosen.items() if cases}
 
 

@@ -59,7 +59,7 @@ def test_tensors_that_do_not_fit_are_refused(changes, error, message) -> None:
         ({"dropout_p": 1.0}, ValueError, "below 1, got 1.0"),
         ({"head_offset": 4}, ValueError, "needs total_heads"),
         ({"scale": float("nan")}, ValueError, "scale must be a finite number, got nan"),
-        ({"attn_mask": torch.zeros(8, 8)}, ValueError, "use is_causal=True for causality, key_padding_mask"),
+        ({"attn_mask": torch.zeros(8, 8)}, ValueError, "pass is_causal=True alone for causality, key_padding_mask"),
         ({"spans": [[0, 8], [0, 8]]}, TypeError, "spans must be a tensor, got a list"),
         ({"spans": torch.zeros(2, 2)}, TypeError, "spans must hold whole numbers"),
         ({"spans": torch.tensor([[0, 8], [5, 2]])}, ValueError, r"span \[5, 2\) does not follow"),

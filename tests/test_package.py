@@ -85,6 +85,7 @@ def test_an_empty_environment_can_use_the_wheel(built, tmp_path) -> None:
     assert shape == "torch.Size([1, 100, 4, 8])"
     command = shutil.which("dilated-attention", path=str(scripts))
     assert run(command, "--version") == f"dilated-attention {package.__version__}"
+    assert run(command, "help").startswith("usage: dilated-attention")
 
 
 def test_importing_warns_of_the_other_project_with_this_name(monkeypatch) -> None:

@@ -40,6 +40,8 @@ from dilated_attention_pytorch.models import (
     patch_gigapath,
 )
 from dilated_attention_pytorch.nn import (
+    BlockSparseDilatedAttention,
+    BlockSparseMultiheadDilatedAttention,
     DilatedAttention,
     DilatedKVCache,
     DilatedTransformerDecoderLayer,
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
     from dilated_attention_pytorch.train.stages import update_attention_config
 
 __all__ = [
+    "BlockSparseDilatedAttention",
+    "BlockSparseMultiheadDilatedAttention",
     "BlockSparseRingDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "Branch",

@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, 1 after an error that the user can fix, or 128 + the number of a signal."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
+        if given == ["help"]:
+            given = ["--help"]
         if given[:1] == ["train"]:
             from dilated_attention_pytorch.train.command import run_command
 
@@ -109,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
 
     commands.add_parser("recall", help="in a checkout: recall over long distances, LongNet beside a sliding window")
+    commands.add_parser("evidence", help="in a checkout: dense, dilated and windowed attention, trained on real text")
     # Listed here; `slides.command` parses its flags.
     commands.add_parser(
         "slides", help="train an encoder on features of slides, and map what it looks at", add_help=False
@@ -123,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 _RUN_OR_WEIGHTS = "the folder of a run, of one of its checkpoints, or of save_pretrained"
 
 # Commands that are modules of a checkout of the repository, not of the installed package.
-_IN_CHECKOUT = {"bench": "benchmarks.command", "recall": "examples.recall"}
+_IN_CHECKOUT = {"bench": "benchmarks.command", "recall": "examples.recall", "evidence": "examples.evidence.__main__"}
 
 
 def _run_from_checkout(command: str, *arguments: str) -> int:
@@ -151,8 +154,11 @@ def _rank(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    from dilated_attention_pytorch.slides.loop import STUDY
     from dilated_attention_pytorch.train.report import write_run_report
 
+    if any(arguments.run.glob(STUDY)) or any(arguments.run.glob(f"*/{STUDY}")):
+        raise ValueError(f"{arguments.run} is a run of slides: use `slides report {arguments.run}`")
     print(write_run_report(arguments.run, arguments.out))
 
 

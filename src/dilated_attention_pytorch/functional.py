@@ -297,7 +297,7 @@ def warm_up(
 def refuse_dense_mask(attn_mask: Tensor | None) -> None:
     if attn_mask is not None:
         raise ValueError(
-            "a dense attn_mask takes O(N^2) memory and is not supported: use is_causal=True for causality, "
+            "a dense attn_mask takes O(N^2) memory and is not supported: pass is_causal=True alone for causality, "
             "key_padding_mask or seqlens for padding, cu_seqlens for packed documents"
         )
 

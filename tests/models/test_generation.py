@@ -337,6 +337,8 @@ def test_what_cannot_be_generated_is_refused() -> None:
         model.generate(prompt[:, :0], 1)
     with pytest.raises(ValueError, match="row 1 of the prompt is padded on the right"):
         model.generate(prompt, 1, key_padding_mask=torch.arange(7) >= torch.tensor([7, 4])[:, None])
+    with pytest.raises(ValueError, match="draft_tokens=9 has no effect without a draft model"):
+        model.generate(prompt, 1, draft_tokens=9)
     with pytest.raises(ValueError, match="has no effect with use_cache=False: leave one of them out"):
         model.generate(prompt, 1, chunk=2, use_cache=False)
     with pytest.raises(ValueError, match="chunk must be a whole number of at least 1, got 0"):

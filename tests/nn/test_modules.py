@@ -262,7 +262,7 @@ def test_padding_reaches_no_valid_row(build) -> None:
     ("arguments", "message"),
     [
         ({"need_weights": True}, r"O\(N\^2\).*need_weights=False"),
-        ({"attn_mask": torch.zeros(N, N)}, "is_causal=True for causality, key_padding_mask or seqlens"),
+        ({"attn_mask": torch.zeros(N, N)}, "is_causal=True alone for causality, key_padding_mask or seqlens"),
     ],
 )
 def test_what_would_take_quadratic_memory_is_refused(arguments, message) -> None:

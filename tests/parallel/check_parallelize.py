@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -127,6 +129,22 @@ def check_modern_language_model(mesh: DeviceMesh) -> None:
     check_gradients(mesh, model, plain, language_loss())
     for name, parameter in model.named_parameters():  # an optimizer on shards needs sums, not each rank's summands
         assert not isinstance(parameter, DTensor) or parameter.grad.placements == parameter.placements, name
+
+
+def check_saving(mesh: DeviceMesh) -> None:
+    """The first rank writes the weights of all of them, and an error of its own is raised on every rank."""
+    plain = built(LongNetLM, **FLAT)
+    model = parallelize(built(LongNetLM, **FLAT), mesh)
+    where = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(where)
+    model.save_pretrained(where[0])
+    loaded = LongNetLM.from_pretrained(where[0])
+    assert all(map(torch.equal, loaded.parameters(), plain.parameters()))
+    with pytest.raises(ValueError, match="save it with save_pretrained"):
+        model.generate(torch.zeros(1, 4, dtype=torch.int64), 2)
+    (Path(where[0]) / "file").touch()
+    with pytest.raises(FileExistsError, match="file"):
+        model.save_pretrained(Path(where[0]) / "file")
 
 
 def check_padded_language_model(mesh: DeviceMesh) -> None:
@@ -369,6 +387,7 @@ def check_parallelize() -> None:
         check_language_model(mesh)
     for mesh in (both, every[-2], heads):
         check_modern_language_model(mesh)
+        check_saving(mesh)
     for mesh in (every[1], both):
         check_padded_language_model(mesh)
     for mesh in (sequence, both):

@@ -57,7 +57,7 @@ def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys, 
 
 def test_export_says_what_is_missing(tmp_path, capsys, monkeypatch) -> None:
     assert main(["export", str(tmp_path / "none"), "--hf", str(tmp_path / "hf")]) == 1
-    assert "is this the folder of save_pretrained?" in capsys.readouterr().err
+    assert "name the folder of save_pretrained, of a checkpoint or of a run" in capsys.readouterr().err
     for name in [name for name in sys.modules if name.startswith("dilated_attention_pytorch.models.hf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -242,3 +242,11 @@ def test_a_page_is_written_whole_or_not_at_all(run, monkeypatch, capsys) -> None
     assert "No space left" in capsys.readouterr().err
     assert (run / "report.html").read_text(encoding="utf-8") == before
     assert not list(run.glob(".*.partial"))
+
+
+def test_a_run_of_slides_has_a_report_of_its_own(tmp_path, capsys) -> None:
+    (tmp_path / "fold-0").mkdir()
+    (tmp_path / "fold-0" / "study.json").write_text("{}")
+    assert main(["report", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a run of slides: use `slides report {tmp_path}`" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()

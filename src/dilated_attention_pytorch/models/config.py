@@ -164,7 +164,9 @@ class ModelConfig:
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError:
-            raise FileNotFoundError(f"no model config at {path}: is this the folder of save_pretrained?") from None
+            raise FileNotFoundError(
+                f"no model config at {path}: name the folder of save_pretrained, of a checkpoint or of a run"
+            ) from None
         except ValueError as error:
             raise ValueError(f"{path} is not a model config: {error}") from None
         return cls.from_dict(values, path)
@@ -175,7 +177,10 @@ class ModelConfig:
             raise ValueError(f"{source} is not a model config: it holds {type(values).__name__}")
         unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
-            raise ValueError(f"{source} has unknown keys {sorted(unknown)}: it was written by another version")
+            raise ValueError(
+                f"{source} has keys that {cls.__name__} does not know, {sorted(unknown)}: it is of another kind of "
+                "model, or of another version"
+            )
         try:
             return cls(**values)
         except TypeError as error:

@@ -28,6 +28,7 @@ from dilated_attention_pytorch.core.checks import (
 )
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.captured import evaluating, lend_cache, step_for
+from dilated_attention_pytorch.models.weights import is_sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -380,6 +381,11 @@ class Generates:
         """
         model = cast("LongNetLM", self)
         model._check_tokens(tokens)
+        if is_sharded(model):
+            raise ValueError(
+                "generate runs in one process, and ranks shard this model's parameters: save it with save_pretrained, "
+                "and generate with the model that from_pretrained loads"
+            )
         if eos is not None:
             check_whole("eos", eos, least=0, most=model.config.vocab_size - 1)
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)

@@ -114,7 +114,10 @@ class Pretrained(SharesResources, nn.Module):
 
     @checked()
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors` into `folder`, each atomically."""
+        """Write `config.json` and `model.safetensors` into `folder`, each atomically.
+
+        If ranks shard the parameters, as after `parallelize`, all ranks make this call, and the first one writes.
+        """
         save_weights(self, self.config.to_json(), Path(folder))
 
     @classmethod

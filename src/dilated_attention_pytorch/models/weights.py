@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.checks import import_optional
@@ -44,7 +45,27 @@ def stored_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def save_weights(model: nn.Module, config: str, folder: Path) -> None:
-    save_tensors(_without_ties(model), config, folder)
+    """Write the weights of a model. If ranks shard its parameters, all of them call this, and the first one writes."""
+    if not is_sharded(model):
+        return save_tensors(_without_ties(model), config, folder)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    whole: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            save_tensors({name: whole[name] for name in untied_names(model)}, config, folder)
+        except Exception as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(hasattr(one, "device_mesh") for one in model.parameters())
 
 
 def save_tensors(tensors: dict[str, Tensor], config: str, folder: Path) -> None:

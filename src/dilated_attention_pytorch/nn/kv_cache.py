@@ -246,8 +246,8 @@ class DilatedKVCache:
             )
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise ValueError(
-                "a bounded cache keeps no gradients: call it within torch.no_grad(); to train through earlier keys and "
-                "values, as prefix tuning does, use a cache that holds every token, such as transformers' DynamicCache"
+                "a bounded cache keeps no gradients: call it within torch.no_grad(), or without a cache; prefix tuning "
+                "trains earlier keys and values, for which models of transformers have DynamicCache"
             )
 
     def __repr__(self) -> str:
