@@ -83,6 +83,8 @@ class LongNetEncoder(Pretrained):
     itself stays as it is. `cls_rows=1` gives Prov-GigaPath's single row, with a `ReachWarning`; with
     `pooling="mean", cls_rows=1` the row is there but not pooled, as with GigaPath's `global_pool`.
 
+    Lengths decide how many rows are pooled, so with them `torch.compile` needs `fullgraph=False`, its default.
+
     >>> encoder = LongNetEncoder(
     ...     input_dim=24, d_model=32, num_heads=4, num_layers=2, num_classes=3, max_length=10_000,
     ...     positions="coordinates",

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 Norm = Literal["layer", "rms"]
 NORMS: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
+# Of nn.MultiheadAttention, with the reason why they are not here.
+_NOT_HERE = dict.fromkeys(("kdim", "vdim"), "queries, keys and values are rows of one sequence, of embed_dim features")
+_NOT_HERE |= dict.fromkeys(("add_bias_kv", "add_zero_attn"), "such a key belongs to no position of a sequence")
+
 _FUSED, _APART = "qkv_proj", ("q_proj", "k_proj", "v_proj")
 
 
@@ -97,6 +101,8 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         **settings: Unpack[AttentionSettings],
     ) -> None:
         super().__init__()
+        for name in settings.keys() & _NOT_HERE:
+            raise TypeError(f"{type(self).__name__} has no {name}: {_NOT_HERE[name]}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_divides("num_heads", num_heads, "embed_dim", embed_dim)
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
