@@ -156,3 +156,12 @@ def test_sigterm_reaches_the_command_and_its_status_comes_back(command) -> None:
     assert script.wait(timeout=60) == 128 + signal.SIGTERM
     assert script.stdout.read() == b""  # the command has ended too
     script.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no broken pipes")
+def test_output_that_nobody_reads_on_is_no_error() -> None:
+    command = [sys.executable, "-m", "dilated_attention_pytorch.cli", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE

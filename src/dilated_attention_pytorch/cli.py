@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_from_checkout(*given)
         arguments = _parser().parse_args(given)
         status: int | None = arguments.command(arguments)
+    except BrokenPipeError:  # what reads the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # SIGPIPE
     except (OSError, ValueError, FloatingPointError, ImportError) as error:
         if _tells_errors(given):
             print(f"dilated-attention: {error}", file=sys.stderr)
