@@ -28,10 +28,12 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dilated_attention_pytorch.models.hf
+from dilated_attention_pytorch.core import DilatedSpec
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.models.hf import dilated_cache, register, use_dilated_attention
 from dilated_attention_pytorch.models.hf.attention import dilated_attention_forward
 from dilated_attention_pytorch.models.hf.masks import dilated_mask, read_mask
+from dilated_attention_pytorch.models.hf.pattern import read_pattern
 
 register()
 SEGMENTS, RATES = [8, 24], [1, 3]
@@ -160,6 +162,17 @@ def test_layers_whose_window_is_replaced_keep_their_positions(name, tmp_path) ->
         positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
         packed = dilated(x[:1], position_ids=positions).logits
         torch.testing.assert_close(packed[:, 12:], dilated(x[:1, 12:]).logits)
+
+
+def test_a_length_chooses_branches_for_the_key_value_heads() -> None:
+    model = use_dilated_attention(build("llama"), max_length=10_000)
+    heads = model.config.num_key_value_heads
+    assert heads < model.config.num_attention_heads
+    assert read_pattern(model.config) == DilatedSpec.for_length(10_000, heads=heads)
+    with pytest.raises(TypeError, match="max_length=10 takes the place of segment_lengths and dilation_rates"):
+        use_dilated_attention(model, [16], [1], max_length=10)
+    with pytest.raises(TypeError, match="state segment_lengths and dilation_rates, or max_length"):
+        use_dilated_attention(model)
 
 
 def generate(model, x: torch.Tensor, **settings) -> torch.Tensor:

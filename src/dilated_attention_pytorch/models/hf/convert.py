@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import COUNT, check_fields, checked
-from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout
+from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
 from dilated_attention_pytorch.models.hf.attention import NAME, register
 from dilated_attention_pytorch.models.hf.pattern import (
     FIELD,
@@ -26,15 +26,17 @@ ModelOrConfig = TypeVar("ModelOrConfig")
 @checked()
 def use_dilated_attention(
     model: ModelOrConfig,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     head_layout: HeadLayout = "interleaved",
     *,
+    max_length: int | None = None,
     replace_sliding_window: bool = False,
 ) -> ModelOrConfig:
     """Switch a model, or a config for models yet to be made, to this pattern, in place; returns it.
 
-    Weights stay as they are. Another call changes the pattern. Layers with a sliding window cannot be dilated as well:
+    `max_length` replaces segments and rates: `branches_for` chooses branches that connect this many tokens. Weights
+    stay as they are. Another call changes the pattern. Layers with a sliding window cannot be dilated as well:
     `replace_sliding_window`, on a config only, gives them the dilated pattern instead; they keep their positions.
     """
     register()
@@ -44,7 +46,9 @@ def use_dilated_attention(
         raise TypeError(f"use_dilated_attention takes a model or a config of transformers, got {type(model).__name__}")
     text = config.get_text_config()
     require_interface(model if is_model else text)
-    spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)  # before anything is changed
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    branches = stated_branches(segment_lengths, dilation_rates, max_length, heads=heads, head_layout=head_layout)
+    spec = DilatedSpec.of(*branches, head_layout)  # before anything is changed
     windows = _windows(text)
     if windows and (is_model or not replace_sliding_window):
         raise ValueError(
