@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def read_fasta(path: Path) -> dict[str, str]:
             if header is None:
                 raise ValueError(f"{path} is no FASTA file: its first line must begin with '>'")
             found[header].append(line.strip().upper())
+    if not found:
+        raise ValueError(f"{path} has no sequences: each begins with a line '>NAME label=LABEL'")
     if short := [name for name, lines in found.items() if sum(map(len, lines)) < WINDOW]:
         raise ValueError(f"{path}: {short[0]!r} has fewer bases than a window of {WINDOW}")
     return {name: "".join(lines) for name, lines in found.items()}
@@ -106,16 +109,21 @@ def train(rows: Sequence[Tensor], labels: Tensor, classes: int, epochs: int, see
 
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(prog="python -m examples.dna", description="Classify the DNA in a FASTA file.")
-    parser.add_argument("fasta", type=Path, nargs="?", default=Path("genes.fasta"), help="default: genes.fasta")
+    parser.add_argument("fasta", type=Path, nargs="?", help="default: genes.fasta, made if there is none")
     parser.add_argument("--epochs", type=int, default=6, metavar="N", help="default: 6")
     given = parser.parse_args(arguments)
-    if not given.fasta.exists():
-        make_fasta(given.fasta, 600)
-    found = read_fasta(given.fasta)
-    names = [name.rpartition("label=")[2].split()[0] if "label=" in name else "" for name in found]
+    path = given.fasta or Path("genes.fasta")
+    if given.fasta is None and not path.exists():
+        make_fasta(path, 600)
+    if not path.is_file():
+        raise FileNotFoundError(f"no FASTA file {path}: without a file, this command makes one")
+    found = read_fasta(path)
+    names = [label[1] if (label := re.search(r"label=(\S+)", name)) else "" for name in found]
     if "" in names:
-        raise ValueError(f"{given.fasta}: {list(found)[names.index('')]!r} has no label=NAME")
+        raise ValueError(f"{path}: {list(found)[names.index('')]!r} has no label=NAME")
     classes = sorted(set(names))
+    if len(classes) < 2:
+        raise ValueError(f"{path} has one label only, {classes[0]!r}: there is nothing to tell apart")
     labels = torch.tensor([classes.index(name) for name in names])
     rows = [count_kmers(sequence) for sequence in found.values()]
     mean, spread = torch.cat(rows).mean(0), torch.cat(rows).std(0).clamp_min(1e-6)
@@ -126,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         right = float((model(**pack(rows[cut:])).argmax(-1) == labels[cut:]).double().mean())
     print(f"{right:.1%} of {len(rows) - cut} test sequences are right ({', '.join(classes)})")
     seen = attention_map(model, {"x": rows[-1][None]}, rows="all").mean((0, 1, 2))  # the attention that a window gets
-    first = (seen.topk(4).indices * WINDOW).sort().values.tolist()
+    first = (seen.topk(min(4, len(seen))).indices * WINDOW).sort().values.tolist()
     print(f"in {list(found)[-1]!r} the model looks most at the windows from bases {', '.join(map(str, first))}")
     return right
 

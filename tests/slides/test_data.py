@@ -17,7 +17,7 @@ from .studies import DIM, small_study, write_bag, write_table
 def test_every_kind_of_file_gives_its_rows_and_coordinates(tmp_path, suffix) -> None:
     path = tmp_path / f"slide{suffix}"
     write_bag(path, rows=20, tile=512)
-    assert look_at(path) == (20, DIM, True)
+    assert look_at(path)[:3] == (20, DIM, True)
     bag = read_bag(path)
     expected = torch.randn(20, DIM, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(bag.features, expected, atol=2e-3 if suffix == ".pt" else 0, rtol=0)
@@ -35,6 +35,62 @@ def test_the_width_of_a_tile_is_stated_noted_or_measured(tmp_path) -> None:
         write_bag(path, tile=2048, **attributes)
         assert read_bag(path).coordinates[1, 0] == 2048 / tile * 256
     assert read_bag(path, tile_pixels=100).coordinates[1, 0] == 20.48 * 256
+    assert read_bag(path, coordinates=False).coordinates is None
+
+
+def contour(x: int, y: int, columns: int, rows: int, step: int = 512) -> numpy.ndarray:
+    """The coordinates of one tissue contour, as CLAM lays them: on a grid from the contour's own corner."""
+    across = numpy.meshgrid(x + step * numpy.arange(columns), y + step * numpy.arange(rows), indexing="ij")
+    return numpy.stack(across, -1).reshape(-1, 2)
+
+
+def write_contours(path, *contours) -> None:
+    places = numpy.concatenate(contours)
+    numpy.save(path, numpy.zeros((len(places), DIM), "float32"))
+    numpy.save(path.with_suffix(".coords.npy"), places)
+
+
+def test_contours_on_different_grids_have_the_width_of_their_tiles(tmp_path) -> None:
+    path = tmp_path / "s0.npy"
+    write_contours(path, contour(10_000, 8_000, 40, 30), contour(40_037, 9_100, 30, 25))
+    assert read_bag(path).tile_pixels == 512
+    assert look_at(path, grids=1000).measured == 512
+    assert look_at(path, tile_pixels=512, grids=1000).measured == 0
+    write_contours(path, contour(10_000, 8_000, 1, 1))
+    assert read_bag(path).tile_pixels == 256  # of a single tile, as nothing tells
+
+
+def test_a_width_that_cannot_be_measured_must_be_stated(tmp_path) -> None:
+    path = tmp_path / "s0.npy"
+    scattered = numpy.array([[0, y] for y in (0, 512, 1024, 2600, 3900, 6100, 9000)])
+    write_contours(path, scattered)
+    with pytest.raises(BrokenFile, match=r"s0.npy: the width .* only 33% are 512 pixels apart.*: state --tile-pixels"):
+        read_bag(path)
+    assert read_bag(path, 512).tile_pixels == 512
+    write_contours(path, contour(0, 0, 1, 1), contour(700, 900, 1, 1))
+    with pytest.raises(BrokenFile, match="no two tiles share a column or a row"):
+        read_bag(path)
+
+
+def test_a_study_tells_the_widths_it_measured_and_names_slides_outside_the_grid(tmp_path) -> None:
+    (tmp_path / "features").mkdir()
+    for i, step in enumerate((512, 512, 1024)):
+        write_contours(tmp_path / f"features/s{i}.npy", contour(0, 0, 5, 4, step))
+    said: list[str] = []
+    read_study(None, tmp_path / "features", grids=1000, say=said.append)
+    assert said == [
+        "tiles    512 pixels in 2 files, 1024 pixels in 1 file: measured, because no width is noted there; "
+        "--tile-pixels overrides it"
+    ]
+    read_study(None, tmp_path / "features", say=said.append)  # coordinates are not used
+    read_study(None, tmp_path / "features", tile_pixels=512, grids=1000, say=said.append)
+    assert len(said) == 1
+    write_contours(tmp_path / "features/s3.npy", contour(600_000, 0, 5, 4))
+    with pytest.raises(BrokenFile, match=r"s3.npy: coordinates must lie within 1,000 tiles .* tile 1,175 .*--skip"):
+        read_study(None, tmp_path / "features", grids=1000)
+    study = read_study(None, tmp_path / "features", grids=1000, skip_broken=True, say=said.append)
+    assert [case.name for case in study.cases] == ["s0", "s1", "s2"]
+    assert "s3.npy: coordinates must lie" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +127,14 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, message) -
     assert str(path) in str(error.value)
 
 
+def test_a_pt_file_that_needs_unpickling_says_what_to_save(tmp_path) -> None:
+    path = tmp_path / "a.pt"
+    for held, new in (({"features": numpy.zeros((3, 2))}, True), (torch.zeros(3, 2), False)):
+        torch.save(held, path, _use_new_zipfile_serialization=new)
+        with pytest.raises(BrokenFile, match=r"a.pt .*: save tensors, with torch.save of PyTorch 1.6 or newer$"):
+            read_bag(path)
+
+
 def test_a_study_reads_labels_patients_and_sizes(tmp_path) -> None:
     study = read_study(small_study(tmp_path), tmp_path / "features", "classification")
     assert (study.classes, study.dim, study.longest, study.has_coordinates) == (("a", "b"), DIM, 87, True)
@@ -86,6 +150,7 @@ def test_a_study_reads_labels_patients_and_sizes(tmp_path) -> None:
         (["slide,label", "s0,a", "s1,"], r"line 3: slide 's1' has no label, which classification needs"),
         (["slide,label", "s0,a", "s1,b", "s0,b"], r"slide 's0' is on lines 2 and 4"),
         (["name,label", "s0,a"], "has no column 'slide': its columns are name, label"),
+        (["slide,label,Label", "s0,a,b", "s1,b,a"], "has 2 columns 'label': leave one of them"),
         (["slide,label,split", "s0,a,trian"], "split must be one of train, validation, test, got 'trian'"),
         (["slide,label,split", "s0,a,train", "s1,b,"], "'s1' has no split, and others have one"),
         (
@@ -103,6 +168,13 @@ def test_a_table_that_is_wrong_is_one_error(tmp_path, lines, message) -> None:
     table = write_table(tmp_path / "own.csv", lines)
     with pytest.raises(ValueError, match=message):
         read_study(table, tmp_path / "features", "classification")
+
+
+def test_of_several_columns_for_one_thing_the_first_name_wins(tmp_path) -> None:
+    small_study(tmp_path, slides=2)
+    table = write_table(tmp_path / "own.csv", ["slide_id,case_id,id", "s0,p0,17", "s1,p1,18"])
+    study = read_study(table, tmp_path / "features")
+    assert [(case.name, case.patient) for case in study.cases] == [("s0", "p0"), ("s1", "p1")]
 
 
 def test_broken_files_are_skipped_only_if_asked(tmp_path) -> None:
@@ -144,6 +216,10 @@ def test_a_split_of_one_class_or_without_event_is_refused(tmp_path) -> None:
     table = write_table(tmp_path / "own.csv", lines)
     with pytest.raises(ValueError, match="the split 'test' has slides of one class only, 'a'"):
         check_splits(read_study(table, tmp_path / "features", "classification"), ["train", "test"])
+    lines = ["slide,label,split", "s0,a,train", "s1,b,train", "s2,a,test", "s3,c,test"]
+    three = read_study(write_table(tmp_path / "three.csv", lines), tmp_path / "features", "classification")
+    with pytest.raises(ValueError, match=r"^fold-2: the split 'train' has no slide of class c"):
+        check_splits(three, ["train", "test"], "fold-2")
     with pytest.raises(ValueError, match="the split 'test' has no event"):
         check_splits(read_study(table, tmp_path / "features", "survival"), ["train", "test"])
     with pytest.raises(ValueError, match="the split 'validation' has no slides"):

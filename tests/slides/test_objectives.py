@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +58,14 @@ def test_class_weights_let_rare_classes_count_alike(tmp_path) -> None:
     flat = objective.loss(torch.zeros(len(cases), 2), targets)
     assert float(flat) == pytest.approx(len(cases) * math.log(2), rel=1e-5)
     assert Objective.from_dict(vars(objective) | {"classes": ["a", "b"]}) == objective
+
+
+def test_a_class_that_is_absent_from_a_split_is_left_out_of_its_area() -> None:
+    objective = Objective(task="classification", classes=("a", "b", "c"))
+    cases = [SimpleNamespace(target=(float(i % 2),)) for i in range(6)]
+    found = objective.figures(torch.eye(3)[[0, 1, 0, 1, 0, 2]].double(), cases)
+    assert found["auc"] == pytest.approx((1.0 + 5 / 6) / 2)
+    assert math.isnan(objective.figures(torch.eye(3)[[0, 0]].double(), cases[:1] * 2)["auc"])
 
 
 def test_regression_learns_scaled_labels_and_predicts_labels(tmp_path) -> None:

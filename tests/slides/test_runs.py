@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
+import shutil
 
 import numpy
 import pytest
@@ -19,6 +21,7 @@ from dilated_attention_pytorch.slides.config import SlidesConfig
 from dilated_attention_pytorch.slides.features import read_bag
 from dilated_attention_pytorch.slides.maps import tile_weights
 from dilated_attention_pytorch.slides.pretraining import MaskedEncoder
+from dilated_attention_pytorch.slides.report import compared, write_report
 from dilated_attention_pytorch.train.ranks import Stopped
 
 from .studies import DIM, small_study
@@ -197,7 +200,7 @@ def test_pretraining_predicts_hidden_rows_better_than_at_first_and_gives_its_wei
     )
     losses = [json.loads(line) for line in (tmp_path / "before/metrics.jsonl").read_text().splitlines()]
     assert results["validation"]["loss"] < losses[0]["loss"]
-    settings = config(study, start=str(tmp_path / "before"), epochs=1, learning_rate=1e-9, positions="none")
+    settings = config(study, start=str(tmp_path / "before"), epochs=1, learning_rate=1e-9)
     loop.run_study(settings, tmp_path / "after")
     before, after = (
         LongNetEncoder.from_pretrained(tmp_path / run / "model").state_dict() for run in ("before", "after")
@@ -206,8 +209,32 @@ def test_pretraining_predicts_hidden_rows_better_than_at_first_and_gives_its_wei
     assert {"input.weight", "pooled_norm.bias"} <= {*shared} <= before.keys()
     for name in shared:
         torch.testing.assert_close(after[name], before[name], atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match="do not fit the model"):
-        loop.run_study(config(study, start=str(tmp_path / "before"), d_model=8), tmp_path / "other")
+    assert LongNetEncoder.from_pretrained(tmp_path / "after/model").config.positions == "none"
+    with pytest.raises(
+        ValueError, match="d_model 16, not 8, positions none, not rotary: leave --d-model, --positions out"
+    ):
+        loop.run_study(config(study, start=str(tmp_path / "before"), d_model=8, positions="rotary"), tmp_path / "other")
+    with pytest.raises(ValueError, match="do not fit the model: missing cls"):
+        loop.run_study(config(study, start=str(tmp_path / "before"), pooling="cls"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_takes_sizes_heads_and_branches_of_the_model_it_starts_from(study, tmp_path) -> None:
+    sizes = {"d_model": 24, "num_layers": 2, "num_heads": 4, "segment_lengths": (8, 32), "dilation_rates": (1, 2)}
+    theirs = LongNetEncoder(input_dim=DIM, positions="rotary", pooling="attention", norm="rms", **sizes)
+    theirs.save_pretrained(tmp_path / "theirs")
+    free = {"d_model": None, "num_layers": None, "num_heads": None, "start": str(tmp_path / "theirs"), "epochs": 1}
+    loop.run_study(config(study, **free), tmp_path / "run")
+    ours = LongNetEncoder.from_pretrained(tmp_path / "run/model").config
+    for name in ("positions", "pooling", "norm", *sizes):
+        assert getattr(ours, name) == getattr(theirs.config, name)
+    assert ours.num_classes == 2
+    flags = ["--table", str(study / "table.csv"), "--features", str(study / "features"), "--device", "cpu"]
+    more = ["--from", str(tmp_path / "theirs"), "--epochs", "1", "--baseline", "--out", str(tmp_path / "both")]
+    assert main(["slides", "train", *flags, *more]) == 0
+    alone = LongNetEncoder.from_pretrained(tmp_path / "both/without-attention/model").config
+    assert (alone.d_model, alone.num_heads, alone.positions) == (24, 4, "rotary")
+    assert alone.segment_lengths == (1,)
 
 
 def test_pretraining_hides_blocks_and_measures_errors_in_variances(monkeypatch) -> None:
@@ -241,7 +268,10 @@ def test_a_run_starts_from_a_slide_encoder_of_prov_gigapath(study, tmp_path) -> 
     tensors = {name: theirs.state_dict()[ours].clone() for name, ours in _our_names(theirs).items()}
     tensors["cls_token"] = tensors["cls_token"][None]
     torch.save({"model": tensors}, tmp_path / "slide_encoder.pth")
-    settings = config(study, start=str(tmp_path / "slide_encoder.pth"), epochs=1, learning_rate=1e-9)
+    given = {"start": str(tmp_path / "slide_encoder.pth"), "epochs": 1, "learning_rate": 1e-9, "num_heads": 16}
+    with pytest.raises(ValueError, match="d_model 32, not 16, num_layers 2, not 1: leave --d-model, --num-layers out"):
+        loop.run_study(config(study, **given), tmp_path / "run")
+    settings = config(study, **given, d_model=None, num_layers=None)
     loop.run_study(settings, tmp_path / "run")
     model = LongNetEncoder.from_pretrained(tmp_path / "run/model")
     assert (model.config.num_layers, model.config.dim_feedforward, model.config.cls_rows) == (2, 48, 1)
@@ -269,6 +299,7 @@ def test_the_command_trains_embeds_maps_and_reports(study, tmp_path, capsys, mon
     small = ["--d-model", "16", "--num-layers", "1", "--num-heads", "2", "--pooling", "attention", "--device", "cpu"]
     assert main(["slides", "train", *flags, *small, "--out", "run", "--baseline", "--folds", "3"]) == 0
     said = capsys.readouterr().out
+    assert said.count("tiles    256 pixels in 20 files: measured") == 1
     assert re.search(r"test split +loss +auc.*\nencoder +\d.*\nwithout attention +\d", said)
     alone = LongNetEncoder.from_pretrained("run/without-attention/fold-0/model")
     assert alone.config.segment_lengths == (1,)
@@ -286,16 +317,135 @@ def test_the_command_trains_embeds_maps_and_reports(study, tmp_path, capsys, mon
     numpy.testing.assert_allclose(rows[3], expected, atol=1e-5)
 
     for kind in ("attention", "gradient", "pooling"):
-        assert main(["slides", "map", "run/fold-1", *features, "--slide", "s7", "--kind", kind, "--out", kind]) == 0
+        assert main(["slides", "map", "run/fold-1", *features, "--slide", "s7", "--kind", kind]) == 0
         weights = tile_weights(model, read_bag(study / "features/s7.npy"), kind)
-        drawn = json.loads((tmp_path / kind / "s7.geojson").read_text())["features"]
-        found = [one["properties"]["measurements"]["attention"] for one in drawn]
+        file = "maps/s7" if kind == "attention" else f"maps/s7-{kind}"
+        drawn = json.loads((tmp_path / f"{file}.geojson").read_text())["features"]
+        found = [one["properties"]["measurements"][kind] for one in drawn]
         torch.testing.assert_close(torch.tensor(found), weights, rtol=1e-5, atol=1e-7)
         assert sum(found) == pytest.approx(1.0, abs=1e-5)
-        assert (tmp_path / kind / "s7.png").stat().st_size > 0
+        assert (tmp_path / f"{file}.png").stat().st_size > 0
 
     assert main(["slides", "report", "run", "--worst", "2"]) == 0
     page = (tmp_path / "run/report.html").read_text()
     for words in ("ROC", "Calibration", "true a", "fold-2", "standard deviation", "without attention", "Worst slides"):
         assert words in page
     assert page.count("<svg") == 3 + 2 + 2
+
+
+def test_a_failed_start_leaves_its_folder_free(study, tmp_path) -> None:
+    with pytest.raises(ValueError, match="num_heads"):
+        loop.run_study(config(study, num_heads=3), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(config(study, max_tiles=99).to_json())  # as if its first step had failed
+    loop.run_study(config(study, epochs=1), tmp_path / "run")
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        loop.run_study(config(study, epochs=1), tmp_path / "run")
+    LongNetEncoder.from_pretrained(tmp_path / "run/model").save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="is not the config of a run of slides"):
+        loop.run_study(config(study), tmp_path / "model")
+
+
+def test_every_fold_is_checked_before_the_first_trains(study, tmp_path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text((study / "table.csv").read_text().replace(",p9,b,", ",p9,c,"))
+    with pytest.raises(ValueError, match=r"^fold-\d: the split 'train' has no slide of class c"):
+        loop.run_study(config(study, table=str(table), folds=3), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_may_have_moved_but_not_have_other_slides(study, tmp_path, capsys) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(study, moved)
+    settings = config(study, epochs=1, folds=3)
+    loop.run_study(settings, tmp_path / "run")
+    (tmp_path / "run/fold-2/results.json").unlink()
+    flags = ["--table", str(moved / "table.csv"), "--features", str(moved / "features")]
+    resume = ["slides", "train", "--resume", str(tmp_path / "run")]
+    assert main([*resume, *flags, "--out", "other"]) == 1
+    assert "leave --out other out" in capsys.readouterr().err
+    assert main([*resume, *flags]) == 0
+    assert SlidesConfig.from_json(tmp_path / "run/config.json").features == str(moved / "features")
+    lines = (moved / "table.csv").read_text().splitlines()
+    (moved / "table.csv").write_text("\n".join(lines[:-1]))
+    capsys.readouterr()
+    assert main([*resume, *flags]) == 1
+    assert "begun with other slides or splits (20 slides before, 19 now), such as s" in capsys.readouterr().err
+
+    shutil.rmtree(moved / "features")
+    assert main(["slides", "report", str(tmp_path / "run"), "--worst", "1"]) == 0
+    assert re.search(r"There is no map of this slide: s\d+ has no file", (tmp_path / "run/report.html").read_text())
+
+
+def test_figures_that_are_not_defined_are_null_and_left_out_of_the_mean(study, tmp_path) -> None:
+    loop.run_study(config(study, epochs=1, folds=3), tmp_path / "run")
+    known = []
+    for i in range(3):
+        path = tmp_path / f"run/fold-{i}/results.json"
+        results = json.loads(path.read_text())
+        known.append(results["test"]["auc"])
+        if i == 1:
+            results["test"]["auc"] = math.nan
+            loop._write_json(path, results)
+            assert json.loads(path.read_text(), parse_constant=pytest.fail)["test"]["auc"] is None
+    assert f"{(known[0] + known[2]) / 2:.3f}" in compared({"encoder": tmp_path / "run"})
+    page = write_report(tmp_path / "run", worst=0).read_text()
+    assert f"<strong>{(known[0] + known[2]) / 2:.3f}</strong>" in page
+
+
+def test_maps_refuse_outputs_that_the_model_lacks(study) -> None:
+    fields = {"input_dim": DIM, "d_model": 16, "num_heads": 2, "num_layers": 1, "positions": "none", "max_length": 64}
+    model, bag = LongNetEncoder(**fields, num_classes=2).eval(), read_bag(study / "features/s3.npy")
+    assert tile_weights(model, bag, "gradient", 1).shape == (len(bag.features),)
+    for output in (7, -1, 2):
+        with pytest.raises(ValueError, match=rf"--class-number must be from 0 to 1, .*got {output}"):
+            tile_weights(model, bag, "gradient", output)
+    with pytest.raises(ValueError, match="--class-number 1 belongs to --kind gradient, got --kind attention"):
+        tile_weights(model, bag, "attention", 1)
+    with pytest.raises(ValueError, match="has no outputs"):
+        tile_weights(LongNetEncoder(**fields).eval(), bag, "gradient")
+
+
+def test_embeddings_and_maps_have_the_width_of_tiles_of_the_run(study, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop.run_study(config(study, epochs=1, folds=3, tile_pixels=64.0), tmp_path / "run")
+    model = LongNetEncoder.from_pretrained("run/fold-1/model").eval()
+    flags = ["--features", str(study / "features"), "--device", "cpu"]
+
+    def embedding(tile_pixels: float | None) -> torch.Tensor:
+        bag = read_bag(study / "features/s3.npy", tile_pixels)
+        return model.embed(bag.features[None], bag.coordinates[None])[0].detach()
+
+    for number, (own, width) in enumerate((([], 64.0), (["--tile-pixels", "128"], 128.0))):
+        out = tmp_path / f"{number}.npy"
+        assert main(["slides", "embed", "run/fold-1", *flags, *own, "--out", str(out)]) == 0
+        found = torch.from_numpy(numpy.load(out))[out.with_suffix(".txt").read_text().split().index("s3")]
+        torch.testing.assert_close(found, embedding(width), atol=1e-5, rtol=0)
+        assert main(["slides", "map", "run/fold-1", *flags, *own, "--slide", "s3", "--out", str(number)]) == 0
+        tiles = json.loads((tmp_path / f"{number}/s3.geojson").read_text())["features"]
+        assert tiles[0]["geometry"]["coordinates"][0][1] == [width, 0.0]
+    assert not torch.allclose(embedding(64.0), embedding(128.0), atol=1e-5)
+    assert "measured" not in capsys.readouterr().out
+    model.save_pretrained(tmp_path / "alone")
+    assert main(["slides", "map", "alone", *flags, "--slide", "s3"]) == 0
+    assert "tiles    256 pixels in 1 file: measured" in capsys.readouterr().out
+    assert main(["slides", "map", "alone", *flags, "--slide", "s3", "--tile-pixels", "-1"]) == 1
+
+
+def test_embed_leaves_broken_files_out_if_asked(study, tmp_path, capsys) -> None:
+    shutil.copytree(study / "features", tmp_path / "features")
+    (tmp_path / "features/s3.npy").write_bytes(b"no array")
+    model = LongNetEncoder(input_dim=DIM, d_model=16, num_heads=2, num_layers=1, positions="none", max_length=64)
+    model.save_pretrained(tmp_path / "model")
+    flags = ["slides", "embed", str(tmp_path / "model"), "--features", str(tmp_path / "features"), "--device", "cpu"]
+    assert main([*flags, "--out", str(tmp_path / "all.npy")]) == 1
+    assert "--skip-broken" in capsys.readouterr().err
+    assert main([*flags, "--out", str(tmp_path / "all.npy"), "--skip-broken"]) == 0
+    assert len(numpy.load(tmp_path / "all.npy")) == 19
+
+
+def test_the_gradient_is_clipped_at_any_norm_or_not_at_all(study) -> None:
+    assert config(study, clip_norm=math.inf).clip_norm == math.inf
+    with pytest.raises(ValueError, match="clip_norm"):
+        config(study, clip_norm=0.0)

@@ -84,7 +84,7 @@ class Bags(Dataset[Batch]):
         return len(self.cases)
 
     def __getitem__(self, numbers: Sequence[int]) -> Batch:
-        bags = [read_bag(self.cases[i].path, self._tile_pixels) for i in numbers]
+        bags = [read_bag(self.cases[i].path, self._tile_pixels, coordinates=self._coordinates) for i in numbers]
         ends = torch.tensor([0, *(len(bag.features) for bag in bags)]).cumsum(0)
         places = None
         if self._coordinates:

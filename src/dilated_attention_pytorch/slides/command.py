@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -17,14 +18,16 @@ import torch
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.core.spec import ReachWarning
 from dilated_attention_pytorch.files import write_whole
+from dilated_attention_pytorch.models.config import EncoderConfig
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
+from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
 from dilated_attention_pytorch.slides.batches import Bags, make_batches, read_batches
 from dilated_attention_pytorch.slides.config import SlidesConfig
-from dilated_attention_pytorch.slides.features import find_file, read_bag
-from dilated_attention_pytorch.slides.loop import model_folder, run_study
+from dilated_attention_pytorch.slides.features import find_file, look_at, read_bag
+from dilated_attention_pytorch.slides.loop import MODEL, model_folder, run_config, run_study
 from dilated_attention_pytorch.slides.maps import Kind, tile_weights, write_map
-from dilated_attention_pytorch.slides.report import compared, write_report
-from dilated_attention_pytorch.slides.table import read_study
+from dilated_attention_pytorch.slides.report import compared, fold_folders, write_report
+from dilated_attention_pytorch.slides.table import read_study, tell_measured
 from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.command import without_none
 from dilated_attention_pytorch.train.ranks import find_device
@@ -65,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     embed.add_argument("--table", type=Path, help="CSV table of slides (default: all files in the folder)")
     embed.add_argument("--out", type=Path, required=True, metavar="FILE", help="an .npy or .h5 file to write")
     embed.add_argument("--max-tiles", type=int, default=32_768, metavar="N", help="rows per batch (32768)")
+    embed.add_argument("--skip-broken", action="store_true", help="leave slides out whose file cannot be used")
 
     maps = jobs.add_parser("map", help="draw what the model looks at, as PNG and GeoJSON")
     maps.set_defaults(command=_map)
@@ -72,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
     maps.add_argument("--slide", nargs="+", required=True, metavar="ID", help="the slides' names")
     maps.add_argument("--kind", choices=get_args(Kind), default="attention", help="default: attention")
     maps.add_argument("--class-number", type=int, metavar="C", help="with --kind gradient: which output (the largest)")
-    maps.add_argument("--tile-pixels", type=float, metavar="N", help="width of a tile (default: as noted)")
     maps.add_argument("--out", type=Path, default=Path("maps"), metavar="FOLDER", help="default: maps")
 
     report = jobs.add_parser("report", help="a run as one HTML page")
@@ -88,6 +91,9 @@ def parser() -> argparse.ArgumentParser:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of save_pretrained")
     parser.add_argument("--features", type=Path, required=True, metavar="FOLDER", help="one file per slide")
+    parser.add_argument(
+        "--tile-pixels", type=float, metavar="N", help="width of a tile (default: that of the run, or as noted)"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU if there is one)")
 
 
@@ -123,6 +129,8 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
         config = SlidesConfig(**{**given, "job": job})
         run = getattr(arguments, "out", None) or Path("runs") / time.strftime("slides-%Y%m%d-%H%M%S")
     else:
+        if hasattr(arguments, "out"):
+            raise ValueError(f"--resume {resume} continues the run in its folder: leave --out {arguments.out} out")
         known = SlidesConfig.from_json(resume / run_folder.CONFIG)
         config, run = dataclasses.replace(known, **given), resume
         baseline = baseline or (resume / BASELINE).is_dir()
@@ -131,11 +139,15 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
     if baseline:
         # With segments of one row a row sees itself alone; the rest of the model is the same.
         alone: dict[str, Any] = {"segment_lengths": (1,), "dilation_rates": (1,), "pooling": "mean"}
+        if config.start is not None:
+            trained = EncoderConfig.from_json(fold_folders(run)[0] / MODEL / MODEL_CONFIG)
+            alone |= {name: getattr(trained, name) for name in ("d_model", "num_layers", "num_heads", "positions")}
         runs["without attention"] = run / BASELINE
         beside = dataclasses.replace(config, **alone, start=None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReachWarning)
-            run_study(beside, run / BASELINE, resume=(run / BASELINE / run_folder.CONFIG).exists())
+            again = (run / BASELINE / run_folder.CONFIG).exists()
+            run_study(beside, run / BASELINE, resume=again, say=lambda line: None)  # the files were told of above
     if job == "train":
         print(compared(runs))
     print(f"next     dilated-attention slides {'report' if job == 'train' else 'train --from'} {run}")
@@ -145,6 +157,17 @@ def _load(run: Path, device: str) -> LongNetEncoder:
     return LongNetEncoder.from_pretrained(model_folder(run)).to(find_device(device)).eval()
 
 
+def _tile_pixels(arguments: argparse.Namespace) -> float | None:
+    """The width of a tile that is stated, or that of the run; None: as each file notes it."""
+    stated: float | None = arguments.tile_pixels
+    if stated is None:
+        known = run_config(arguments.run)
+        return None if known is None else known.tile_pixels
+    if not 0 < stated < math.inf:
+        raise ValueError(f"--tile-pixels must be above 0, got {stated}")
+    return stated
+
+
 def _embed(arguments: argparse.Namespace) -> None:
     if arguments.out.suffix not in (".npy", ".h5"):
         raise ValueError(f"embeddings are written as .npy or .h5, got {str(arguments.out)!r}")
@@ -152,8 +175,16 @@ def _embed(arguments: argparse.Namespace) -> None:
         raise FileExistsError(f"{arguments.out} exists: choose another --out")
     model = _load(arguments.run, arguments.device)
     device = model.input.weight.device
-    cases = read_study(arguments.table, arguments.features).cases
-    bags = Bags(cases, coordinates=model.config.positions == "coordinates")
+    grids = model.config.grids if model.config.positions == "coordinates" else None
+    tile_pixels = _tile_pixels(arguments)
+    cases = read_study(
+        arguments.table,
+        arguments.features,
+        skip_broken=arguments.skip_broken,
+        tile_pixels=tile_pixels,
+        grids=grids,
+    ).cases
+    bags = Bags(cases, coordinates=grids is not None, tile_pixels=tile_pixels)
     batches = make_batches([case.found.rows for case in cases], arguments.max_tiles, 64)
     rows = torch.empty(len(cases), model.config.d_model)
     with torch.no_grad():
@@ -183,9 +214,12 @@ def write_embeddings(path: Path, names: list[str], rows: torch.Tensor) -> None:
 
 
 def _map(arguments: argparse.Namespace) -> None:
-    model = _load(arguments.run, arguments.device)
+    model, tile_pixels = _load(arguments.run, arguments.device), _tile_pixels(arguments)
+    grids = model.config.grids if model.config.positions == "coordinates" else None
     for name in arguments.slide:
-        bag = read_bag(find_file(arguments.features, name), arguments.tile_pixels)
+        path = find_file(arguments.features, name)
+        tell_measured([look_at(path, tile_pixels, grids)], print)
+        bag = read_bag(path, tile_pixels)
         weights = tile_weights(model, bag, arguments.kind, arguments.class_number)
         for path in write_map(arguments.out, name, weights, bag, arguments.kind):
             print(path)

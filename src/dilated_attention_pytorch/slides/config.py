@@ -19,6 +19,7 @@ from dilated_attention_pytorch.core.checks import COUNT, NOT_NEGATIVE, POSITIVE,
 from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.measuring import usable_cores
 from dilated_attention_pytorch.models.config import EncoderConfig, EncoderPositions, Pooling
+from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
 from dilated_attention_pytorch.slides.table import Study, Task
 from dilated_attention_pytorch.train.config import identity
 from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, Precision
@@ -27,25 +28,28 @@ from dilated_attention_pytorch.train.stages import decayed_rate
 
 Job = Literal["train", "pretrain"]
 _FROM_ZERO = {"least": 0, "most": 2**31}
+_SIZES = {"d_model": 192, "num_layers": 4, "num_heads": 8}  # unless they are stated, or those of weights to start from
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlidesConfig:
     """Everything that decides a run of `slides train` or `slides pretrain`."""
 
-    table: str = setting("", "CSV table: slide, label (or time and event), split, patient")
-    features: str = setting("", "folder with one .h5, .pt or .npy file per slide")
+    table: str = setting("", "CSV table: slide, label (or time and event), split, patient", may_change=True)
+    features: str = setting("", "folder with one .h5, .pt or .npy file per slide", may_change=True)
     job: Job = "train"
     task: Task = setting("classification", "what is predicted")
-    d_model: int = setting(192, "width of the model", range=COUNT)
-    num_layers: int = setting(4, "layers", range=COUNT)
-    num_heads: int = setting(8, "attention heads", range=COUNT)
-    pooling: Pooling = setting("mean", "how rows become one embedding")
+    d_model: int | None = setting(None, "width of the model (default: 192, or that of --from)", range=COUNT)
+    num_layers: int | None = setting(None, "layers (default: 4, or those of --from)", range=COUNT)
+    num_heads: int | None = setting(None, "attention heads (default: 8, or those of --from)", range=COUNT)
+    pooling: Pooling | None = setting(None, "how rows become one embedding (default: mean, or that of --from)")
     positions: EncoderPositions | None = setting(
-        None, "positions of rows: from coordinates, rotary by order, or none (default: coordinates if all files have)"
+        None,
+        "positions of rows: from coordinates, rotary by order, or none "
+        "(default: those of --from, or coordinates if all files have)",
     )
     segment_lengths: tuple[int, ...] = setting(
-        (), "segment lengths, one per branch (default: for the longest slide)", short="segments"
+        (), "segment lengths, one per branch (default: those of --from, or for the longest slide)", short="segments"
     )
     dilation_rates: tuple[int, ...] = setting((), "dilation rates, one per branch", short="rates")
     dropout: float = setting(0.1, "dropout of layers")
@@ -56,7 +60,9 @@ class SlidesConfig:
     learning_rate: float = setting(5e-4, "peak learning rate", range=POSITIVE)
     warmup: float = setting(0.1, "share of the steps that warm up", range={"least": 0, "below": 1})
     weight_decay: float = setting(0.05, "weight decay of matrices", range=NOT_NEGATIVE)
-    clip_norm: float = setting(1.0, "largest norm of the gradient", range=POSITIVE)
+    clip_norm: float = setting(
+        1.0, "largest norm of the gradient, which is scaled down to it; inf: any", range={"above": 0, "most": math.inf}
+    )
     max_tiles: int = setting(32_768, "rows that are packed into one micro-batch", range=COUNT)
     batch_size: int = setting(16, "most slides of a micro-batch", range=COUNT)
     accumulate: int = setting(1, "micro-batches per step", range=COUNT)
@@ -106,18 +112,30 @@ class SlidesConfig:
             return self.workers
         return max(0, min(4, int(usable_cores()) - 1)) if find_device(self.device).type == "cuda" else 0
 
-    def encoder(self, study: Study, outputs: int, start: Mapping[str, Tensor] = MappingProxyType({})) -> EncoderConfig:
-        """The model for a study; with the tensors of a slide encoder of Prov-GigaPath, the model that they fit."""
-        positions = self.positions or ("coordinates" if study.has_coordinates else "none")
-        names = ("d_model", "num_layers", "num_heads", "pooling", "dropout")
-        own: dict[str, Any] = {name: getattr(self, name) for name in names} | {"positions": positions}
+    def encoder(self, study: Study, outputs: int, start: Mapping[str, Any] = MappingProxyType({})) -> EncoderConfig:
+        """The model for a study; `start` are the fields of the encoder whose weights it starts from (`fields_of`)."""
+        names = (*_SIZES, "positions", "segment_lengths", "dilation_rates")
+        stated = {name: value for name in names if (value := getattr(self, name))}
         if start:
-            own |= _of_gigapath(start)
-        elif self.segment_lengths:
-            own |= {"segment_lengths": self.segment_lengths, "dilation_rates": self.dilation_rates}
+            wrong = {name: value for name, value in stated.items() if value != start[name]}
+            if wrong:
+                found = ", ".join(f"{name} {_shown(start[name])}, not {_shown(wrong[name])}" for name in wrong)
+                flags = ", ".join("--" + name.replace("_", "-") for name in wrong)
+                raise ValueError(f"the model of --from has {found}: leave {flags} out, or start without --from")
+            own = {"pooling": "mean", **start}
         else:
-            own["max_length"] = study.longest
-        return EncoderConfig(input_dim=study.dim, num_classes=outputs, **own)
+            own = {
+                "pooling": "mean",
+                "positions": "coordinates" if study.has_coordinates else "none",
+                **_SIZES,
+                **stated,
+            }
+            if not self.segment_lengths:
+                own["max_length"] = study.longest
+        own |= {"input_dim": study.dim, "num_classes": outputs, "dropout": self.dropout}
+        if self.pooling:
+            own["pooling"] = self.pooling
+        return EncoderConfig(**own)
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Linear warm-up, then a cosine down to a tenth."""
@@ -140,17 +158,29 @@ class SlidesConfig:
             raise ValueError(f"{path} is not the config of a run of slides: {error}") from None
 
 
-def _of_gigapath(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of the encoder that these weights fit; heads and branches are those of all published ones."""
-    layers = {name.split(".")[2] for name in tensors if name.startswith("encoder.layers.")}
+def fields_of(start: Path | Mapping[str, Tensor] | None) -> dict[str, Any]:
+    """The fields of the encoder whose weights are in a folder, or are these tensors of Prov-GigaPath's slide encoder.
+
+    Heads and branches are those of all published slide encoders. Without a start, there are no fields.
+    """
+    if start is None:
+        return {}
+    if isinstance(start, Path):
+        known = dataclasses.asdict(EncoderConfig.from_json(start / MODEL_CONFIG))
+        return known | {"cls_rows": known["cls_rows"] or None}  # so that --pooling cls can have its own
+    layers = {name.split(".")[2] for name in start if name.startswith("encoder.layers.")}
     return {
-        "d_model": tensors["patch_embed.proj.weight"].shape[0],
+        "d_model": start["patch_embed.proj.weight"].shape[0],
         "num_layers": len(layers),
         "num_heads": 16,
-        "dim_feedforward": tensors["encoder.layers.0.ffn.fc1.weight"].shape[0],
+        "dim_feedforward": start["encoder.layers.0.ffn.fc1.weight"].shape[0],
         "segment_lengths": (1024, 5792, 32768, 185363, 1048576),
         "dilation_rates": (1, 2, 4, 8, 16),
         "head_layout": "blocked",
         "positions": "coordinates",
         "cls_rows": 1,
     }
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

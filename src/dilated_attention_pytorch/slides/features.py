@@ -15,6 +15,7 @@ that the model was trained on. So coordinates are scaled here until a tile is 25
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,7 @@ class Found(NamedTuple):
     rows: int
     dim: int
     has_coordinates: bool
+    measured: float = 0.0  # width of a tile, if the coordinates were looked at, and it is neither stated nor noted
 
 
 def find_file(folder: Path, name: str) -> Path:
@@ -60,18 +62,32 @@ def find_file(folder: Path, name: str) -> Path:
     return found[0]
 
 
-def look_at(path: Path) -> Found:
-    """Sizes of the bag in a file, without reading its rows."""
-    with _opened(path) as (features, coords, _):
-        return _checked(path, features, coords)
+def look_at(path: Path, tile_pixels: float | None = None, grids: int | None = None) -> Found:
+    """Sizes of the bag in a file, without reading its rows.
+
+    With `grids`, coordinates are read too, and must lie within so many tiles along each side.
+    """
+    with _opened(path) as (features, coords, noted):
+        found = _checked(path, features, coords)
+        if coords is None or grids is None:
+            return found
+        places, pixels, is_measured = _placed(path, coords, noted, tile_pixels)
+        last = int(places.max() // pixels)
+        if last >= grids:
+            raise BrokenFile(
+                f"{path}: coordinates must lie within {grids:,} tiles along each side, got tile {last:,} of tiles "
+                f"{pixels:g} pixels wide: state the width with --tile-pixels, or train with --positions none"
+            )
+        return found._replace(measured=pixels if is_measured else 0.0)
 
 
-def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
+def read_bag(path: Path, tile_pixels: float | None = None, *, coordinates: bool = True) -> Bag:
     """The rows of the bag in a file, checked.
 
     `tile_pixels` is the width of a tile in the pixels of the file's coordinates. By default it is what TRIDENT or CLAM
-    wrote beside them (`patch_size_level0`; or `patch_size` and `downsample`), or else the smallest distance between two
-    columns or rows of tiles.
+    wrote beside them (`patch_size_level0`; or `patch_size` and `downsample`), or else the most frequent distance
+    between neighbours in a column or a row of tiles. If fewer than half of the neighbours are at that distance, an
+    error asks for the width. With `coordinates=False`, coordinates are not read.
     """
     with _opened(path) as (features, coords, noted):
         _checked(path, features, coords)
@@ -81,13 +97,19 @@ def read_bag(path: Path, tile_pixels: float | None = None) -> Bag:
             raise BrokenFile(
                 f"{path}: {count} of {len(rows)} rows have features that are NaN or infinite: compute them again"
             )
-        if coords is None:
+        if coords is None or not coordinates:
             return Bag(rows, None)
-        places = _tensor(coords).double()
-        if not bool(places.isfinite().all()) or bool((places < 0).any()):
-            raise BrokenFile(f"{path}: coordinates must be finite numbers of at least 0")
-        pixels = tile_pixels or _noted_tile(noted) or _smallest_step(places)
+        places, pixels, _ = _placed(path, coords, noted, tile_pixels)
         return Bag(rows, (places * (TILE / pixels)).float(), pixels)
+
+
+def _placed(path: Path, coords: Any, noted: dict[str, Any], tile_pixels: float | None) -> tuple[Tensor, float, bool]:
+    """The coordinates in the file's pixels, `(n, 2)`, the width of a tile, and whether that had to be measured."""
+    places = _tensor(coords).double()
+    if not bool(places.isfinite().all()) or bool((places < 0).any()):
+        raise BrokenFile(f"{path}: coordinates must be finite numbers of at least 0")
+    known = tile_pixels or _noted_tile(noted)
+    return places, known or _measured_tile(path, places), not known
 
 
 def _checked(path: Path, features: Any, coords: Any) -> Found:
@@ -120,7 +142,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
             )
             yield features, coords, {}
         else:
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            held = _load_tensors(path)
             held = {"features": held} if isinstance(held, Tensor) else held
             if not isinstance(held, dict) or not isinstance(held.get("features"), Tensor):
                 raise BrokenFile(f"{path} holds neither a tensor nor a dictionary with features")
@@ -130,6 +152,17 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     except Exception as error:  # every library reports a broken file in its own way
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BrokenFile(f"{path} cannot be read: {why}") from error
+
+
+def _load_tensors(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "mmap can only be used" not in str(error):  # such as a cut-off file
+            raise
+        raise BrokenFile(
+            f"{path} cannot be read without unpickling: save tensors, with torch.save of PyTorch 1.6 or newer"
+        ) from error
 
 
 def _tensor(held: Any) -> Tensor:
@@ -155,7 +188,30 @@ def _noted_tile(noted: dict[str, Any]) -> float:
     return number("patch_size_level0") or number("patch_size") * number("downsample")
 
 
-def _smallest_step(places: Tensor) -> float:
-    """The smallest distance between two columns or rows of tiles; `TILE` if there is one of each."""
-    steps = [step for axis in places.unbind(1) for step in axis.unique().diff().tolist()]
-    return min(steps, default=TILE)
+def _measured_tile(path: Path, places: Tensor) -> float:
+    """The most frequent distance between neighbours in a column or a row; `TILE` of a single tile.
+
+    CLAM lays tiles on one grid per tissue contour, and two contours rarely share a column or a row. So the distance
+    between any two columns can be far smaller than a tile, but neighbours in one column nearly always are a tile apart.
+    """
+    if len(places) == 1:
+        return TILE
+    steps = torch.cat([_steps(places), _steps(places.flip(1))])
+    if len(steps):
+        widths, counts = steps.unique(return_counts=True)
+        width = float(widths[counts.argmax()])
+        share = float(((steps / width - 1).abs() < 0.01).double().mean())
+        if share >= 0.5:
+            return width
+        why = f"of the neighbours in a column or a row, only {share:.0%} are {width:g} pixels apart"
+    else:
+        why = "no two tiles share a column or a row"
+    raise BrokenFile(f"{path}: the width of a tile is not noted and cannot be measured ({why}): state --tile-pixels")
+
+
+def _steps(places: Tensor) -> Tensor:
+    """The distances between neighbours in each column."""
+    order = places[:, 1].argsort()
+    order = order[places[order, 0].argsort(stable=True)]
+    columns, steps = places[order].diff(dim=0).unbind(1)
+    return steps[(columns == 0) & (steps > 0)]

@@ -17,7 +17,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from torch import Tensor
 
 from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import import_optional
-from dilated_attention_pytorch.files import check_files, write_whole
+from dilated_attention_pytorch.files import check_files, json_line, write_whole
 from dilated_attention_pytorch.measuring import fastest_threads, keeping_threads, thread_rates
+from dilated_attention_pytorch.models.config import EncoderConfig
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.models.torchscale import load_torchscale_weights
 from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
 from dilated_attention_pytorch.models.weights import WEIGHTS, misfits
 from dilated_attention_pytorch.slides.batches import Bags, Batch, epoch_order, make_batches, read_batches
-from dilated_attention_pytorch.slides.config import SlidesConfig
+from dilated_attention_pytorch.slides.config import SlidesConfig, fields_of
 from dilated_attention_pytorch.slides.objectives import Objective
 from dilated_attention_pytorch.slides.pretraining import OF_ONE_TASK, MaskedEncoder
 from dilated_attention_pytorch.slides.table import Case, Split, Study, check_splits, read_study, split_by_patient
@@ -49,38 +50,76 @@ Start = Path | dict[str, Tensor]  # weights to start from: a folder, or the tens
 _SKIPPED = 5  # steps in a row that may be broken
 
 
-def run_study(config: SlidesConfig, run: Path, *, resume: bool = False) -> list[dict[str, Any]]:
+def run_study(
+    config: SlidesConfig, run: Path, *, resume: bool = False, say: Callable[[str], object] = print
+) -> list[dict[str, Any]]:
     """Train on all folds of a study, in the folder `run`; returns the results of each.
 
     A new run needs a folder without one. With `resume` it continues, and folds that are finished are not repeated.
-    SIGTERM and Ctrl-C save, then raise `Stopped`.
+    A run that failed before it saved anything is begun anew. SIGTERM and Ctrl-C save, then raise `Stopped`. A figure
+    that is not defined is None in the results. `say` is told what `read_study` finds.
     """
-    task = config.task if config.job == "train" else None
-    study = read_study(Path(config.table), Path(config.features), task, skip_broken=config.skip_broken)
-    known = run / run_folder.CONFIG
+    known, has_begun = run / run_folder.CONFIG, _has_begun(run)
     if known.exists():
-        if not resume:
+        if has_begun and not resume:
             raise FileExistsError(f"{run} already holds a run: continue it with --resume, or choose another --out")
-        if not config.is_same_run(SlidesConfig.from_json(known)):
+        if not config.is_same_run(SlidesConfig.from_json(known)) and has_begun:
             raise FileExistsError(f"{run} holds a run with other settings: choose another --out")
     elif resume:
         raise FileNotFoundError(f"nothing to resume in {run}: it has no {known.name}")
-    splits = [split_by_patient(study, folds=config.folds, fold=i, seed=config.seed) for i in range(config.folds)]
-    if not splits:
+    task = config.task if config.job == "train" else None
+    start = None if config.start is None else read_start(Path(config.start))
+    fields = fields_of(start)
+    positions = config.positions or fields.get("positions", "coordinates")
+    study = read_study(
+        Path(config.table),
+        Path(config.features),
+        task,
+        skip_broken=config.skip_broken,
+        tile_pixels=config.tile_pixels,
+        grids=fields.get("grids", EncoderConfig.grids) if positions == "coordinates" else None,
+        say=say,
+    )
+    folders = {
+        run / f"fold-{i}": split_by_patient(study, folds=config.folds, fold=i, seed=config.seed)
+        for i in range(config.folds)
+    }
+    if not folders:
         has_splits = study.cases[0].split is not None
-        splits = [study if has_splits else split_by_patient(study, folds=5, seed=config.seed)]
+        folders = {run: study if has_splits else split_by_patient(study, folds=5, seed=config.seed)}
     wanted: tuple[Split, ...] = ("train", "validation", "test") if task else ("train", "validation")
-    for one in splits:
-        check_splits(one, wanted)
+    for folder, one in folders.items():
+        check_splits(one, wanted, folder.name if config.folds else "")
         if task == "survival":
             _check_batch_sizes(config, [case.found.rows for case in one.of("train")])
-    start = None if config.start is None else read_start(Path(config.start))
-    run.mkdir(parents=True, exist_ok=True)
-    write_whole(known, config.to_json())
+        if has_begun and (folder / STUDY).is_file():
+            _check_same_slides(folder, one)
     with keeping_threads():
         if find_device(config.device).type == "cpu" and not environment.value("OMP_NUM_THREADS"):
             torch.set_num_threads(fastest_threads(thread_rates()))
-        return _run_folds(config, splits, run, start)
+        return _run_folds(config, folders, run, start)
+
+
+def _has_begun(run: Path) -> bool:
+    """Whether a run has saved anything."""
+    folders = [run, *run.glob("fold-*")]
+    return any(run_folder.list_checkpoints(one) or (one / run_folder.METRICS).is_file() for one in folders)
+
+
+def _check_same_slides(folder: Path, study: Study) -> None:
+    """Refuse to continue with other slides than a run began with; the table and the files may have moved."""
+    before, now = json.loads((folder / STUDY).read_text())["splits"], _splits_of(study)
+    if list(before.items()) != list(now.items()):
+        other = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        detail = f"such as {', '.join(other[:3])}" if other else "in another order"
+        raise ValueError(
+            f"{folder} was begun with other slides or splits ({len(before)} slides before, {len(now)} now), {detail}: "
+            "a resumed run may have another --table and --features only with the same slides, or choose another --out"
+        )
+
+
+def _splits_of(study: Study) -> dict[str, str | None]:
+    return {case.name: case.split for case in study.cases}
 
 
 def _check_batch_sizes(config: SlidesConfig, lengths: Sequence[int]) -> None:
@@ -93,15 +132,20 @@ def _check_batch_sizes(config: SlidesConfig, lengths: Sequence[int]) -> None:
         )
 
 
-def _run_folds(config: SlidesConfig, splits: Sequence[Study], run: Path, start: Start | None) -> list[dict[str, Any]]:
+def _run_folds(
+    config: SlidesConfig, folders: Mapping[Path, Study], run: Path, start: Start | None
+) -> list[dict[str, Any]]:
     results = []
-    for i, one in enumerate(splits):
-        folder = run / f"fold-{i}" if config.folds else run
+    for i, (folder, one) in enumerate(folders.items(), 1):
         with run_folder.claim(folder):
+            fold = None
             if not (folder / RESULTS).is_file():
                 if config.folds:
-                    print(f"fold     {i + 1} of {config.folds}", flush=True)
-                _Fold(config, one, folder, start).train()
+                    print(f"fold     {i} of {config.folds}", flush=True)
+                fold = _Fold(config, one, folder, start)
+            write_whole(run / run_folder.CONFIG, config.to_json())  # only now: the model could be built
+            if fold is not None:
+                fold.train()
             results.append(json.loads((folder / RESULTS).read_text()))
     if config.folds:
         _write_json(run / RESULTS, {"folds": results})
@@ -117,7 +161,7 @@ class _Fold:
         self.objective = Objective.of(study, class_weights=config.class_weights) if study.task else None
         torch.manual_seed(config.seed)
         kind, outputs = (LongNetEncoder, self.objective.outputs) if self.objective else (MaskedEncoder, 0)
-        self.model = kind(config.encoder(study, outputs, start if isinstance(start, dict) else {}))
+        self.model = kind(config.encoder(study, outputs, fields_of(start)))
         if start is not None:
             load_start(self.model, start)
         prepare(self.model.to(self.device), config.memory)
@@ -137,9 +181,8 @@ class _Fold:
         self.steps = config.epochs * self.steps_per_epoch
         self.start = self.checkpointer.restore() if run_folder.list_checkpoints(run) else 0
         self.records = [one for one in run_folder.read_metrics(run) if one["step"] <= self.start] if self.start else []
-        splits = {case.name: case.split for case in study.cases}
-        known = {"objective": None if self.objective is None else dataclasses.asdict(self.objective), "splits": splits}
-        _write_json(run / STUDY, known)
+        objective = None if self.objective is None else dataclasses.asdict(self.objective)
+        _write_json(run / STUDY, {"objective": objective, "splits": _splits_of(study)})
         parameters = sum(x.numel() for x in self.model.parameters())
         counts = ", ".join(f"{len(bags)} {split}" for split, bags in self.bags.items())
         pattern = f"{self.model.config.segment_lengths} / {self.model.config.dilation_rates}"
@@ -304,6 +347,14 @@ def model_folder(path: Path) -> Path:
     raise FileNotFoundError(f"no model in {path}: {hint}")
 
 
+def run_config(path: Path) -> SlidesConfig | None:
+    """The settings of the run that a folder, as `model_folder` takes it, belongs to; None of weights alone."""
+    fold = model_folder(path).resolve().parent
+    run = fold.parent if fold.name.startswith("fold-") else fold
+    is_run = (fold / STUDY).is_file() and (run / run_folder.CONFIG).is_file()
+    return SlidesConfig.from_json(run / run_folder.CONFIG) if is_run else None
+
+
 def read_start(path: Path) -> Start:
     """The folder of another run's weights, or the tensors of a checkpoint of Prov-GigaPath's slide encoder."""
     if not path.is_file():
@@ -330,11 +381,12 @@ def load_start(model: LongNetEncoder, start: Start) -> None:
     wanted = {name: tuple(x.shape) for name, x in own.items() if name in taken or not name.startswith("pool.")}
     if problems := misfits({name: tuple(x.shape) for name, x in taken.items()}, wanted):
         raise ValueError(
-            f"the weights in {start} do not fit the model: {'; '.join(sorted(problems)[:6])}. Give the sizes that "
-            f"{MODEL_CONFIG} there names, such as --d-model and --num-layers"
+            f"the weights in {start} do not fit the model: {'; '.join(sorted(problems)[:6])}. Use features of the same "
+            f"size, and the pooling that {MODEL_CONFIG} there names"
         )
     model.load_state_dict(model.state_dict() | taken)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(values, indent=2) + "\n")
+    """Numbers that are not finite become `null`, which JSON has."""
+    write_whole(path, json.dumps(json.loads(json_line(values)), indent=2) + "\n")

@@ -27,9 +27,18 @@ def tile_weights(model: LongNetEncoder, bag: Bag, kind: Kind = "attention", outp
     - `attention`: the attention that a tile gets from all rows, or from the CLS rows of a model that pools these; the
       mean over layers and heads;
     - `gradient`: what a tile adds to an output, by gradient times attention, without what it takes away; `output` is
-      its number, by default that of the largest;
+      its number, from 0, by default that of the largest;
     - `pooling`: the weight of its row in the attention pool.
     """
+    outputs = model.config.num_classes
+    if output is not None and kind != "gradient":
+        raise ValueError(f"--class-number {output} belongs to --kind gradient, got --kind {kind}: leave it out")
+    if kind == "gradient" and not outputs:
+        raise ValueError("this model has no outputs, as after `slides pretrain`: use --kind attention")
+    if output is not None and not 0 <= output < outputs:
+        raise ValueError(
+            f"--class-number must be from 0 to {outputs - 1}, as this model has {outputs} outputs: got {output}"
+        )
     device = model.input.weight.device
     inputs: dict[str, Any] = {"x": bag.features[None].to(device)}
     if model.config.positions == "coordinates":
@@ -61,19 +70,20 @@ def map_figure(weights: Tensor, bag: Bag, kind: str = "attention", width: float 
 
 
 def write_map(folder: Path, name: str, weights: Tensor, bag: Bag, kind: str) -> list[Path]:
-    """Write `NAME.png` and `NAME.geojson` into a folder; returns their paths."""
+    """Write `NAME.png` and `NAME.geojson` into a folder, with `-KIND` after the name unless it is attention."""
     if bag.coordinates is None:
         raise ValueError(f"{name} has no coords: a map needs the place of each tile")
-    picture, places = folder / f"{name}.png", folder / f"{name}.geojson"
+    file = name if kind == "attention" else f"{name}-{kind}"
+    picture, places = folder / f"{file}.png", folder / f"{file}.geojson"
     figure = map_figure(weights, bag, kind, width=8)
     figure.suptitle(f"{name}: {len(weights):,} tiles", x=0.01, ha="left", fontsize=10)
     plots.save(picture, figure)
-    write_whole(places, json.dumps(geojson(weights, bag)))
+    write_whole(places, json.dumps(geojson(weights, bag, kind)))
     return [picture, places]
 
 
-def geojson(weights: Tensor, bag: Bag) -> dict[str, Any]:
-    """Tiles as squares in the pixels of the slide's largest level, with their weight as a measurement.
+def geojson(weights: Tensor, bag: Bag, kind: str = "attention") -> dict[str, Any]:
+    """Tiles as squares in the pixels of the slide's largest level, with their weight as the measurement `kind`.
 
     `relative` is the weight divided by that of an average tile.
 
@@ -86,7 +96,7 @@ def geojson(weights: Tensor, bag: Bag) -> dict[str, Any]:
     corners = (bag.coordinates.double() * (side / TILE)).tolist()
     for (x, y), weight in zip(corners, weights.double().tolist()):
         ring = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
-        measured = {"attention": weight, "relative": weight * len(weights)}
+        measured = {kind: weight, "relative": weight * len(weights)}
         features.append(
             {
                 "type": "Feature",

@@ -34,8 +34,7 @@ class Objective:
         cases = study.of("train")
         if study.task == "classification":
             counts = [sum(case.label == one for case in cases) for one in study.classes]
-            if missing := [one for one, count in zip(study.classes, counts) if not count]:
-                raise ValueError(f"the split 'train' has no slide of class {', '.join(missing)}, which others have")
+            assert all(counts), "check_splits refuses a study that lacks a class in training"
             even = tuple(len(cases) / (len(counts) * count) for count in counts)
             return cls(task=study.task, classes=study.classes, weights=even if class_weights else (1.0,) * len(counts))
         if study.task == "survival":
@@ -81,12 +80,12 @@ class Objective:
             r2 = 1 - float(error.square().sum()) / spread if spread else math.nan
             return {"r2": r2, "mae": float(error.abs().mean())}
         truth = targets[:, 0].long()
-        # Of two classes the second is the positive one; of more, the mean of each against the others.
+        # Of two classes the second is the positive one; of more, the mean of each that is there against the others.
         positive = range(1, 2) if len(self.classes) == 2 else range(len(self.classes))
-        areas = [auc(predictions[:, c], truth == c) for c in positive]
+        areas = [area for c in positive if not math.isnan(area := auc(predictions[:, c], truth == c))]
         recalls = [float((predictions.argmax(1) == truth)[truth == c].double().mean()) for c in truth.unique().tolist()]
         return {
-            "auc": sum(areas) / len(areas),
+            "auc": sum(areas) / len(areas) if areas else math.nan,
             "balanced_accuracy": sum(recalls) / len(recalls),
             "accuracy": float((predictions.argmax(1) == truth).double().mean()),
         }

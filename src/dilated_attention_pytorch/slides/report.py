@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.pages import plots
 from dilated_attention_pytorch.pages.page import figures, marked, table, write_html
 from dilated_attention_pytorch.slides.config import SlidesConfig
-from dilated_attention_pytorch.slides.features import find_file, read_bag
+from dilated_attention_pytorch.slides.features import BrokenFile, find_file, read_bag
 from dilated_attention_pytorch.slides.loop import MODEL, PREDICTIONS, RESULTS, STUDY
 from dilated_attention_pytorch.slides.maps import map_figure, tile_weights
 from dilated_attention_pytorch.slides.objectives import Objective, curve_of_thresholds
@@ -60,10 +61,26 @@ def compared(runs: Mapping[str, Path]) -> str:
     return "\n".join([f"{'test split':<20}" + "".join(f"{name.replace('_', ' '):>20}" for name in names), *lines])
 
 
+def _test_figures(folder: Path) -> dict[str, float]:
+    """The figures of a fold's test split; one that is not defined there is NaN."""
+    found = json.loads((folder / RESULTS).read_text())["test"]
+    return {name: math.nan if value is None else value for name, value in found.items()}
+
+
 def _mean_figures(folders: Sequence[Path]) -> dict[str, float]:
-    """The figures of the test split, averaged over folds."""
-    found = [json.loads((folder / RESULTS).read_text())["test"] for folder in folders]
-    return {name: statistics.mean(one[name] for one in found) for name in found[0]}
+    """The figures of the test split, each averaged over the folds where it is defined."""
+    found = [_test_figures(folder) for folder in folders]
+    return {name: _mean([one[name] for one in found]) for name in found[0]}
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return statistics.mean(known) if known else math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return statistics.stdev(known) if len(known) > 1 else math.nan
 
 
 def write_report(run: Path, out: Path | None = None, worst: int = 4) -> Path:
@@ -107,16 +124,17 @@ def _read_predictions(folder: Path, objective: Objective) -> list[Prediction]:
 
 def _fold_table(folders: Sequence[Path], beside: Mapping[str, Path]) -> str:
     """One line per fold, then mean and standard deviation; then the other runs in the folder, such as a baseline."""
-    read = [json.loads((folder / RESULTS).read_text()) for folder in folders]
-    names = list(read[0]["test"])
+    best = [json.loads((folder / RESULTS).read_text())["best_step"] for folder in folders]
+    read = [_test_figures(folder) for folder in folders]
+    names = list(read[0])
     head = ["", *(_TITLES.get(name, name.replace("_", " ")) for name in names), "best step"]
     rows = [
-        [folder.name, *(f"{one['test'][name]:.3f}" for name in names), f"{one['best_step']:,}"]
-        for folder, one in zip(folders, read)
+        [folder.name, *(f"{one[name]:.3f}" for name in names), f"{step:,}"]
+        for folder, one, step in zip(folders, read, best)
     ]
     if len(read) > 1:
         means = _mean_figures(folders)
-        spreads = [statistics.stdev(one["test"][name] for one in read) for name in names]
+        spreads = [_deviation([one[name] for one in read]) for name in names]
         rows.append(["**mean**", *(f"**{means[name]:.3f}**" for name in names), ""])
         rows.append(["standard deviation", *(f"{spread:.3f}" for spread in spreads), ""])
     for name, run in beside.items():
@@ -130,7 +148,7 @@ def _classification(objective: Objective, found: Sequence[Prediction]) -> tuple[
     classes = objective.classes
     truth = torch.tensor([classes.index(one.label) for one in found])
     scores = torch.tensor([one.predicted for one in found], dtype=torch.float64)
-    shown = [1] if len(classes) == 2 else list(range(len(classes)))
+    shown = [1] if len(classes) == 2 else truth.unique().tolist()
     roc, precision, calibration = {}, {}, {}
     for c in shown:
         points = curve_of_thresholds(scores[:, c], truth == c)
@@ -184,15 +202,21 @@ def _worst(config: SlidesConfig, objective: Objective, found: Sequence[Predictio
         return abs(one.predicted[0] - float(one.label))
 
     maps: list[tuple[str, Figure]] = []
+    missing: list[str] = []  # why there is no map
     rows = []
     for one in sorted(found, key=error, reverse=True)[:count]:
         said = " / ".join(f"{value:.3f}" for value in one.predicted)
         rows.append([one.slide, one.label, said, f"{error(one):.3f}"])
-        bag = read_bag(find_file(Path(config.features), one.slide), config.tile_pixels)
+        try:
+            bag = read_bag(find_file(Path(config.features), one.slide), config.tile_pixels)
+        except BrokenFile as broken:
+            missing.append(str(broken))
+            continue
         if bag.coordinates is not None:
             weights = tile_weights(LongNetEncoder.from_pretrained(one.run / MODEL).eval(), bag)
             maps.append((f"{one.slide}: {one.label}, predicted {said}", map_figure(weights, bag)))
     predicted = " / ".join(objective.classes) or "predicted"
     words = "A tile is darker the more attention it gets, over all layers and heads."
     body = ["<h2>Worst slides</h2>", table(["slide", "truth", predicted, "error"], rows)]
+    body += [f"<p>{marked(f'There is no map of this slide: {why}.')}</p>" for why in missing]
     return [*body, f"<p>{marked(words)}</p>", figures(maps)] if maps else body

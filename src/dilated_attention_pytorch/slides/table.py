@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from dilated_attention_pytorch.core.checks import check_whole, checked
+from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, check_whole, checked
 from dilated_attention_pytorch.slides.features import SUFFIXES, BrokenFile, Found, find_file, look_at, read_bag
 
 Task = Literal["classification", "regression", "survival"]
@@ -66,21 +66,26 @@ class Study:
         return [case for case in self.cases if case.split == split]
 
 
-@checked()
+@checked(tile_pixels=POSITIVE, grids=COUNT)
 def read_study(
     table: Path | None,
     folder: Path,
     task: Task | None = None,
     *,
     skip_broken: bool = False,
+    tile_pixels: float | None = None,
+    grids: int | None = None,
     say: Callable[[str], object] = print,
 ) -> Study:
     """The study of a CSV table whose first line names its columns, with one file of features per line in `folder`.
 
-    Columns: `slide` (or `slide_id`, `id`), the file's name without suffix; `patient` (or `patient_id`, `case_id`), the
-    slide itself by default; `split`, one of train, validation and test; `label` for classification and regression;
-    `time` and `event` (0 or 1) for survival. Without a `task` nothing is to be predicted. Other columns are ignored.
-    Without a table, the study is every file in the folder.
+    Columns: `slide` (or else `slide_id`, or else `id`), the file's name without suffix; `patient` (or else
+    `patient_id`, or else `case_id`), the slide itself by default; `split`, one of train, validation and test; `label`
+    for classification and regression; `time` and `event` (0 or 1) for survival. Without a `task` nothing is to be
+    predicted. Other columns are ignored. Without a table, the study is every file in the folder.
+
+    With `grids`, the coordinates of each file are checked too: they must lie within so many tiles along each side.
+    `tile_pixels` is the width of a tile, as in `read_bag`; widths that had to be measured are told to `say`.
 
     Everything that is wrong is one error that names the line or the file. With `skip_broken`, files that cannot be used
     are left out, and `say` is told which; for that, each file is read once.
@@ -93,9 +98,9 @@ def read_study(
         target = _target(table, line, row, task)
         try:
             path = find_file(folder, row["slide"])
-            found = look_at(path)
+            found = look_at(path, tile_pixels, grids)
             if skip_broken:
-                read_bag(path)  # which also finds NaN
+                read_bag(path, coordinates=False)  # which also finds NaN
         except BrokenFile as broken:
             if not skip_broken:
                 raise BrokenFile(f"{broken}; --skip-broken leaves such slides out") from broken
@@ -127,6 +132,7 @@ def read_study(
         without = next(case.name for case in cases if not case.split)
         raise ValueError(f"{table}: {without!r} has no split, and others have one: fill the column, or leave it out")
     _check_patients(table, cases)
+    tell_measured([case.found for case in cases], say)
     if task != "classification":
         return Study(cases=tuple(cases), task=task)
     classes = tuple(sorted({case.label for case in cases}))
@@ -151,12 +157,32 @@ def _read_rows(table: Path) -> list[tuple[int, dict[str, str]]]:
         raise FileNotFoundError(f"no table {table}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{table} is not a CSV table: {error}") from None
-    ours = {
-        name: ours for ours, theirs in _COLUMNS.items() for name in names if name and name.strip().lower() in theirs
-    }
-    if "slide" not in ours.values():
+    columns = {ours: column for ours, theirs in _COLUMNS.items() if (column := _column(table, names, theirs))}
+    if "slide" not in columns:
         raise ValueError(f"{table} has no column 'slide': its columns are {', '.join(map(str, names)) or 'none'}")
-    return [(line, {ours[name]: (row[name] or "").strip() for name in ours}) for line, row in lines]
+    return [(line, {ours: (row[column] or "").strip() for ours, column in columns.items()}) for line, row in lines]
+
+
+def _column(table: Path, names: Sequence[str | None], theirs: Sequence[str]) -> str | None:
+    """The column of the first of these names that the table has; None if it has none of them."""
+    for wanted in theirs:
+        same = [name for name in names if name and name.strip().lower() == wanted]
+        if len(same) > 1:
+            raise ValueError(f"{table} has {len(same)} columns {wanted!r}: leave one of them")
+        if same:
+            return same[0]
+    return None
+
+
+def tell_measured(found: Iterable[Found], say: Callable[[str], object]) -> None:
+    """Tell the widths of tiles that had to be measured, because they are neither stated nor noted."""
+    widths = Counter(one.measured for one in found if one.measured)
+    if widths:
+        told = ", ".join(
+            f"{width:g} pixels in {count:,} file{'s' * (count > 1)}" for width, count in widths.most_common(4)
+        )
+        more = f", and {len(widths) - 4} other widths" if len(widths) > 4 else ""
+        say(f"tiles    {told}{more}: measured, because no width is noted there; --tile-pixels overrides it")
 
 
 def _check_names(table: Path, rows: Sequence[tuple[int, dict[str, str]]]) -> None:
@@ -231,15 +257,21 @@ def split_by_patient(study: Study, *, folds: int, fold: int = 0, seed: int = 0) 
     return replace(study, cases=tuple(cases))
 
 
-def check_splits(study: Study, wanted: Sequence[Split] = SPLITS) -> None:
-    """Refuse a split that cannot be learned from or measured on."""
+def check_splits(study: Study, wanted: Sequence[Split] = SPLITS, fold: str = "") -> None:
+    """Refuse a split that cannot be learned from or measured on; errors begin with the name of the `fold`."""
     for split in wanted:
-        cases = study.of(split)
+        cases, where = study.of(split), f"{fold and f'{fold}: '}the split {split!r}"
         if not cases:
-            raise ValueError(f"the split {split!r} has no slides: name some in the column split, or use --folds")
-        if study.task == "classification" and len({case.label for case in cases}) < 2:
+            raise ValueError(f"{where} has no slides: name some in the column split, or use --folds")
+        classes = {case.label for case in cases}
+        if study.task == "classification" and len(classes) < 2:
             raise ValueError(
-                f"the split {split!r} has slides of one class only, {cases[0].label!r}: nothing can be told apart there"
+                f"{where} has slides of one class only, {cases[0].label!r}: nothing can be told apart there"
+            )
+        if study.task == "classification" and split == "train" and (missing := {*study.classes} - classes):
+            raise ValueError(
+                f"{where} has no slide of class {', '.join(sorted(missing))}, which others have: add patients of that "
+                "class, or leave its slides out"
             )
         if study.task == "survival" and not any(case.target[1] for case in cases):
-            raise ValueError(f"the split {split!r} has no event: nothing can be ranked there")
+            raise ValueError(f"{where} has no event: nothing can be ranked there")
