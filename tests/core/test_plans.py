@@ -526,6 +526,9 @@ def test_what_is_larger_than_the_cache_is_refused_or_made_every_time() -> None:
     cache.put("other", torch.zeros(2000))
     with pytest.raises(ValueError, match="1 pinned patterns"):
         cache.put("third", torch.zeros(2480))
+    with pytest.raises(ValueError, match="does not fit"):
+        cache.put("small", torch.zeros(10_000))
+    assert torch.equal(cache.get("small"), rows())  # what is refused leaves the earlier pattern
 
 
 def test_the_global_cache_is_bounded_in_bytes(monkeypatch) -> None:

@@ -120,7 +120,7 @@ def test_a_saved_encoder_is_loaded_without_unpickling(tmp_path) -> None:
         assert again.config == model.config
         (bag, *_) = bags(model)
         torch.testing.assert_close(again(*(x[None] for x in bag)), model(*(x[None] for x in bag)))
-    with pytest.raises(ValueError, match="unknown keys"):
+    with pytest.raises(ValueError, match="keys that ModelConfig does not know"):
         LongNet.from_pretrained(tmp_path)
 
 

@@ -258,7 +258,14 @@ def test_padding_reaches_no_valid_row(build) -> None:
     torch.testing.assert_close(outs[0][~mask], outs[1][~mask])
 
 
-@pytest.mark.parametrize(("name", "why"), [("kdim", "are rows of one sequence"), ("add_bias_kv", "no position of a")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("kdim", "are rows of one sequence"),
+        ("add_bias_kv", "no position of a"),
+        ("attention_dropout", "pass dropout"),
+    ],
+)
 def test_arguments_that_only_dense_attention_has_are_refused_with_the_reason(name, why) -> None:
     with pytest.raises(TypeError, match=f"MultiheadDilatedAttention has no {name}: .*{why}"):
         MultiheadDilatedAttention(32, 4, [8], [1], **{name: 8})

@@ -250,6 +250,18 @@ def check_place(rank: int, size: int) -> None:
         module(*(x.float() if rank == 0 else x for x in shard))
 
 
+def check_compiled(rank: int, size: int) -> None:
+    """Compiled code leaves its graph where ranks exchange messages, also in a module that was loaded."""
+    shard = [part(x, rank, size) for x in whole()]
+    module = RingDilatedAttention(**SPEC)
+    for one in (module, pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(torch.compile(one, backend="eager")(*shard), module(*shard))
+    multihead = RingMultiheadDilatedAttention(32, 4, **SPEC)
+    x = torch.randn(2, shard[0].shape[1], 32)
+    compiled = torch.compile(multihead, backend="eager")
+    torch.testing.assert_close(compiled(x, x, x)[0], multihead(x, x, x)[0])
+
+
 def check_groups(rank: int, size: int) -> None:
     """Pairs of ranks, each pair with a sequence of its own, as groups and as an axis of a mesh."""
     pairs = [dist.new_group([r, r + 1]) for r in range(0, size, 2)]
@@ -270,6 +282,11 @@ def check_groups(rank: int, size: int) -> None:
     }.items():
         with pytest.raises(ValueError, match=message):
             RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, mesh=mesh, **{keyword: False})
+    check_rows(DistributedImprovedDilatedAttention(**SPEC, group=group), plain, rank % 2, 2)
+    with pytest.raises(ValueError, match="that none do: change one of them"):
+        DistributedImprovedDilatedAttention(**SPEC, group=group, sequence_parallel=False)
+    with pytest.raises(ValueError, match="sequence_parallel=4 and a group of 2 ranks"):
+        RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, group=group, sequence_parallel=4)
     with pytest.raises(ValueError, match=r"an axis named 'tensor', got .*data.*sequence"):
         DistributedImprovedDilatedAttention(**SPEC, model_parallel=True, mesh=mesh)
 
@@ -294,6 +311,6 @@ def check_heads(rank: int, size: int) -> None:
 def check_names() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     checks = [check_attention, check_zigzag, check_cache, check_memory]
-    checks += [check_aligned_branches_send_nothing, check_multihead, check_axes, check_place]
+    checks += [check_aligned_branches_send_nothing, check_multihead, check_axes, check_place, check_compiled]
     for check in [*checks, *([check_groups, check_heads] if size == 4 else [])]:
         check(rank, size)

@@ -91,11 +91,12 @@ class OptimizedPatternCache(PatternCache):
     @checked()
     def put(self, key: Hashable, pattern: Any, *, store_on_gpu: bool = False, pin: bool = False) -> None:
         """Keep a copy of a pattern on the CPU; `store_on_gpu` makes it hot at once, and `pin` keeps it for good."""
-        entry = self._put(key, pattern)
+        with LOCK:  # so that nothing else drops the entry before it is pinned
+            entry = self._put(key, pattern)
+            if pin:
+                self.pin(key)
         if store_on_gpu:
             self._heat([entry], _hot_place(entry))
-        if pin:
-            self.pin(key)
 
     @checked()
     def pin_pattern(self, key: Hashable, device: Device = None) -> bool:

@@ -304,14 +304,15 @@ class PatternCache:
         """Whether the entry is in the table now: what is pinned may leave no room for it."""
         entry.size = size_of(key, entry.value)
         with LOCK:
-            if key in self._cache:
-                entry.pinned = self._drop(key).pinned
-            pinned = self._pinned()
+            earlier = self._cache.get(key)
+            pinned = [one for one in self._pinned() if one is not earlier]
             if len(pinned) >= self.max_size:
                 return False
+            if self.max_bytes is not None and sum(one.size for one in pinned) + entry.size > self.max_bytes:
+                return False
+            if earlier is not None:
+                entry.pinned = self._drop(key).pinned
             if self.max_bytes is not None:
-                if sum(one.size for one in pinned) + entry.size > self.max_bytes:
-                    return False
                 while self._bytes + entry.size > self.max_bytes:
                     self._evict(1)
             kind = kind_of(key)

@@ -41,8 +41,9 @@ class BlockSparseDilatedAttention(DilatedAttention):
         use_pattern_cache: bool = True,
         **settings: Any,
     ) -> None:
-        settings |= {"attention_dropout": dropout, "use_pattern_cache": use_pattern_cache}
-        super().__init__(segment_lengths, dilation_rates, **settings)
+        super().__init__(
+            segment_lengths, dilation_rates, attention_dropout=dropout, use_pattern_cache=use_pattern_cache, **settings
+        )
         sparse_config = SparsePatternConfig() if sparse_config is None else sparse_config
         self.sparse_config = check_sparse_config(sparse_config, self.spec)
 

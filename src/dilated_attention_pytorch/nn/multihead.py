@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 Norm = Literal["layer", "rms"]
 NORMS: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
-# Of nn.MultiheadAttention, with the reason why they are not here.
+# Keywords of nn.MultiheadAttention and DilatedAttention, with the reason why they are not here.
 _NOT_HERE = dict.fromkeys(("kdim", "vdim"), "queries, keys and values are rows of one sequence, of embed_dim features")
 _NOT_HERE |= dict.fromkeys(("add_bias_kv", "add_zero_attn"), "such a key belongs to no position of a sequence")
+_NOT_HERE["attention_dropout"] = "pass dropout, which is that of the attention weights"
 
 _FUSED, _APART = "qkv_proj", ("q_proj", "k_proj", "v_proj")
 

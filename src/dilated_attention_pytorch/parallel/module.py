@@ -7,10 +7,12 @@ the whole sequence, `key_padding_mask` the rank's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import SIZE, check_tensor, checked
@@ -61,6 +63,14 @@ class AcrossRanks(DilatedAttention):
         for place in (sequence, heads):
             if place is not None:
                 place.ranks()  # errors come when the module is made
+        self._leaves_graphs = self._is_shared
+        if self._leaves_graphs:
+            _make_untraced()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._leaves_graphs:
+            _make_untraced()
 
     @classmethod
     def of(cls, plain: DilatedAttention, **places: Any) -> AcrossRanks:
@@ -82,20 +92,27 @@ class AcrossRanks(DilatedAttention):
         """Forget plans and layouts of earlier calls, and free the buffers that the memory pool holds idle."""
         if self._pattern_cache is not None:
             self._pattern_cache.forget("ring schedule")
+            self._pattern_cache.forget("parts")
             if self.sparse_config is not None:
                 self._pattern_cache.forget("block layout")
         if self._memory_pool is not None:
             self._memory_pool.release_idle()
 
     def _check_call(self, query: Tensor, is_causal: bool, attn_mask: Tensor | None) -> None:
+        if self._leaves_graphs and torch.compiler.is_compiling():
+            return _untraced["_check_call"](self, query, is_causal, attn_mask)
         with self._told_to_all() if self._is_shared else nullcontext():
             super()._check_call(query, is_causal, attn_mask)
 
     def _lengths(self, query: Tensor, **stated: Tensor | None) -> dict[str, Any]:
+        if self._leaves_graphs and torch.compiler.is_compiling():
+            return _untraced["_lengths"](self, query, **stated)
         return stated if self._is_shared else super()._lengths(query, **stated)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **lengths: Any) -> Tensor:
         """The rank's rows `(B, L, H, D)` from its shard of query, key and value."""
+        if self._leaves_graphs and torch.compiler.is_compiling():
+            return _untraced["attend"](self, query, key, value, is_causal=is_causal, **lengths)
         if not self._is_shared:
             return super().attend(query, key, value, is_causal=is_causal, **lengths)
         sequence = ALONE if self.sequence is None else self.sequence.ranks()
@@ -128,3 +145,13 @@ class AcrossRanks(DilatedAttention):
                 if place is not None and place.ranks().size > 1:
                     place.ranks().agree({}, 0, error)  # raises it
             raise
+
+
+_untraced: dict[str, Callable[..., Any]] = {}
+
+
+@functools.cache
+def _make_untraced() -> None:
+    """Make what exchanges messages a break in compiled graphs. When first needed, because this imports the compiler."""
+    for name in ("_check_call", "_lengths", "attend"):
+        _untraced[name] = torch.compiler.disable(getattr(AcrossRanks, name))

@@ -305,6 +305,7 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
     Args:
         segment_lengths, dilation_rates: one entry per branch.
         sequence_parallel: the rank has a contiguous shard of the tokens: over `group`, or the mesh's axis `sequence`.
+            The default is True without `model_parallel`, and False with it.
         model_parallel: the rank has its share of the heads, in order: over `group`, or the mesh's axis `tensor`. Ranks
             that share heads must draw the same dropout, as tensor parallelism does.
         group, mesh: a group can be cut one way only; a mesh of both axes serves both.
@@ -317,13 +318,19 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
         segment_lengths: Sequence[int] | None = None,
         dilation_rates: Sequence[int] | None = None,
         *,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = None,
         model_parallel: bool = False,
         group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         scheme: Scheme = "gather",
         **settings: Any,
     ) -> None:
+        sequence_parallel = not model_parallel if sequence_parallel is None else sequence_parallel
+        if not (sequence_parallel or model_parallel) and not (group is None and mesh is None):
+            raise ValueError(
+                "group and mesh say which ranks share tokens or heads, and sequence_parallel=False and "
+                "model_parallel=False that none do: change one of them"
+            )
         sequence = Place(group, mesh, "sequence") if sequence_parallel else None
         heads = Place(group, mesh, "tensor") if model_parallel else None
         if sequence is not None and heads is not None and mesh is None and sequence.ranks().size > 1:

@@ -172,6 +172,12 @@ class RunOptions:
                     f"a group is of the ranks that share a sequence, got model_parallel={self.model_parallel} beside "
                     "it: pass mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
                 )
+            size = ranks_of(group).size
+            if self.sequence_parallel not in (None, True, size):
+                raise ValueError(
+                    f"sequence_parallel={self.sequence_parallel} and a group of {size} ranks that share a sequence: "
+                    "change one of them"
+                )
         else:
             if mesh is None:
                 world = ranks_of()
