@@ -155,12 +155,13 @@ def test_reach_of_long_sequences_is_of_some_rows_and_within_one_longest_segment(
 
 ATTENTION = [
     "DilatedAttention", "ImprovedDilatedAttention", "RingDilatedAttention", "RingDilatedAttentionV2",
-    "RingDilatedAttentionV3", "BlockSparseRingDilatedAttention", "DistributedImprovedDilatedAttention",
+    "RingDilatedAttentionV3", "BlockSparseDilatedAttention", "BlockSparseRingDilatedAttention",
+    "DistributedImprovedDilatedAttention",
 ]  # fmt: skip
 MULTIHEAD = [
     "MultiheadDilatedAttention", "ImprovedMultiheadDilatedAttention", "RingMultiheadDilatedAttention",
-    "RingAdvancedDistributedDilatedAttention", "BlockSparseRingMultiheadDilatedAttention",
-    "DistributedImprovedMultiheadDilatedAttention",
+    "RingAdvancedDistributedDilatedAttention", "BlockSparseMultiheadDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention", "DistributedImprovedMultiheadDilatedAttention",
 ]  # fmt: skip
 LAYERS = ["DilatedTransformerEncoderLayer", "DilatedTransformerDecoderLayer"]
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -388,14 +389,22 @@ def test_the_pages_code_runs_on_a_slide_encoder(tmp_path, monkeypatch) -> None:
     slide_encoder.create_model = lambda *names: SlideEncoder()
     monkeypatch.setitem(sys.modules, "gigapath", ModuleType("gigapath"))
     monkeypatch.setitem(sys.modules, "gigapath.slide_encoder", slide_encoder)
+    architecture = SimpleNamespace(config=SimpleNamespace())
+    for name, module in {
+        "torchscale": SimpleNamespace(architecture=architecture),
+        "torchscale.architecture": architecture,
+        "torchscale.architecture.config": architecture.config,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.chdir(tmp_path)
     tiles, coordinates = slide()
     names = {"tiles": tiles, "coordinates": coordinates}
     page = (Path(__file__).parents[2] / "docs/gigapath.md").read_text()
     blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if ">>>" not in block]
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
+    assert architecture.config.np is numpy
     assert names["maps"].shape[:2] == (2, 8)
     assert (tmp_path / "slide.png").stat().st_size > 0
 
