@@ -197,7 +197,13 @@ class LongNetEncoder(Pretrained):
         self, x: Tensor, coordinates: Tensor | None, lengths: dict[str, Tensor | None]
     ) -> tuple[Tensor, _Places | None]:
         """The final state of every row, CLS rows included, and where sequences lie; None if they are whole rows."""
-        check_features("x", x, self.config.input_dim, dims=(3,))
+        features = self.config.input_dim
+        if isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] != features:
+            raise ValueError(
+                f"x must be (batch, tokens, {features}) if input_dim={features}, got {tuple(x.shape)}: "
+                f"make the encoder with input_dim={x.shape[-1]}"
+            )
+        check_features("x", x, features, dims=(3,))
         hidden = self.input(x)
         if self.table is None:
             if coordinates is not None:
