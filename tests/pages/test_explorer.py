@@ -226,16 +226,24 @@ def test_the_numbers_are_those_of_the_library_on_200_random_patterns(tmp_path, m
 
 def test_explore_writes_the_page_or_opens_it(tmp_path, monkeypatch, capsys) -> None:
     opened = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("webbrowser.open", lambda page: not opened.append(page))
     assert main(["explore", "--out", str(tmp_path / "new" / "page.html")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'new' / 'page.html'}\n"
     assert not opened
     text = (tmp_path / "new" / "page.html").read_text()
     assert not re.findall(r"""(?:src|href)=|@import|url\(""", text)  # it needs no other file
     assert main(["explore"]) == 0
-    path = Path(capsys.readouterr().out.strip())
+    printed = capsys.readouterr()
+    path = Path(printed.out.strip())
     assert opened == [path.as_uri()]
     assert path.read_text() == text
+    assert printed.err == ""
+
+
+def test_explore_says_so_if_there_is_no_browser(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda page: False)
+    assert main(["explore"]) == 0
+    assert "open this file in one" in capsys.readouterr().err
 
 
 @needs_browser

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 import tempfile
 import webbrowser
 from decimal import Decimal
@@ -132,8 +133,8 @@ def _explore(arguments: argparse.Namespace) -> None:
     path = arguments.out or Path(tempfile.mkdtemp(prefix="dilated-attention-")) / "explorer.html"
     write_explorer(path)
     print(path)
-    if arguments.out is None:
-        webbrowser.open(path.as_uri())
+    if arguments.out is None and not webbrowser.open(path.as_uri()):
+        print("no browser is found here: open this file in one, on any machine", file=sys.stderr)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
