@@ -421,6 +421,19 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch) -> None:
     assert checkpoints.list_checkpoints(tmp_path / "run") == []
 
 
+def test_the_first_signal_says_what_happens_and_what_a_second_ctrl_c_does(capfd) -> None:
+    with loop.interrupts(patient=False) as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert signals == [signal.SIGTERM, signal.SIGINT]
+    assert capfd.readouterr().err.strip() == (
+        "stops after this step and saves; a second Ctrl-C stops at once, without saving"
+    )
+    with loop.interrupts(patient=True):
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeypatch) -> None:
     monkeypatch.setattr(Stepper, "loss", lambda self, *_: self.model.norm.weight.sum() * torch.nan)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS, "--skip-broken-steps", 0) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import threading
 import time
@@ -424,6 +425,8 @@ def interrupts(*, patient: bool) -> Iterator[list[int]]:
     def ask(number: int, _: object) -> None:
         if came[-1:] == [number] == [signal.SIGINT] and not patient:
             raise KeyboardInterrupt
+        if not (came or patient):  # a step may take minutes; print() in a handler may interrupt another print()
+            os.write(2, b"\nstops after this step and saves; a second Ctrl-C stops at once, without saving\n")
         came.append(number)
 
     handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
