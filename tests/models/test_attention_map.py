@@ -160,7 +160,7 @@ def test_what_has_no_map_is_refused() -> None:
     for call, message in {
         lambda: attention_map(nn.Linear(2, 2).eval(), x, rows=[0]): "has no dilated attention",
         lambda: attention_map(LongNetLM(**SIZES), tokens, rows=[0]): "call model.eval",
-        lambda: attention_map(model, tokens.expand(2, -1), rows=[0]): "of one sequence, got a batch of 2",
+        lambda: attention_map(model, tokens.expand(2, -1), rows=[0]): "shows one sequence, got a batch of 2",
         lambda: attention_map(model, tokens, rows=[40]): "at most 39",
         lambda: attention_map(model, tokens, rows=[0], layers=[2]): r"makes 2 attention calls.*got layers \[2\]",
         lambda: attention_map(both, (x, x[:, :20]), rows=[0]): "differ in heads and tokens",

@@ -44,11 +44,11 @@ def attention_map(model: nn.Module, inputs: Any, *, rows: Rows, layers: Sequence
         model: any model with dilated attention, in `eval()`: a `LongNet`, `LongNetEncoder` or `LongNetLM`, a model of
             transformers after `use_dilated_attention`, one after `patch_gigapath`, or your own.
         inputs: what the model takes: a tensor, a sequence of arguments, or a mapping of keywords.
-        rows: positions of queries; or "all" for the mean over all rows of a sequence, which tells how much attention
-            each key gets. That is one row of the result.
+        rows: positions of queries; or "all" for the mean over all rows of a sequence: how much attention each key gets.
+            The result then has one row.
         layers: which attention calls of the model, counted from 0 in the order of its forward pass; all by default.
 
-    The CLS rows of a `LongNetEncoder` come first: with `k` of them, the map of row `i` is that of position `k + i`.
+    A `LongNetEncoder` puts its `k` CLS rows first, so row `i` of the input is at position `k + i`.
 
     >>> from dilated_attention_pytorch import LongNetLM
     >>> model = LongNetLM(d_model=32, num_heads=4, num_layers=2, segment_lengths=(16, 128), dilation_rates=(1, 4))
@@ -62,7 +62,7 @@ def attention_map(model: nn.Module, inputs: Any, *, rows: Rows, layers: Sequence
 
 
 def weights_of(model: nn.Module, run: Callable[[], object], rows: Rows, layers: Sequence[int] | None = None) -> Tensor:
-    """What `attention_map` returns, of the calls that `run()` makes."""
+    """The result of `attention_map` for the attention calls that `run()` makes."""
     _check_model(model)
     found: list[Tensor | None] = []
 
@@ -81,9 +81,9 @@ def gradient_map(
 ) -> Tensor:
     """How much each key adds to a number, by gradient times attention: `(layers, heads, N)`, float32 on the CPU.
 
-    `of` makes the number of the model's output, such as `lambda logits: logits[0, 1]`. The map of a layer is the sum
-    over rows of each attention weight times the gradient of the number with respect to it. That equals the value's
-    product with its own gradient, so nothing of size N x N is made. Heads are those of keys and values; the other
+    `of` computes the number from the model's output, such as `lambda logits: logits[0, 1]`. The map of a layer is the
+    sum over rows of each attention weight times the gradient of the number with respect to it. That equals the product
+    of the value and its gradient, so nothing of size N x N is made. Heads are those of keys and values; the other
     arguments are those of `attention_map`. Gradients of parameters stay as they are.
 
     >>> from dilated_attention_pytorch import LongNetEncoder
@@ -101,7 +101,10 @@ def gradient_map(
     with torch.enable_grad(), _observed(model, record):
         number = check_instance("what `of` returns", of(_run(model, inputs)), Tensor)
     if number.numel() != 1 or not number.requires_grad:
-        raise ValueError(f"`of` must make one number of the model's output, got {tuple(number.shape)}")
+        raise ValueError(
+            f"`of` must return one number that depends on the model's output, got shape {tuple(number.shape)} and "
+            f"requires_grad={number.requires_grad}"
+        )
     gradients = torch.autograd.grad(number.sum(), values, allow_unused=True)
     maps = [
         torch.zeros(v.shape[2], v.shape[1]) if g is None else (v.detach() * g).float().sum(-1)[0].T.cpu()
@@ -140,13 +143,16 @@ def _observed(model: nn.Module, record: Callable[[Seen], Seen], rows_of_padded: 
 
     def noted(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         if q.shape[0] != 1:
-            raise ValueError(f"a map is of one sequence, got a batch of {q.shape[0]}: call it for each of them")
+            raise ValueError(f"a map shows one sequence, got a batch of {q.shape[0]}: pass one sequence at a time")
         return record(Seen(q, k, v, settings))[:3]
 
     def note(layer: DilatedAttention, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         q, k, v, *rest = args
         if layer.sparse_config is not None:
-            raise ValueError("a block-sparse attention keeps some tiles only, and maps are of whole branches")
+            raise ValueError(
+                "a map shows whole branches, and block-sparse attention keeps only some of their tiles: use a model "
+                "without sparse_config"
+            )
         if isinstance(layer, PaddedAttention) and [*rows_of_padded] != [0]:
             raise ValueError(
                 "torchscale's exact semantics give weight to padding, except in row 0: ask for rows=[0], or patch the "
@@ -154,7 +160,7 @@ def _observed(model: nn.Module, record: Callable[[Seen], Seen], rows_of_padded: 
             )
         own = (DilatedAttention.attend, PaddedAttention.attend)
         if type(layer).attend not in own and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError("here ranks share the rows of a sequence: make the map in a single process")
+            raise ValueError("ranks share the rows of this sequence: make the map in a single process")
         names = ("key_padding_mask", "seqlens", "cu_seqlens", "spans")
         lengths: dict[str, Any] = {name: named.get(name) for name in names}
         spans = document_spans(*q.shape[:2], **lengths)

@@ -1,8 +1,8 @@
 """A decoding step as a CUDA graph, and the caches that later calls use again.
 
 A step of a small model is hundreds of launches, each of which takes the host longer than the GPU; a graph is one.
-It reads and writes the addresses that it was recorded with, so it belongs to one cache and lives as long as that cache,
-and a model keeps its cache (`lend_cache`) for the next call with the same batch and dtype.
+A graph reads and writes the addresses that it was recorded with, so it belongs to one cache and lives as long as that
+cache. A model keeps its cache (`lend_cache`) for the next call with the same batch and dtype.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEPT_SHARE = 8  # a cache is kept if this many of them would fit the free memor
 
 _steps: weakref.WeakKeyDictionary[DilatedKVCache, dict[int, Step]] = weakref.WeakKeyDictionary()  # by width
 _kept: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[DilatedKVCache]]] = weakref.WeakKeyDictionary()
-# Graphs that live, by device and stream: they never run at once, so they share scratch memory.
+# Live graphs by device and stream. They never run at the same time, so they share scratch memory.
 _graphs: defaultdict[tuple[int | None, int], weakref.WeakSet[torch.cuda.CUDAGraph]] = defaultdict(weakref.WeakSet)
 
 
@@ -53,7 +53,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Step:
-    """The next `m` tokens `(B, m)` of every row of a cache to logits `(B, m, vocab)`, which the next step overwrites.
+    """Computes logits `(B, m, vocab)` of the next `m` tokens of every row of a cache; the next step overwrites them.
 
     The first steps run as they are, then one is recorded, and later ones replay it. A step refers to its cache weakly,
     so that it does not outlive the cache.
@@ -96,7 +96,7 @@ class Step:
         return self._logits
 
     def _run_aside(self, model: LongNetLM, cache: Sequence[DilatedKVCache]) -> Tensor:
-        """Run as it is, on a side stream, as what is recorded does; the current stream waits for it."""
+        """Run unrecorded, on the side stream that recordings use; the current stream waits for it."""
         if not self._tokens.is_cuda:
             logits = self._compute(model, self._tokens, cache)
         else:
@@ -130,7 +130,7 @@ def step_for(
 
 
 class _Contents(NamedTuple):
-    """What a model consists of: looking through it takes the host longer than a step takes a GPU."""
+    """The modules and tensors of a model, listed once: the walk takes the host longer than a step takes a GPU."""
 
     modules: list[nn.Module]
     tensors: list[Tensor]
@@ -140,7 +140,7 @@ class _Contents(NamedTuple):
         return cls([*model.modules()], [*stored_tensors(model)])
 
     def can_be_recorded(self, tokens: Tensor) -> bool:
-        """Whether all is on one GPU, no hooks watch the modules, and no other ranks may take part in their steps."""
+        """Whether everything is on one GPU, no module has hooks, and no other ranks may take part in a step."""
         if not tokens.is_cuda or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return False
         hooked = any(part._forward_hooks or part._forward_pre_hooks for part in self.modules)
@@ -169,7 +169,7 @@ def _stream_of(device: torch.device) -> int:
 
 @lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which steps are tried and recorded: one, so that the memory that they used is used again."""
+    """The one stream on which steps are tried and recorded, so that each reuses the memory of the one before."""
     return torch.cuda.Stream(device)
 
 
@@ -199,7 +199,7 @@ def _record(run: Callable[[], object], like: Tensor) -> torch.cuda.CUDAGraph | N
 
 
 def _without_cached_casts(device: torch.device) -> Any:
-    """Autocast keeps the weights that it casts until it ends, and a graph must not read what is freed then."""
+    """Autocast without its cache of cast weights, which is freed when autocast ends: a graph must not read it."""
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
@@ -255,7 +255,7 @@ def forget_kept() -> None:
 
 
 def _roomy(cache: Sequence[DilatedKVCache]) -> bool:
-    """Whether the GPU has so much free memory that keeping a cache takes none from others."""
+    """Whether the GPU has enough free memory to keep a cache without taking it from others."""
     device = cache[0].keys.device
     if device.type != "cuda":
         return True

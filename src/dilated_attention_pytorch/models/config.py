@@ -63,7 +63,7 @@ class EncoderFields(ModelFields, total=False):
 
 
 def feed_forward_width(d_model: int, activation: Activation) -> int:
-    """The `dim_feedforward` of a config that states none: about as many parameters with any activation."""
+    """The default of `dim_feedforward`, which gives about the same number of parameters with every activation."""
     if activation == "swiglu":
         return -(-8 * d_model // (3 * 128)) * 128
     return 4 * d_model
@@ -80,7 +80,7 @@ class ModelConfig:
     `stagger` lengthens the segments of every other layer, as `DilatedSpec.staggered` does.
 
     The defaults follow MAGNETO; `norm="rms"`, `activation="swiglu"`, `num_kv_heads`, `qk_norm` and `logit_soft_cap`
-    are what later models do instead. `qk_norm` scales queries and keys by an RMS norm over each head.
+    are choices of later models. `qk_norm` scales queries and keys by an RMS norm over each head.
     `logit_soft_cap=c` returns `c * tanh(logits / c)`. `vocab_size`, `tie_weights` and `logit_soft_cap` apply to
     `LongNetLM` only.
 
@@ -102,7 +102,7 @@ class ModelConfig:
     segment_lengths: tuple[int, ...] = setting(_LENGTHS, "segment lengths, one per branch", short="segments")
     dilation_rates: tuple[int, ...] = setting(_RATES, "dilation rates, one per branch", short="rates")
     head_layout: HeadLayout = "interleaved"
-    stagger: bool = setting(False, "lengthen the segments of every other layer, so that borders rarely meet")
+    stagger: bool = setting(False, "lengthen the segments of every other layer, so that borders rarely coincide")
     positions: Positions = "rotary"
     scale_base: float = 512.0  # the distance over which xPos lets scores decay
     dropout: float = setting(0.0, "dropout of embeddings and layers")
@@ -178,8 +178,8 @@ class ModelConfig:
         unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise ValueError(
-                f"{source} has keys that {cls.__name__} does not know, {sorted(unknown)}: it is of another kind of "
-                "model, or of another version"
+                f"{source} has keys that {cls.__name__} does not know, {sorted(unknown)}: it belongs to another kind "
+                "of model, or to another version"
             )
         try:
             return cls(**values)
@@ -214,7 +214,7 @@ class EncoderConfig(ModelConfig):
     input_dim: int = setting(1536, "size of the embeddings", range=COUNT)
     num_decoder_layers: int = 0
     num_classes: int = setting(0, range=SIZE)
-    positions: EncoderPositions = setting("none", "positions: of rows, of coordinates, or none")  # type: ignore[assignment]
+    positions: EncoderPositions = setting("none", "positions of rows: from coordinates, rotary by order, or none")  # type: ignore[assignment]
     pooling: Pooling = setting("mean", "how rows become one embedding")
     cls_rows: int | None = setting(None, range=SIZE)
     tile_size: float = setting(256.0, range=POSITIVE)

@@ -1,4 +1,4 @@
-"""`LongNetEncoder`: sequences of embeddings, such as the tiles of a slide, to one embedding or prediction each."""
+"""`LongNetEncoder` maps sequences of embeddings, such as tiles of a slide, to one embedding or prediction each."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def _cut_at_starts(x: Tensor, places: _Places, change: Callable[..., Sequence[Te
 
 
 class LongNetEncoder(Pretrained):
-    """Sequences of embeddings, `(B, N, input_dim)`, to one prediction, `(B, num_classes)`, or embedding each.
+    """Maps sequences of embeddings, `(B, N, input_dim)`, to one prediction, `(B, num_classes)`, or embedding each.
 
-    It is for any bag of long embeddings: tiles of a slide, frames of a video, windows of a genome. Bidirectional layers
-    with dilated attention relate the rows, and `pooling` makes one embedding of them. Pass an `EncoderConfig` or its
-    fields; the other keywords are those of `LongNet`.
+    It is for any long sequence of embeddings: tiles of a slide, frames of a video, windows of a genome. Bidirectional
+    layers with dilated attention relate the rows, and `pooling` makes one embedding of them. Pass an `EncoderConfig` or
+    its fields; the other keywords are those of `LongNet`.
 
     `pooling` is one of
 
@@ -76,8 +76,8 @@ class LongNetEncoder(Pretrained):
     - `attention`: a weighted mean, whose weights a learned query per head computes over all rows (`AttentionPool`);
     - `cls`: the mean of learned CLS rows that precede the sequence.
 
-    A single CLS row, as Prov-GigaPath has it, is half blind: it is position 0, which of a branch of rate r is on the
-    grid of one head in r only. In the other heads it sees, and is seen by, its nearest rows alone. So the CLS here is a
+    A single CLS row, as in Prov-GigaPath, is half blind. It is at position 0, which in a branch of rate r is on the
+    grid of only one head in r. In the other heads it sees, and is seen by, only the nearest rows. So the CLS here is a
     block of as many rows as the largest rate: each grid of each branch contains one of them, and the CLS as a whole
     sees and is seen in every head of every branch whose segment reaches the beginning of the sequence. The attention
     itself stays as it is. `cls_rows=1` gives Prov-GigaPath's single row, with a `ReachWarning`; with
@@ -175,7 +175,7 @@ class LongNetEncoder(Pretrained):
         if places is None:
             pooled = self._pool(rows)  # (B, E)
         else:
-            if len(rows) == 1:  # packed: in backward a split is joined once, and each slice would be padded to all rows
+            if len(rows) == 1:  # packed: backward joins a split once, but would pad each slice to all rows
                 sizes = [places[0][1], *(length for _, _, length, _ in places)]
                 parts: Sequence[Tensor] = rows[0].split([*sizes, rows.shape[1] - sum(sizes)])[1:-1]
             else:
@@ -218,7 +218,7 @@ class LongNetEncoder(Pretrained):
         # Read now: after the layers are launched, reading would wait for all of them.
         places = documents(spans, *x.shape[:2])
         if not x.shape[1] or (spans is not None and len(places) < len(spans)):
-            raise ValueError("a sequence has at least one row, got one without any: leave it out of the batch")
+            raise ValueError("every sequence must have at least one row, got an empty one: leave it out of the batch")
         if self.cls is not None:
             hidden, spans, places = self._with_cls(hidden, spans, places)
         hidden = self.spans.own(hidden)

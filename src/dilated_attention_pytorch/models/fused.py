@@ -1,7 +1,7 @@
-"""One token per row through a whole `LongNetLM` in few launches: five per layer.
+"""A decoding step of a whole `LongNetLM`, one token per row, in five launches per layer.
 
-The same numbers as `LongNetLM.forward` with a cache, rounded in the same places. It takes plain models only; others
-decode with their own modules.
+It computes the same numbers as `LongNetLM.forward` with a cache, rounded in the same places. It takes plain models
+only; others decode with their own modules.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class Sampling:
 def prompt_chunk(config: ModelConfig, batch: int, itemsize: int, most: int | None = None) -> int:
     """The number of tokens of a prompt to read at once: `most`, or as many as take `_PROMPT_BYTES` of activations.
 
-    Where it spans a segment it is a multiple of the longest such segment: a chunk that begins a segment does not read
-    that branch's cached rows.
+    If that is longer than a segment, it is rounded down to a multiple of the longest such segment: a chunk that begins
+    a segment does not read that branch's cached rows.
 
     >>> from dilated_attention_pytorch.models.config import ModelConfig
     >>> prompt_chunk(ModelConfig(segment_lengths=(2048, 8192), dilation_rates=(1, 4)), 1, 2, most=50_000)
@@ -133,7 +133,7 @@ def cached_logits(
     chunk: int | None,
     cache: Sequence[DilatedKVCache] | None,
 ) -> Steps:
-    """Logits from a bounded cache, which reads the prompt in chunks; from one that this makes if `cache` is None."""
+    """Logits from a bounded cache, into which the prompt is read in chunks; a new cache if `cache` is None."""
     padding = _left_padding(tokens, key_padding_mask)
     if cache is None:
         cache = lend_cache(model, tokens.shape[0], padding)
@@ -240,7 +240,7 @@ def generated_tokens(
     """
     ended: Tensor | None = None
     chosen: Tensor | None = None
-    greatest: list[Tensor] = []  # logit per row: not finite if one is NaN or +inf, or if all are -inf
+    greatest: list[Tensor] = []  # the largest logit per row: not finite if one is NaN or +inf, or if all are -inf
     waiting: deque[_Chosen] = deque()
     with closing(steps):
         for number in range(max_new_tokens):
@@ -285,7 +285,7 @@ def _check_finite(greatest: list[Tensor], number: int) -> None:
     if broken.any():
         token, row = broken.nonzero()[0].tolist()
         raise FloatingPointError(
-            f"the model gives logits that are not finite, at new token {number + 1 - len(greatest) + token + 1} of row "
+            f"the model's logits are not finite at new token {number + 1 - len(greatest) + token + 1} of row "
             f"{row}: its weights are broken or overflow in {greatest[0].dtype}; load an earlier checkpoint, or compute "
             "in float32"
         )
@@ -315,13 +315,13 @@ def _check_draft(
         raise ValueError("draft needs two caches of its own: leave out use_cache=False and cache=")
     if draft.config.vocab_size != model.config.vocab_size:
         raise ValueError(
-            f"draft has {draft.config.vocab_size} tokens, the model {model.config.vocab_size}: both must have one "
-            "vocabulary"
+            f"draft and model must have the same vocabulary, got {draft.config.vocab_size} and "
+            f"{model.config.vocab_size} tokens"
         )
 
 
 class Generates:
-    """What a `LongNetLM` does token by token."""
+    """The methods of a `LongNetLM` that work token by token."""
 
     @checked(max_new_tokens=SIZE)
     def generate(
@@ -344,8 +344,8 @@ class Generates:
             key_padding_mask: `(B, N)`, True = ignore, for prompts of several lengths, padded on the left.
             use_cache: False computes every token from the whole sequence, for comparison; the tokens are the same.
             chunk: the most tokens of the prompt to read at once, as in `read`.
-            cache: of `new_cache`: the prompt continues the tokens that it holds. It then also holds the prompt and the
-                new tokens but the last, with which the next prompt begins. By default the prompt is all.
+            cache: a cache of `new_cache`, whose tokens the prompt continues. Afterwards it also holds the prompt and
+                the new tokens except the last, with which the next prompt begins. By default, the prompt is all.
             draft: a smaller model of the same vocabulary, which guesses `draft_tokens` tokens (4) that this model then
                 checks at once. The tokens are the same as without it.
         """

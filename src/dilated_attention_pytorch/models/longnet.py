@@ -52,7 +52,7 @@ _recompute_layer: Callable[..., Tensor] = functools.partial(checkpoint, use_reen
 class Pretrained(SharesResources, nn.Module):
     """What all models share: a config, layers that can be checkpointed, saving and loading.
 
-    Pass a `ModelConfig` or its fields. The other keywords are no part of the config: `use_pattern_cache`,
+    Pass a `ModelConfig` or its fields. The other keywords are not part of the config: `use_pattern_cache`,
     `enable_memory_pool`, `lightweight_pool` and `enable_profiling` are passed on to the attention of every layer,
     `device` and `dtype` are those of the parameters.
     """
@@ -424,7 +424,7 @@ class LongNet(Pretrained):
             raise ValueError("an encoder-decoder needs tgt; for an encoder alone set num_decoder_layers=0")
         if cu_seqlens is not None:
             raise ValueError(
-                "cu_seqlens are for an encoder alone, for the dense cross-attention of a decoder sees all documents: "
+                "cu_seqlens are for an encoder alone, because a decoder's dense cross-attention sees all documents: "
                 "pass a padded batch with seqlens or src_key_padding_mask"
             )
         self._check("tgt", tgt)

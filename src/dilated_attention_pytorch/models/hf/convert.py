@@ -120,7 +120,7 @@ def growing_lengths(
     dilation_rates: Sequence[int],
     head_layout: HeadLayout = "interleaved",
 ) -> Iterator[Stage]:
-    """Stages of rising length, each with the branches that fit into it; the last may be cut to the length.
+    """Stages of rising length, each with the branches that fit into it; the last branch may be cut to the length.
 
     >>> for stage in growing_lengths([1024, 8192], [512, 2048, 8192], [1, 4, 16]):
     ...     print(stage.length, stage.spec.segment_lengths, stage.spec.dilation_rates)

@@ -359,9 +359,9 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
         )
 
     def _recorded_step(self, tokens: Tensor, cache: DilatedCache) -> Tensor | None:
-        """The logits `(B, 1, vocab)` of the next token, by a step that is recorded as a CUDA graph; None otherwise.
+        """The logits `(B, 1, vocab)` of the next token, by a recorded step as in `LongNetLM.generate`.
 
-        As the steps of `LongNetLM.generate`.
+        None if the call needs a plain forward pass.
         """
         is_next = isinstance(cache, DilatedCache) and cache.get_mask_sizes(tokens.shape[1], 0)[0] == 0
         if not is_next or self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
