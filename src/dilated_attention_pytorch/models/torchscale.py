@@ -339,12 +339,11 @@ def _pairs_apart(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def compute_positions(model: nn.Module) -> int:
-    """Replace every stored table of slide positions in `model`, and return their number; other tables stay.
+def compute_positions(model: nn.Module) -> None:
+    """Replace every stored table of slide positions in `model`; other tables stay.
 
     State dicts with and without the table still load; a table of other values is refused.
     """
-    found = 0
     for module in list(model.modules()):
         grids, table = getattr(module, "slide_ngrids", None), getattr(module, "pos_embed", None)
         if not isinstance(grids, int) or not isinstance(table, Tensor) or table.requires_grad or table.dim() != 3:
@@ -352,13 +351,10 @@ def compute_positions(model: nn.Module) -> int:
         if table.shape[2] % 4:
             continue
         computed = SlidePositions(table.shape[2], grids, None if table.is_meta else table.device, table.dtype)
-        if not computed.holds(table):
-            continue
-        del module.pos_embed
-        module.pos_embed = computed
-        module.register_load_state_dict_pre_hook(_take_stored_table)
-        found += 1
-    return found
+        if computed.holds(table):
+            del module.pos_embed
+            module.pos_embed = computed
+            module.register_load_state_dict_pre_hook(_take_stored_table)
 
 
 def _take_stored_table(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
