@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_from_checkout(*given)
         arguments = _parser().parse_args(given)
         status: int | None = arguments.command(arguments)
-    except BrokenPipeError:  # what reads the output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has stopped reading
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE
     except (OSError, ValueError, FloatingPointError, ImportError) as error:
@@ -74,20 +74,20 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("run", type=Path, metavar="RUN", help=_RUN_OR_WEIGHTS)
     prompt = generate.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="what to continue; - reads stdin")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text to continue, which is not printed")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file to continue, which is not printed")
     generate.add_argument(
-        "--interactive", action="store_true", help="read prompts line by line; each continues all that was said"
+        "--interactive", action="store_true", help="read prompts line by line; each continues the conversation so far"
     )
-    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to generate (200)")
+    generate.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
     for flag, kind, text in (
-        ("--temperature", float, "divides the logits; 0 takes the likeliest token (1.0)"),
+        ("--temperature", float, "divides the logits; 0 takes the likeliest token (default: 1.0)"),
         ("--top-k", int, "draw from the K likeliest tokens"),
         ("--top-p", float, "draw from the fewest tokens that together have this probability"),
-        ("--seed", int, "of the draws"),
-        ("--chunk", int, "the most tokens of the prompt to process at once (8 GiB of activations)"),
+        ("--seed", int, "seed of the draws"),
+        ("--chunk", int, "the most tokens of the prompt to process at once (default: as many as take 8 GiB)"),
     ):
         generate.add_argument(flag, type=kind, help=text, default=argparse.SUPPRESS)
-    generate.add_argument("--int8", action="store_true", help="round weights to 8 bits, with torchao: other tokens")
+    generate.add_argument("--int8", action="store_true", help="round weights to 8 bits with torchao; changes tokens")
     generate.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
 
     export = commands.add_parser(
@@ -106,20 +106,18 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser(
         "report",
-        help="a training run as one HTML page",
-        description="Settings, curves, checkpoints, samples and machines of a run as one HTML page that needs nothing "
-        "else. Runs that are in progress, interrupted or damaged are shown as far as they can be read.",
+        help="write a training run as one HTML page",
+        description="Write settings, curves, checkpoints, samples and machines of a run as one HTML page that needs no "
+        "other file. Runs that are in progress, interrupted or damaged are shown as far as they can be read.",
     )
     report.set_defaults(command=_report)
     report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
 
-    commands.add_parser("recall", help="in a checkout: recall over long distances, LongNet beside a sliding window")
-    commands.add_parser("evidence", help="in a checkout: dense, dilated and windowed attention, trained on real text")
+    commands.add_parser("recall", help="in a checkout: compare recall over long distances with a sliding window")
+    commands.add_parser("evidence", help="in a checkout: compare dense, dilated and windowed attention on real text")
     # Listed here; `slides.command` parses its flags.
-    commands.add_parser(
-        "slides", help="train an encoder on features of slides, and map what it looks at", add_help=False
-    )
+    commands.add_parser("slides", help="train an encoder on features of slides, and map where it looks", add_help=False)
     add_plan(commands)
     add_show(commands)
     add_explore(commands)
@@ -137,7 +135,7 @@ def _run_from_checkout(command: str, *arguments: str) -> int:
     module, root = _IN_CHECKOUT[command], Path(__file__).parents[2]
     if not (root / module.replace(".", "/")).with_suffix(".py").is_file():
         raise ValueError(
-            f"{command} is run from a checkout of the repository, whose folders benchmarks/ and examples/ are not "
+            f"{command} runs from a checkout of the repository, because benchmarks/ and examples/ are not "
             f"installed: ./run {command} --help there lists its options. `bench tune` works without a checkout"
         )
     sys.path.insert(0, str(root))
@@ -180,9 +178,9 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def entry() -> NoReturn:
-    """The command as a process, whose status is right also where an error has left ranks waiting for each other."""
+    """The command as a process, which ends with its status even if an error has left ranks waiting for each other."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show must not end a run
+        if isinstance(stream, io.TextIOWrapper):  # characters that a terminal cannot show must not end a run
             stream.reconfigure(errors="replace")
     try:
         status = main()

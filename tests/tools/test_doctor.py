@@ -136,7 +136,7 @@ def test_a_missing_extra_is_named_with_the_line_that_gets_it(monkeypatch) -> Non
 def test_without_packaging_its_extra_is_what_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(room, "find_spec", lambda name: None)
     (found,) = [one for one in doctor().findings if "the extra" in one.measured]
-    assert "the extra tools is not complete: packaging is missing" in found.measured
+    assert "the extra tools is incomplete: packaging is missing" in found.measured
 
 
 def test_what_is_required_of_another_python_or_system_is_not_missing(monkeypatch) -> None:
@@ -182,7 +182,7 @@ def test_a_backend_that_fails_or_computes_something_else_is_broken(monkeypatch) 
 
 def test_variables_that_cannot_be_used_are_broken(monkeypatch) -> None:
     monkeypatch.setenv("DILATED_ATTENTION_TILES", "no such file")
-    assert levels("which is no file") == ["broken"]
+    assert levels("which is not a file") == ["broken"]
     done = subprocess.run(
         [sys.executable, "-m", "dilated_attention_pytorch.cli", "doctor"],
         env={"PYTHONPATH": str(room.Path(room.__file__).parents[2]), "PATTERN_CACHE_MAX_SIZE": "many"},

@@ -93,7 +93,7 @@ def test_what_cannot_be_profiled_is_refused_before_it_runs(tmp_path) -> None:
     tokens = torch.zeros(1, 8, dtype=torch.long)
     files = {"trace": tmp_path / "trace.json", "picture": None}
     for batch, message in (
-        ({"tokens": tokens}, r"keys input_ids and perhaps labels, got \['tokens'\]"),
+        ({"tokens": tokens}, r"keys input_ids and optionally labels, got \['tokens'\]"),
         ({"input_ids": tokens, "attention_mask": tokens}, "pass other inputs of the model as a tuple"),
         ((tokens, None), r"sample_batch\[1\] must be a tensor, got None"),
         ((), "a tuple of tensors"),
@@ -184,7 +184,7 @@ def test_what_cannot_be_timed_is_refused() -> None:
         (attention, [], {}, "nothing to time"),
         (attention, [CONFIG], {"num_runs": 0}, "num_runs must be a whole number of at least 1"),
         (attention, [{"seq_len": 8, "batch_size": 1}], {}, "a config has the keys seq_len, batch_size, embed_dim"),
-        (attention, [CONFIG | {"heads": 4}], {}, "perhaps num_heads, got"),
+        (attention, [CONFIG | {"heads": 4}], {}, "optionally num_heads, got"),
         (attention, [CONFIG | {"seq_len": 0}], {}, "whole numbers of at least 1"),
         (attention, [CONFIG | {"num_heads": 7}], {}, "does not divide into 7 heads"),
         (attention, [CONFIG, CONFIG | {"embed_dim": 128}], {}, "two configs share them"),

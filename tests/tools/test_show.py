@@ -97,7 +97,7 @@ def test_what_is_seen_at_all_is_drawn() -> None:
     ("flags", "message"),
     [
         (["--pattern", "diagonal"], "pattern_type must be one of local_window"),
-        (["--ratio", "0.1"], "sparsity_ratio belong to a block pattern: name it with --pattern"),
+        (["--ratio", "0.1"], "only a block pattern takes --ratio: name one with --pattern"),
         (["--pattern", "random", "--ratio", "0"], "above 0 and at most 1, got 0.0"),
         (["--pattern", "random", "--block", "100"], "a power of two, got 100"),
         (["--pattern", "random", "--block", "512"], "larger than the shortest segment, 256 tokens"),

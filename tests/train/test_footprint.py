@@ -230,9 +230,9 @@ def test_the_command_says_the_longest_sequence_and_its_options(capsys) -> None:
         ("--model 7b", "a model's size is one of 125m"),
         ("--model 6b --gpu 10", "no combination of options trains 6b on any sequence in 10 GiB"),
         ("--model 125m --tokens 1e8", "no combination of options trains 125m on 100,000,000 tokens"),
-        ("--model 125m --gpus 4", "--gpus cannot change a model's size"),
+        ("--model 125m --gpus 4", "a model of fixed size, so --gpus cannot be set: leave it out"),
         ("--tokens 1e6", "plan needs --model SIZE"),
-        ("--tokens 1e6 --gpus 2 --host 4", "--host go with --model"),
+        ("--tokens 1e6 --gpus 2 --host 4", "only --model takes --host: add --model"),
     ],
 )
 def test_what_cannot_fit_says_why(flags, message, capsys) -> None:

@@ -1,4 +1,4 @@
-"""The page on which you explore a pattern: who sees whom, its reach and its cost, computed in the browser."""
+"""The page that explores a pattern: who sees whom, its reach and its cost, computed in the browser."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def add_show(commands: Any) -> None:
     parser.add_argument("--tokens", type=whole_number, metavar="N", help="length (default: the longest segment)")
     _add_fields(parser, View)
     parser.add_argument("--width", type=whole_number, default=64, metavar="N", help="characters per line (default: 64)")
-    parser.add_argument("--pattern", help="keep tiles of a block pattern only: local_window, dilated_sparse, ...")
+    parser.add_argument("--pattern", help="keep only the tiles of a block pattern: local_window, dilated_sparse, ...")
     _add_fields(parser, SparsePatternConfig)
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write a picture, .svg or .png")
 
@@ -43,9 +43,9 @@ def add_show(commands: Any) -> None:
 def add_explore(commands: Any) -> None:
     parser = commands.add_parser(
         "explore",
-        help="open a page on which you change a pattern and see its reach and cost",
-        description="Open a page in the browser on which you change a pattern and see who sees whom, its reach over "
-        "layers and its cost. The page is one file that computes everything itself.",
+        help="open a page to change a pattern and see its reach and cost",
+        description="Open a page in the browser to change a pattern and see who sees whom, its reach over layers "
+        "and its cost. The page is one file that needs no server.",
     )
     parser.set_defaults(command=_explore)
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the page there instead of opening it")
@@ -91,13 +91,17 @@ def _add_fields(parser: argparse.ArgumentParser, kind: type) -> None:
     for field in dataclasses.fields(kind):
         if not (words := field.metadata.get("help")):
             continue
-        flag = "--" + (field.metadata["flag"] or field.name).replace("_", "-")
+        flag = _flag_of(field)
         if field.default is False:
             parser.add_argument(flag, dest=field.name, action="store_true", help=words)
         else:
             default = "" if field.default is None else f" (default: {field.default})"
             parse, metavar = {"float": (float, "X"), "str": (str, "NAME")}.get(str(field.type), (whole_number, "N"))
             parser.add_argument(flag, dest=field.name, type=parse, metavar=metavar, help=words + default)
+
+
+def _flag_of(field: dataclasses.Field[Any]) -> str:
+    return "--" + (field.metadata["flag"] or field.name).replace("_", "-")
 
 
 def add_doctor(commands: Any) -> None:
@@ -118,7 +122,8 @@ def _show(arguments: argparse.Namespace) -> None:
         for kind in (SparsePatternConfig, View)
     )
     if tiles and "pattern" not in given:
-        raise ValueError(f"{', '.join(tiles)} belong to a block pattern: name it with --pattern")
+        flags = [_flag_of(field) for field in dataclasses.fields(SparsePatternConfig) if field.name in tiles]
+        raise ValueError(f"only a block pattern takes {', '.join(flags)}: name one with --pattern")
     if arguments.width < 1:
         raise ValueError(f"--width must be at least 1, got {arguments.width}")
     sparse = SparsePatternConfig(arguments.pattern, **{"block_size": 64, **tiles}) if "pattern" in given else None
@@ -152,7 +157,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if "gpus" not in given or "tokens" not in given:
         raise ValueError("plan needs --model SIZE for a training step, or --tokens N and --gpus P for attention")
     if mine := sorted(given.keys() & {"host", "vocabulary"}):
-        raise ValueError(f"--{', --'.join(mine)} go with --model: name one, or leave them out")
+        raise ValueError(f"only --model takes --{', --'.join(mine)}: add --model, or leave them out")
     from dilated_attention_pytorch.tools.plan import as_json, text
 
     gpu, layout = int(given.pop("gpu", 80) * 2**30), given.pop("layout", "interleaved")
@@ -173,7 +178,7 @@ def _plan_step(given: dict[str, Any], as_data: bool) -> None:
     known = {"model", "tokens", "gpu", "host", "vocabulary", "segments", "rates", "batch"}
     if others := sorted(given.keys() - known):
         names = ", ".join("--" + name.removeprefix("is_").replace("_", "-") for name in others)
-        raise ValueError(f"{names} cannot change a model's size, nor how one GPU trains it: leave it out with --model")
+        raise ValueError(f"--model plans one GPU and a model of fixed size, so {names} cannot be set: leave it out")
     fields = {"vocabulary": "vocab_size", "segments": "segment_lengths", "rates": "dilation_rates"}
     changes = {name: given[flag] for flag, name in fields.items() if flag in given}
     gpu, batch, tokens = int(given.get("gpu", 80) * 2**30), given.get("batch", 1), given.get("tokens")

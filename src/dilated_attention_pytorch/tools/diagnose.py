@@ -1,4 +1,4 @@
-"""Why memory ran out, and what slows a run or makes its numbers unstable, measured in the live process."""
+"""Why memory ran out, and what slows a run or makes it numerically unstable, measured in the live process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def diagnose_oom_error(error: BaseException | None = None, *, largest: int = 10,
         handled = sys.exc_info()[1] or getattr(sys, "last_value", None)
         error = handled if handled is not None and is_out_of_memory(handled) else None
     elif not is_out_of_memory(error):
-        raise ValueError(f"{type(error).__name__} is no out-of-memory error: {error}")
+        raise ValueError(f"error must be an out-of-memory error, got {type(error).__name__}: {error}")
     reading, tensors = read_memory(), live_tensors()
     gpu = _gpu_of(reading, error)
     if error is None and gpu is not None and gpu.allocated < sum(x.bytes for x in tensors if x.device == "cpu"):
@@ -122,11 +122,11 @@ def _oom_causes(reading: MemoryReading, gpu: GpuMemory | None, wanted: int | Non
             "leave the except block before memory_cleanup() or another try",
         )
     if idle := _shared_facts()[_IDLE]:
-        yield option(f"the memory pools hold {size(idle)} that nobody has borrowed", "memory_cleanup()", idle)
+        yield option(f"the memory pools hold {size(idle)} that is not in use", "memory_cleanup()", idle)
     if gpu is None:
         if wanted is not None and wanted > reading.host_available:
             yield broken(
-                f"{size(wanted)} were asked for where {size(reading.host_available)} are available",
+                f"{size(wanted)} was requested, and {size(reading.host_available)} is available",
                 f"make the call {wanted / max(1, reading.host_available):.1f} times smaller, or share it among ranks",
             )
         return
@@ -135,21 +135,21 @@ def _oom_causes(reading: MemoryReading, gpu: GpuMemory | None, wanted: int | Non
         segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == gpu.device]
         free = [block["size"] for one in segments for block in one["blocks"] if block["state"] == "inactive"]
         yield broken(
-            f"{size(wanted)} were asked for; the allocator holds {size(idle)} free, but the largest piece has "
+            f"{size(wanted)} was requested; the allocator holds {size(idle)} free, but the largest piece has "
             f"{size(max(free, default=0))}: memory is fragmented",
             _less_fragmentation(),
             idle,
         )
     elif idle:
         yield option(
-            f"the allocator keeps {size(idle)} of {size(gpu.reserved)} for later",
-            f"memory_cleanup() returns what is not in pieces; {_less_fragmentation()}",
+            f"the allocator keeps {size(idle)} of {size(gpu.reserved)} in reserve",
+            f"memory_cleanup() returns what is not fragmented; {_less_fragmentation()}",
             idle,
         )
     if gpu.of_others > 0.05 * gpu.total:
         yield option(
             f"other processes, and what CUDA's context takes, hold {size(gpu.of_others)} of {size(gpu.total)}",
-            "nvidia-smi lists who: end what is not needed",
+            "nvidia-smi lists the processes: end what is not needed",
         )
 
 
@@ -206,7 +206,7 @@ def _oom_options(there: list[LiveTensor], roles: dict[str, int], hidden: int) ->
 
 @checked()
 def diagnose_performance_issues(step: Callable[[], object] | None = None, *, quiet: bool = False) -> Report:
-    """Report what slows this process, fragments its memory or makes its numbers unstable.
+    """Report what slows this process, fragments its memory or makes it numerically unstable.
 
     It looks at threads, settings, caches, live modules, gradients and loaders, and times short matrix products.
 
@@ -237,7 +237,7 @@ def diagnose_performance_issues(step: Callable[[], object] | None = None, *, qui
 
 
 def slow_processor() -> Iterator[Finding]:
-    """Whether PyTorch has the wrong number of threads, timed, and whether other processes take the cores."""
+    """Whether PyTorch has the wrong number of threads, by timing, and whether other processes take the cores."""
     threads = torch.get_num_threads()
     rates = thread_rates(threads)
     fastest = fastest_threads(rates)
@@ -251,12 +251,12 @@ def slow_processor() -> Iterator[Finding]:
     if load > 1.5 * (os.cpu_count() or 1):
         yield pitfall(
             f"{load:.1f} threads wanted to run in the last minute on {os.cpu_count()} cores",
-            "end what else runs, or give each process fewer threads",
+            "end other processes, or give each one fewer threads",
         )
 
 
 def _slow_precision(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """On a GPU: how much slower float32 products are than TF32 and bfloat16 ones, timed."""
+    """On a GPU: how much slower float32 products are than TF32 and bfloat16 ones, by timing."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return
     x, allowed, times = torch.randn(2048, 2048, device="cuda"), tf32_is_on(), {}
@@ -288,8 +288,8 @@ def debug_settings() -> Iterator[Finding]:
         yield pitfall("anomaly detection is on", "torch.autograd.set_detect_anomaly(False)")
     if torch.are_deterministic_algorithms_enabled():
         yield pitfall(
-            "deterministic algorithms are asked for, and uninitialised memory is filled",
-            "torch.use_deterministic_algorithms(False), unless it is wanted",
+            "deterministic algorithms are on, which also fill uninitialised memory",
+            "torch.use_deterministic_algorithms(False), unless you need them",
         )
     for setting, effect in (
         ("CUDA_LAUNCH_BLOCKING=1", "makes the host wait for every kernel"),
@@ -409,7 +409,7 @@ def _instability(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
         norm = torch.stack([g.double().norm().cpu() for g in gradients]).norm().item()
         facts["numbers"] = {"norm of all live gradients": f"{norm:.4g}"}
     for name, tensors, way_out in (
-        ("parameters", values, "go back to the last checkpoint"),
+        ("parameters", values, "return to the last checkpoint"),
         ("gradients", gradients, "skip this update; lower the learning rate"),
     ):
         if wrong := sum(not torch.isfinite(x).all() for x in tensors):
@@ -423,7 +423,7 @@ def _instability(facts: dict[str, dict[str, Any]]) -> Iterator[Finding]:
     half = [p for p in parameters if p.dtype == torch.float16]
     if any(p.requires_grad for p in half):
         yield pitfall(
-            f"{len(half)} live parameters that are trained are float16, which overflows at 65,504",
+            f"{len(half)} live parameters are float16, which overflows at 65,504",
             "float32 parameters under autocast, in bfloat16 where the GPU has it",
         )
 
@@ -440,7 +440,7 @@ def _less_fragmentation() -> str:
 
 
 def _shared_facts() -> dict[str, Any]:
-    """What the global pools and caches hold, and how often it was used again."""
+    """What the global pools and caches hold, and how often it was reused."""
     pools, caches = ([one.get_stats() for one in shared] for shared in (global_pools(), global_caches()))
     reused, made = (sum(one[name] for one in pools) for name in ("reuse_count", "allocation_count"))
     hits, misses = (sum(one[name] for one in caches) for name in ("hits", "misses"))

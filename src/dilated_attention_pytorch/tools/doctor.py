@@ -85,7 +85,7 @@ def _installation() -> Iterator[Finding]:
     checkout = _checkout()
     for extra, missing in missing_extras().items():
         command = install_extra(extra) + (f", here {checkout}" if checkout is not None else "")
-        yield option(f"the extra {extra} is not complete: {', '.join(missing)} is missing", command)
+        yield option(f"the extra {extra} is incomplete: {', '.join(missing)} is missing", command)
     if torch.__version__ < "2.6":
         yield broken(f"this is PyTorch {torch.__version__}, below 2.6", "pip install -U torch")
     shared = Path("/dev/shm")
@@ -260,14 +260,14 @@ def _wrong(backend: str, device: str) -> Iterator[Finding]:
             results[name] = [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
     except Exception as error:  # any error is what the user has to know
         yield broken(
-            f"backend {backend} fails on a small problem: {type(error).__name__}: {_last_line(str(error))}",
+            f"backend {backend} fails on a small call: {type(error).__name__}: {_last_line(str(error))}",
             'backend="eager" does without it; reinstall triton to match torch',
         )
         return
     distance = max(((a - b).norm() / b.norm()).item() for a, b in zip(results[backend], results["reference"]))
     if not distance < _TOLERANCE:
         yield broken(
-            f"backend {backend} is {distance:.1e} away from the definition on a small problem",
+            f"backend {backend} is {distance:.1e} away from the definition on a small call",
             'backend="eager" or "reference", and please report it with this output',
         )
 
@@ -276,7 +276,7 @@ def _wrong_environment() -> Iterator[Finding]:
     """Values of environment variables that the library cannot use."""
     tiles = environment.tiles_file()
     if tiles and not Path(tiles).is_file():
-        yield broken(f"DILATED_ATTENTION_TILES names {tiles!r}, which is no file", "unset it, or bench tune")
+        yield broken(f"DILATED_ATTENTION_TILES names {tiles!r}, which is not a file", "unset it, or bench tune")
     try:
         get_global_pattern_cache()
         get_global_memory_pool()

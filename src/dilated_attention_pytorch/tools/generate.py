@@ -19,7 +19,7 @@ from dilated_attention_pytorch.train.tokenizer import Tokenizer, saved_tokenizer
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Print what the model of a run says after a prompt; figures go to stderr."""
+    """Print how the model of a run continues a prompt; figures go to stderr."""
     device = find_device(arguments.device or "auto")
     folder, model = load_model(arguments.run, device)
     if arguments.int8:
@@ -80,7 +80,7 @@ class _Talk:
         """Print the continuation as it comes, then figures."""
         encoded = self._tokenizer.encode(prompt)
         if not encoded:
-            raise ValueError("the model's tokenizer makes no token of this prompt: give another one")
+            raise ValueError("the model's tokenizer makes no token of this prompt: use another prompt")
         tokens = torch.tensor([self._unread + encoded], device=self._device)
         text = self._tokenizer.stream()
         began = time.perf_counter()

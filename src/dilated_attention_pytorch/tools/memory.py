@@ -1,4 +1,4 @@
-"""Memory of the live process: what holds it, how it changes over time, and freeing what nobody needs."""
+"""Memory of the live process: what holds it, how it changes over time, and freeing what is not in use."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ class MemoryMonitor:
 
     def start(self) -> MemoryMonitor:
         if self._thread is not None:
-            raise RuntimeError("this monitor is running: stop it first, or make another")
+            raise RuntimeError("this monitor is already running: stop it first, or make another")
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
             self._out.write_text("")
@@ -302,7 +302,7 @@ class MemoryMonitor:
         return self
 
     def stop(self) -> list[MemoryReading]:
-        """End the sampling, draw the picture and return the samples. An error of the sampling is raised here."""
+        """End the sampling, draw the picture and return the samples. Raises an error that ended the sampling."""
         if self._thread is None:
             raise RuntimeError("this monitor is not running: start it, or use it in a with statement")
         self._ended.set()

@@ -172,15 +172,13 @@ def fit_text(
     found = answer.footprint
     sizes = f"{model}: {parameter_count(config):,} parameters, {config.num_layers} layers of {config.d_model}, "
     sizes += f"{config.num_heads} heads of {config.head_dim}, vocabulary {config.vocab_size:,}, batch {batch}"
-    what = "the cheapest options for" if asked else "the longest sequence:"
-    lines = [
-        sizes,
-        f"One GPU of {gpu_bytes / GIB:g} GiB, {what} {answer.tokens:,} tokens"
-        + ("" if asked else f", with {answer.options.stated()}"),
-        *([f"  {answer.options.stated()}"] if asked else []),
-    ]
-    if not asked:
-        lines += [
+    gpu, tokens, options = f"One GPU of {gpu_bytes / GIB:g} GiB", f"{answer.tokens:,} tokens", answer.options.stated()
+    if asked:
+        lines = [sizes, f"{gpu}, the cheapest options for {tokens}", f"  {options}"]
+    else:
+        lines = [
+            sizes,
+            f"{gpu}, the longest sequence: {tokens}, with {options}",
             "",
             "work is relative to a step without recomputation; each row fits longer sequences than the rows above",
             f"{'tokens':>12} {'work':>6} {'host GiB':>9}  options",

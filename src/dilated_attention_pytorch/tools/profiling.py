@@ -118,12 +118,12 @@ def _unpack(batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor) -> tuple[tu
     if isinstance(batch, Mapping):
         if "input_ids" not in batch or batch.keys() - {"input_ids", "labels"}:
             raise ValueError(
-                f"a sample batch has the keys input_ids and perhaps labels, got {sorted(batch)}: pass other inputs of "
-                "the model as a tuple"
+                f"a sample batch has the keys input_ids and optionally labels, got {sorted(batch)}: pass other inputs "
+                "of the model as a tuple"
             )
         return (batch["input_ids"],), batch.get("labels")
     if not batch:
-        raise ValueError("a sample batch is a dict, a tensor or a tuple of tensors, got no tensor")
+        raise ValueError("a sample batch must be a dict, a tensor or a tuple of tensors, got an empty one")
     return tuple(batch), None
 
 
@@ -248,7 +248,7 @@ def _shape(config: Mapping[str, int]) -> dict[str, int]:
     missing, unknown = set(SHAPE_KEYS[:3]) - config.keys(), config.keys() - set(SHAPE_KEYS)
     if missing or unknown:
         raise ValueError(
-            f"a config has the keys {', '.join(SHAPE_KEYS[:3])} and perhaps {SHAPE_KEYS[3]}, got {sorted(config)}"
+            f"a config has the keys {', '.join(SHAPE_KEYS[:3])} and optionally {SHAPE_KEYS[3]}, got {sorted(config)}"
         )
     shape = dict(config)
     if any(type(value) is not int or value < 1 for value in shape.values()):

@@ -1,4 +1,4 @@
-"""Which keys each query sees, for any spec, block pattern and length: drawn in characters, counted, and its cost."""
+"""Which keys each query sees, for any spec, block pattern and length: drawn and counted, with its cost."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class View:
         words += ["causal"] if self.is_causal else []
         words += [self.spec.head_layout] if self.spec.head_layout != "interleaved" else []
         if self.sparse is not None:
-            words.append(f"{self.sparse.pattern_type} keeps {self.sparse.sparsity_ratio:g} in tiles of ")
-            words[-1] += str(self.sparse.block_size)
-            words += ["for random queries and keys"] if self.sparse.depends_on_content else []
+            sparse = self.sparse
+            words.append(f"{sparse.pattern_type} keeps {sparse.sparsity_ratio:g} in tiles of {sparse.block_size}")
+            words += ["for random queries and keys"] if sparse.depends_on_content else []
         return ", ".join(words)
 
 
