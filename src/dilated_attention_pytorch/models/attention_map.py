@@ -101,16 +101,13 @@ def gradient_map(
     with torch.enable_grad(), _observed(model, record):
         number = check_instance("what `of` returns", of(_run(model, inputs)), Tensor)
     if number.numel() != 1 or not number.requires_grad:
-        raise ValueError(
-            f"`of` must return one number that depends on the model's output, got shape {tuple(number.shape)} and "
-            f"requires_grad={number.requires_grad}"
-        )
+        raise ValueError(f"`of` must return one number that depends on the model's output, got {tuple(number.shape)}")
     gradients = torch.autograd.grad(number.sum(), values, allow_unused=True)
     maps = [
         torch.zeros(v.shape[2], v.shape[1]) if g is None else (v.detach() * g).float().sum(-1)[0].T.cpu()
         for v, g in zip(values, gradients)
     ]
-    return _stacked([one if layers is None or i in layers else None for i, one in enumerate(maps)], layers)
+    return _stacked(maps, layers)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -220,7 +217,7 @@ def _mean_over_rows(seen: Seen) -> Tensor:
     return found[0, :, :, :group].flatten(1).T.cpu()  # (H, N)
 
 
-def _stacked(found: list[Tensor | None], wanted: Sequence[int] | None) -> Tensor:
+def _stacked(found: Sequence[Tensor | None], wanted: Sequence[int] | None) -> Tensor:
     if missing := [one for one in wanted or () if one >= len(found)]:
         raise ValueError(f"the model makes {len(found)} attention calls, numbered from 0, got layers {missing}")
     chosen = [one for one in (found if wanted is None else [found[i] for i in wanted]) if one is not None]

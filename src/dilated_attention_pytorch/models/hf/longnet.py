@@ -438,9 +438,8 @@ class LongNetForCausalLM(LongNetPreTrainedModel, GenerationMixin):
     @classmethod
     def from_longnet(cls, model: LongNetLM, **values: Any) -> LongNetForCausalLM:
         """The same model for transformers, with copies of its weights; `values` go to `LongNetConfig`."""
-        made = cls(LongNetConfig.of(model.config, **values)).to(
-            device=model.embedding.weight.device, dtype=model.embedding.weight.dtype
-        )
+        like = model.embedding.weight
+        made = cls(LongNetConfig.of(model.config, **values)).to(device=like.device, dtype=like.dtype)
         tensors = {f"model.longnet.{name}": x for name, x in model.state_dict().items() if name != "head.weight"}
         made.load_state_dict(tensors | {"lm_head.weight": model.state_dict()["head.weight"]})
         return made.train(model.training)
