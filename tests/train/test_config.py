@@ -143,15 +143,19 @@ steps = 2
         (
             "",
             "--batch-size 8",
-            "stages say what batch_size is, 4 at first, got 8 beside them",
+            "the stages decide batch_size, which is 4 in the first, got 8: leave it out",
         ),  # the default, and yet stated
         (
             "",
             "--segment-lengths 16 --dilation-rates 1",
-            "segment_lengths is, (16, 32) at first, got (16,)",
+            "the stages decide segment_lengths, which is (16, 32) in the first, got (16,)",
         ),
-        ("batch_size = 8", "", "stages say what batch_size is, 4 at first, got 8 beside them"),
-        ("model.segment_lengths = [8]", "", "stages say what segment_lengths is, (16, 32) at first, got [8]"),
+        ("batch_size = 8", "", "the stages decide batch_size, which is 4 in the first, got 8: leave it out"),
+        (
+            "model.segment_lengths = [8]",
+            "",
+            "the stages decide segment_lengths, which is (16, 32) in the first, got [8]",
+        ),
     ],
 )
 def test_what_stages_decide_cannot_be_said_beside_them(tmp_path, started, capsys, stated, flags, message) -> None:
@@ -211,7 +215,7 @@ def test_a_file_that_is_wrong_is_told_what_and_where(tmp_path, started, capsys, 
 
 def test_a_file_begins_a_run_and_does_not_resume_one(file, tmp_path, started, capsys) -> None:
     assert main(["train", "--resume", str(tmp_path), "--config", str(file)]) == 1
-    assert "--config begins a run" in capsys.readouterr().err
+    assert "--config starts a run" in capsys.readouterr().err
     (tmp_path / "options.json").write_text("{}")
     assert main(["train", "--options", str(tmp_path / "options.json"), "--config", str(file)]) == 1
     assert "--options and --config both describe the run" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_a_loss_without_a_row_that_counts_is_not_a_number_as_in_pytorch() -> Non
         ({"hidden": torch.randn(4, 7)}, r"weight \(vocab, E\), got \(4, 7\) and \(9, 8\)"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, r"of shape \(4,\), one per row of hidden"),
         ({"targets": torch.zeros(4)}, "whole numbers"),
-        ({"chunk": 0}, "at least 1 row, got 0"),
+        ({"chunk": 0}, "chunk must be a whole number of at least 1, got 0"),
         ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
         ({"z_loss": -0.1}, "0 or more, got -0.1"),
         ({"soft_cap": 0.0}, "above 0, got 0.0"),

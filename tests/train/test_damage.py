@@ -68,7 +68,7 @@ def count_detected(run: Path, ranks: Ranks, count: int, said) -> int:
         said()
         step = saver.restore()
         aside = newest.with_name("damaged-step-00000002")
-        named = f"passed over {newest}: {name} is broken" in said()
+        named = f"skipped {newest}: {name} is broken" in said()
         detected += step == 1 and named and aside.is_dir()
         (aside if aside.is_dir() else newest).rename(newest)
         path.write_bytes(whole)
@@ -133,14 +133,14 @@ def test_a_checkpoint_without_checksums_is_loaded_and_said_to_have_none(run, cap
     shard = max((list_checkpoints(run)[-1] / "state").iterdir(), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:100])
     assert checkpointer(run, Ranks(device=torch.device("cpu"))).restore() == 1
-    assert "passed over" in capsys.readouterr().out
+    assert "skipped" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_a_format_that_is_no_longer_read_says_so(run, capsys) -> None:
     newest = list_checkpoints(run)[-1]
     (newest / "state.pt").touch()
     assert checkpointer(run, Ranks(device=torch.device("cpu"))).restore() == 1
-    assert f"passed over {newest}: it has state.pt, which earlier versions wrote" in capsys.readouterr().out
+    assert f"skipped {newest}: it has state.pt, which earlier versions wrote" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
@@ -169,7 +169,7 @@ def test_generation_from_a_run_passes_over_a_damaged_checkpoint_and_names_it(tmp
     path = newest / "model.safetensors"
     path.write_bytes(damaged(path.read_bytes(), "flip", random.Random(0)))
     assert main(["generate", str(tmp_path / "run"), "--prompt", "a", "--max-new-tokens", "2"]) == 0
-    assert f"passed over {newest}: model.safetensors is broken" in capsys.readouterr().err
+    assert f"skipped {newest}: model.safetensors is broken" in capsys.readouterr().err
 
 
 def test_all_files_of_a_run_have_the_same_permissions_and_names_are_synced(tmp_path, text, monkeypatch) -> None:  # noqa: F811

@@ -348,7 +348,7 @@ def test_an_order_is_one_of_two() -> None:
     assert TrainConfig(pack=True, order="random").settled_order == "random"
     with pytest.raises(ValueError, match="order must be one of random, epochs; got 'sorted'"):
         TrainConfig(order="sorted")
-    with pytest.raises(ValueError, match="without a tokenizer text is read byte by byte: vocab_size must be 256"):
+    with pytest.raises(ValueError, match="without a tokenizer, each byte is a token: vocab_size must be 256"):
         TrainConfig(model=ModelConfig(vocab_size=300))
 
 
@@ -460,7 +460,7 @@ def test_a_packed_run_resumes_exactly_and_a_changed_text_is_refused(tmp_path, do
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     (documents / "00.txt").write_text("another text")
     assert run("--resume", tmp_path / "parts", "--steps", 6) == 1
-    assert "is not what the run began with: restore it, or begin a new run" in capsys.readouterr().err
+    assert "is not what the run began with: restore it, or start a new run" in capsys.readouterr().err
     assert run("--resume", tmp_path / "parts", "--steps", 6, "--order", "random") == 1
     assert "--order cannot change" in capsys.readouterr().err
 

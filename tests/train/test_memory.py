@@ -233,7 +233,7 @@ def test_a_copy_of_muon_goes_on_alone_and_takes_further_parameters() -> None:
 
 def test_muon_is_refused_where_it_cannot_be() -> None:
     options = MemoryOptions(optimizer="muon")
-    with pytest.raises(TypeError, match="does not tell from others: pass the model"):
+    with pytest.raises(TypeError, match="does not identify: pass the model"):
         make_optimizer(small_model().parameters(), options, lr=1e-2)
     with pytest.raises(ValueError, match="finds no matrix in a layer of DilatedAttention: use 'adamw'"):
         make_optimizer(DilatedAttention([16], [1]), options, lr=1e-2)
@@ -662,5 +662,5 @@ def test_a_model_is_prepared_once_and_before_it_is_wrapped() -> None:
 
 
 def test_tiles_of_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 row, got rows=0"):
+    with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got 0"):
         TiledFeedForward(FeedForward(4, 8), rows=0)

@@ -264,7 +264,7 @@ def test_one_process_goes_on_where_ranks_shared_heads(folder, on_four, capsys) -
 
 def test_ranks_that_do_not_divide_are_told_on_all_of_them(on_four) -> None:
     assert on_four.count("sequence_parallel=1 times tensor_parallel=3 must divide the ranks, and there are 4") == 4
-    assert on_four.count("4 ranks must divide the batch: choose another --batch-size than 6") == 4
+    assert on_four.count("--batch-size must be a multiple of the 4 ranks that share it, got 6") == 4
 
 
 def test_one_process_goes_on_where_two_stopped_and_passes_over_what_is_damaged(folder, alone, shared, capsys) -> None:

@@ -272,7 +272,7 @@ def test_stated_options_stay_and_the_rest_is_fitted_around_them(monkeypatch, cap
     assert "3.0 are free: it may run out of memory" in capsys.readouterr().out
     config = on_gpu(monkeypatch, 138, "--preset", "125m", "--dropout", "0.1")
     assert config.memory == dataclasses.replace(memory_preset("125m", hardware_preset("h200")), compile=True)
-    assert "the memory of dropout is not known" in capsys.readouterr().out
+    assert "unchecked: the memory model does not cover dropout" in capsys.readouterr().out
 
 
 def test_a_run_that_is_continued_keeps_its_choice(monkeypatch, tmp_path, capsys) -> None:
@@ -702,7 +702,7 @@ def test_a_loss_of_ones_own_and_any_model() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"tokens": torch.zeros(1, 4)}, r"a mapping with input_ids, .* got \['tokens'\]"),
+        ({"tokens": torch.zeros(1, 4)}, r"a mapping with input_ids and optionally .* got \['tokens'\]"),
         ({"input_ids": torch.zeros(1, 4, dtype=torch.long), "mask": None}, r"got \['input_ids', 'mask'\]"),
         ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"are \(batch, tokens\), got \(4,\)"),
         ({"input_ids": torch.zeros(1, 4, dtype=torch.long), "seqlens": torch.tensor([3])}, "pass labels too"),

@@ -160,8 +160,8 @@ def test_a_damaged_run_is_shown_as_far_as_it_can_be_read(run) -> None:
         "<code>environment.jsonl</code> cannot be read",
         "<code>samples/step-00000004.txt</code> cannot be read",
         "<code>checkpoints/damaged-step-00000002</code> could not be read when the run was resumed",
-        "<code>checkpoints/step-00000004</code> is not whole",
-        "how many there should be is not known",
+        "<code>checkpoints/step-00000004</code> is incomplete",
+        "the number of steps is unknown",
     ):
         assert words in text
     assert "<svg" in text
@@ -182,7 +182,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys) -> None:
     assert main(["report", str(tmp_path / "none")]) == 1
     assert "no folder" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 1
-    assert "is no run's folder: it has none of config.json" in capsys.readouterr().err
+    assert "is not the folder of a run: it has none of config.json" in capsys.readouterr().err
 
 
 def changed(content: bytes, draw: random.Random) -> bytes:

@@ -273,7 +273,7 @@ def test_the_config_of_a_staged_run_is_read_as_it_was_written(tmp_path) -> None:
 
 
 def test_what_stages_say_is_not_said_beside_them() -> None:
-    with pytest.raises(ValueError, match="stages say what batch_size is, 4 at first, got 7 beside them"):
+    with pytest.raises(ValueError, match="the stages decide batch_size, which is 4 in the first, got 7: leave it out"):
         TrainConfig(stages=STAGES, batch_size=7)
     xpos = ModelConfig(d_model=16, num_heads=2, num_layers=1, positions="xpos", scale_base=16.0)
     wrong = [STAGES[0], STAGES[1] | {"segment_lengths": (8, 9973), "dilation_rates": (1, 2)}]
@@ -351,7 +351,7 @@ def test_a_finished_staged_run_that_is_asked_for_again_samples_with_its_last_pat
 
 def test_flags_that_stages_decide_are_refused(folder, flags, capsys) -> None:
     assert main([*flags, "--out", str(folder / "none"), "--batch-size", "2", "--segment-lengths", "8"]) == 1
-    assert "stages say what batch_size is, 4 at first, got 2 beside them" in capsys.readouterr().err
+    assert "the stages decide batch_size, which is 4 in the first, got 2: leave it out" in capsys.readouterr().err
     assert main(["train", "--out", str(folder / "none"), "--stages", "absent.toml"]) == 1
     assert "no file absent.toml" in capsys.readouterr().err
     assert not (folder / "none").exists()

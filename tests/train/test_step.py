@@ -85,7 +85,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are(tmp_path, flags, plain, 
     options = ["--compile", "--compile-backend", "broken_backend", *tile]
     assert main([*flags, "--out", str(tmp_path / "run"), *options]) == 0
     printed = capsys.readouterr().out
-    assert "compile  the layers, before the first step; --no-compile leaves it out" in printed
+    assert "compile  the layers before the first step; --no-compile skips this" in printed
     assert re.search(r"compile  warning: failed after \d+ s, so layers run uncompiled: .*no compiler here", printed)
     losses = [record["loss"] for record in records(tmp_path / "run")]
     assert losses == pytest.approx([record["loss"] for record in plain], rel=1e-5)
@@ -245,7 +245,7 @@ def test_a_full_disk_is_named_with_the_last_complete_checkpoint_by_writers_that_
     told = capsys.readouterr().err
     assert "a checkpoint could not be saved ([Errno 28] No space left on device: " in told
     assert f"the disk of {run} is full (1,234,567 bytes free are not enough)" in told
-    assert f"last complete checkpoint is of step 2, from which --resume {run} goes on" in told
+    assert f"--resume {run} continues from the run's last complete checkpoint, of step 2" in told
     monkeypatch.setattr(safetensors.torch, "save_file", real)
     assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
 

@@ -288,7 +288,7 @@ def test_a_truncated_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, t
     state.write_bytes(state.read_bytes()[:100])
     assert run("--resume", tmp_path / "run") == 0
     printed = capsys.readouterr().out
-    assert f"passed over {newest}: state/__0_0.distcp is broken or truncated" in printed
+    assert f"skipped {newest}: state/__0_0.distcp is broken or truncated" in printed
     assert ", from step 2 on cpu" in printed
     assert [m["loss"] for m in metrics(tmp_path / "run")] == whole
     names = {path.name for path in newest.parent.iterdir()}

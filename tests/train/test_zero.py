@@ -140,8 +140,8 @@ def test_packed_micro_batches_have_the_losses_of_one_process(folder, flags, shar
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--zero-stage", "2"], "--zero-stage goes with --engine deepspeed"),
-        (["--engine", "fsdp", "--cpu-offload"], "--cpu-offload goes with --engine deepspeed"),
+        (["--zero-stage", "2"], "--zero-stage needs --engine deepspeed"),
+        (["--engine", "fsdp", "--cpu-offload"], "--cpu-offload needs --engine deepspeed"),
         (["--engine", "deepspeed", "--zero-stage", "5"], "a ZeRO stage is 1, 2 or 3, got 5"),
         (["--engine", "deepspeed", "--zero-stage", "1", "--nvme-offload", "x"], "NVMe offload needs ZeRO stage 3"),
         (["--engine", "deepspeed"], "the engine deepspeed needs torchrun: add --ranks P, or --ranks 1 for one process"),

@@ -122,7 +122,7 @@ def load_newest(folder: Path, load: Callable[[Path], Model]) -> tuple[Path, Mode
         except DamagedFile as damage:
             if not older:
                 raise
-            print(f"passed over {damage}", file=sys.stderr)
+            print(f"skipped {damage}", file=sys.stderr)
             newest = older.pop()
 
 

@@ -110,7 +110,7 @@ def collate(items: Sequence[Mapping[str, Any]], *, length: int | None = None, pa
 
 
 def tokens_and_labels(item: Any, dims: int = 1, beside: Sequence[str] = ()) -> tuple[Tensor, Tensor]:
-    """The tokens of an item `(N,)` or a batch `(B, N)`, and what each should predict; `beside` are other known keys."""
+    """The tokens of an item `(N,)` or a batch `(B, N)`, and what each should predict; `beside` are other valid keys."""
     check_item(item, ("labels", *beside))
     tokens = torch.as_tensor(item["input_ids"], dtype=torch.long)
     labels = next_tokens(tokens) if item.get("labels") is None else torch.as_tensor(item["labels"], dtype=torch.long)
@@ -123,14 +123,14 @@ def tokens_and_labels(item: Any, dims: int = 1, beside: Sequence[str] = ()) -> t
 
 
 def check_item(item: Any, known: Sequence[str] | None = None) -> Mapping[str, Any]:
-    """Refuse what is not a mapping with `input_ids`, or has keys that are not known."""
+    """Refuse what is not a mapping with `input_ids`, or has unknown keys."""
     check_instance("an item", item, Mapping)
     if "input_ids" not in item or (known is not None and item.keys() - {"input_ids", *known}):
         beside = ", ".join(known or ("labels",))
-        raise ValueError(f"an item is a mapping with input_ids, and perhaps {beside}, got {sorted(map(str, item))}")
+        raise ValueError(f"an item is a mapping with input_ids and optionally {beside}, got {sorted(map(str, item))}")
     return item
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
-    """The token that follows each one along the last dimension; the last one has the label that is ignored."""
+    """The token that follows each one along the last dimension; the last one gets the ignored label."""
     return torch.cat([tokens[..., 1:], torch.full_like(tokens[..., :1], IGNORED)], dim=-1)

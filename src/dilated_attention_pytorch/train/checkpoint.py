@@ -1,13 +1,13 @@
 """Checkpoints of a run: folders that appear whole or not at all, newest last.
 
-`checkpoints/step-00000300/` holds the weights for use (`config.json`, `model.safetensors`) and `state/`, which resuming
-needs: each rank writes its own shards, and any number of ranks reads them, through `torch.distributed.checkpoint`. On a
-CPU one process saves before it goes on; ranks, and a process that trains on a GPU, copy the state and save while
-training goes on. `checksums.txt` has the checksum of every file, which is checked before anything is loaded.
+`checkpoints/step-00000300/` holds the weights (`config.json`, `model.safetensors`) and `state/`, which resuming needs:
+each rank writes its own shards, and any number of ranks can read them, through `torch.distributed.checkpoint`. A single
+process on a CPU saves before it continues; ranks, and a process on a GPU, copy the state and save it while training
+continues. `checksums.txt` has the checksum of every file, which is checked before anything is loaded.
 
-The state is model, optimizer (with its learning rate), the loss scale of float16 and step. Batches, learning rates and
-random numbers are functions of (seed, step, token rank), so the step is all that resuming needs, on any number of
-ranks.
+The state is the model, the optimizer (with its learning rate), the loss scale of float16 and the step. Batches,
+learning rates and random numbers are functions of (seed, step, token rank), so resuming needs no more than the step, on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Checkpointer:
     """Saves a run's state and restores it; every rank calls every method, in the same order.
 
     `plain` is the model, and `model` what the ranks train, which may be the same. `scaler` belongs to the state if it
-    is enabled. `beside` has further files for a checkpoint, by name.
+    is enabled. `beside` are further files to save with each checkpoint, by name.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class Checkpointer:
             self._thread.shutdown()
 
     def restore(self) -> int:
-        """Load the newest checkpoint that is whole; prints which ones it passes over, and returns its step."""
+        """Load the newest undamaged checkpoint, and return its step; prints the ones that it skips."""
         found, cut_off = self._ranks.on_first(
             lambda: (run_folder.step_folders(self._run), run_folder.partial_checkpoints(self._run))
         )
         passed: list[Path] = []
         for unfinished in cut_off:
-            self._say(f"passed over {unfinished}: its save or its deletion was cut off")
+            self._say(f"skipped {unfinished}: its save or its deletion was cut off")
         for folder in reversed(found):
             has_checksums, damage = self._on_all(self._check, folder)
             if not damage:
@@ -157,12 +157,12 @@ class Checkpointer:
             if not damage:
                 self._ranks.on_first(lambda: _set_aside(passed))
                 return step
-            self._say(f"passed over {folder}: {damage}")
+            self._say(f"skipped {folder}: {damage}")
             passed.append(folder)
         raise FileNotFoundError(f"nothing to resume in {self._run}: it has no checkpoint that can be read")
 
     def _on_all(self, act: Callable[[Path], Result], folder: Path) -> tuple[Result, str]:
-        """What `act` returns, and the damage that it found on any rank; another error of one rank is raised on all."""
+        """The result of `act`, and the damage that it found on any rank; any other error is raised on all ranks."""
         result: Any = None
         error: Exception | None = None
         try:
@@ -190,7 +190,7 @@ class Checkpointer:
         unfinished: Path,
         folder: Path,
         config: str,
-        weights: dict[str, Tensor] | None = None,
+        weights: dict[str, Tensor] | None,
     ) -> None:
         """When all ranks have written, the first one adds the whole weights and publishes."""
         try:
@@ -266,7 +266,7 @@ class Checkpointer:
         kept = (value for own in optimizer.state.values() for value in own.values())
         if alone and self._group is not None and any(_in_8_bits(value) is not None for value in kept):
             raise ValueError(
-                "one process wrote the 8-bit state of its optimizer, which ranks cannot cut: resume it alone"
+                "a single process wrote the 8-bit state of its optimizer, which ranks cannot split: resume it alone"
             )
         _read(state, folder, self._group)
         for saved, group in zip(state["optimizer"]["param_groups"], optimizer.param_groups):
@@ -304,7 +304,7 @@ class Checkpointer:
 
 
 def _saves_beside(ranks: Ranks) -> bool:
-    """Whether training goes on during a save."""
+    """Whether training continues during a save."""
     return ranks.mesh is not None or ranks.device.type != "cpu"
 
 
@@ -324,7 +324,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _open_unfinished(run: Path, folder: Path) -> Path:
-    """Sweep what killed saves left, and make the folder in which `folder` is prepared."""
+    """Delete what killed saves left, and make the folder in which `folder` is prepared."""
     for stale in run_folder.partial_checkpoints(run):
         shutil.rmtree(stale)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
@@ -334,7 +334,7 @@ def _open_unfinished(run: Path, folder: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint, which loses its name first: one that is half deleted must not count as whole."""
+    """Rename a checkpoint, then delete it: a half-deleted one must not count as complete."""
     deleted = folder.with_name(f".{folder.name}.deleted.partial")
     folder.rename(deleted)
     shutil.rmtree(deleted)

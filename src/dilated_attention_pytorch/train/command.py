@@ -57,16 +57,16 @@ _STARTING: dict[str, tuple[Any, str]] = {
     "options": (Path, "RunOptions as JSON: engine, checkpoints, monitors, restarts"),
     "preset": (
         Literal[MODEL_SIZES],
-        "a model of this size, with length, batch and learning rate for it; on a GPU, memory options by what is free",
+        "a model of this size, with a length, batch and learning rate for it; on a GPU, memory options that fit",
     ),
-    "hardware": (Literal[HARDWARE], "precision for it (default: PyTorch's; with --preset that of the device)"),
+    "hardware": (Literal[HARDWARE], "use its precision (default: fp32; with --preset, that of the device)"),
     "out": (Path, "the run's folder (default: a new one below runs/)"),
     "resume": (
         tuple[()] | tuple[Path],
-        "continue the run in a folder (default: the newest below runs/); only how long and where it runs may change",
+        "continue the run in this folder (default: the newest below runs/); only how long and where it runs may change",
     ),
-    "auto_resume": (bool, "continue the run in --out if there is one, else begin it (default: off)"),
-    "ranks": (int, "processes of this machine (default: this one alone); across machines use torchrun"),
+    "auto_resume": (bool, "continue the run in --out if there is one, else start it (default: off)"),
+    "ranks": (int, "processes to start on this machine (default: train in this one); across machines use torchrun"),
     "max_restarts": (int, "with --ranks: how often to restart after a rank dies (default: 0)"),
 }
 # Headings of `--help` for settings in tables; those of the run itself state theirs.
@@ -149,7 +149,7 @@ def run_command(arguments: Sequence[str]) -> int:
     auto_resume = given.get("auto_resume", False)
     for name in ("options", "config"):
         if name in given and resuming:
-            raise ValueError(f"--{name} begins a run: resume it with --auto-resume, or leave --{name} out")
+            raise ValueError(f"--{name} starts a run: continue it with --auto-resume, or leave --{name} out")
     if options is not None:
         if "config" in given:
             raise ValueError("--options and --config both describe the run: put the options into the TOML file")
@@ -239,7 +239,7 @@ def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, A
 
 
 def _as_before(config: TrainConfig, before: TrainConfig, stated: Collection[str]) -> TrainConfig:
-    """The config with what the first part of the run chose by its free memory, so that both parts round alike."""
+    """The config with the memory options that the first part of the run chose, so that both parts round alike."""
     free = [field.name for field in dataclasses.fields(config.memory) if may_change(field) and field.name not in stated]
     memory = dataclasses.replace(config.memory, **{name: getattr(before.memory, name) for name in free})
     accumulate = config.accumulate if "accumulate" in stated else before.accumulate
@@ -247,9 +247,9 @@ def _as_before(config: TrainConfig, before: TrainConfig, stated: Collection[str]
 
 
 def _for_gpu(config: TrainConfig, stated: Collection[str], ranks: int) -> TrainConfig:
-    """The config with what a GPU decides unless it is stated: layers are compiled, and a preset uses the memory.
+    """The config with the choices for a GPU that are not stated: compiled layers, and memory options for a preset.
 
-    Every rank is taken to hold all parameters.
+    It assumes that every rank holds all parameters.
     """
     kind, _, number = config.device.partition(":")
     if kind not in ("auto", "cuda") or not torch.cuda.is_available() or config.engine == "deepspeed":
@@ -300,7 +300,7 @@ def _with_flags(before: Mapping[str, Any], flags: Mapping[str, Any]) -> TrainCon
     if stated.get("engine", before.get("engine", "fsdp")) != "deepspeed":
         if "zero" in stated:
             names = _names(name for name in flags if SETTINGS[name][0] == "zero")
-            raise ValueError(f"{names} goes with --engine deepspeed: add it, or leave {names} out")
+            raise ValueError(f"{names} needs --engine deepspeed: add it, or leave {names} out")
         if "engine" in stated:  # another engine drops what the file or the run states for DeepSpeed
             stated["zero"] = None
     return TrainConfig(**override(before, stated))

@@ -68,14 +68,14 @@ class TrainConfig:
     )
     pack: bool = setting(False, "keep attention and loss within each file", group=_DATA)
     order: Order | None = setting(
-        None, "random windows, or epochs in which each sequence comes once (default: epochs with --pack)", group=_DATA
+        None, "random windows, or epochs with each sequence once (default: random; with --pack, epochs)", group=_DATA
     )
     model: ModelConfig = SMALL_MODEL
     sequence_length: int = setting(512, "tokens per sequence (bytes without --tokenizer)", range=COUNT, group=_DATA)
     batch_size: int = setting(8, "sequences per step, of all ranks together", range=COUNT, group=_DATA)
     steps: int = setting(
         0,
-        "optimizer steps in all (default: those of the stages, or 250)",
+        "optimizer steps in total (default: those of the stages, or 250)",
         range=_FROM_ZERO,
         group=_STEPS,
         may_change=True,
@@ -87,7 +87,7 @@ class TrainConfig:
     warmup_steps: int = setting(30, "steps of linear warm-up", range=_FROM_ZERO, group=_STEPS)
     weight_decay: float = setting(0.1, "weight decay of matrices", range=NOT_NEGATIVE, group=_STEPS)
     clip_norm: float = setting(
-        1.0, "largest norm of the gradient, which is scaled down to it; inf: any", range=_ANY_POSITIVE, group=_STEPS
+        1.0, "clip the norm of the gradient to this; inf: no clipping", range=_ANY_POSITIVE, group=_STEPS
     )
     validate_every: int = setting(50, "steps between validations", range=COUNT, group=_OUTPUT)
     validation_batches: int = setting(8, range=COUNT)
@@ -108,14 +108,14 @@ class TrainConfig:
     device: str = setting("auto", "cpu, cuda, ... (default: a GPU if there is one)", group=_DEVICES, may_change=True)
     threads: int | None = setting(
         None,
-        "PyTorch's threads per process (default: OMP_NUM_THREADS; without it, on a CPU, the fastest in a short timing)",
+        "PyTorch's threads per process (default: OMP_NUM_THREADS, else on a CPU the fastest number in a short timing)",
         range={"least": 1, "most": 4096},
         group=_DEVICES,
         may_change=True,
     )
     tf32: bool = setting(False, may_change=True)  # float32 products on GPUs may round to TF32
     engine: Engine = setting(
-        "fsdp", "ranks shard the parameters, copy them, or let DeepSpeed's ZeRO shard", group=_DEVICES, may_change=True
+        "fsdp", "ranks shard the parameters, copy them, or let DeepSpeed shard them", group=_DEVICES, may_change=True
     )
     zero: Zero | None = setting(None, may_change=True)
     sequence_parallel: int = setting(
@@ -128,7 +128,7 @@ class TrainConfig:
         600.0, "a rank that is silent for this long ends the run", range=POSITIVE, group=_DEVICES, may_change=True
     )
     monitors: tuple[Kind, ...] = setting(
-        (), "where figures go, beside the progress bar (default: nowhere)", group=_OUTPUT, may_change=True
+        (), "where figures go, besides the progress bar (default: nowhere)", group=_OUTPUT, may_change=True
     )
     prometheus_address: str = setting(
         "127.0.0.1:9464", "HOST:PORT of --monitors prometheus", group=_OUTPUT, may_change=True
@@ -136,7 +136,7 @@ class TrainConfig:
     accumulate: int = setting(1, "micro-batches per step", range=COUNT, group=_STEPS, may_change=True)
     skip_broken_steps: int = setting(
         5,
-        "steps in a row that may have a loss or gradient that is not finite",
+        "steps in a row that may be skipped because the loss or gradient is not finite",
         range=_FROM_ZERO,
         group=_STEPS,
         may_change=True,
@@ -174,7 +174,7 @@ class TrainConfig:
                 raise ValueError(f"stage {number}: {error}") from None
 
     def _refused(self) -> dict[str, bool]:
-        """Whether the run has what cannot be combined, by the reason. A model refuses what its device cannot do."""
+        """Whether the run combines what cannot be combined, by reason. A model refuses what its device cannot do."""
         memory, engine, tensor = self.memory, self.engine, self.tensor_parallel
         deepspeed, tiles_in_stage_3 = engine == "deepspeed", memory.mlp_tile and self.zero and self.zero.stage == 3
         whole = [name for name in ("float8", "structured_sparsity") if getattr(memory, name)]
@@ -199,7 +199,7 @@ class TrainConfig:
             "sample_prompt must have at least one character, got '': leave it out for the default": (
                 not self.sample_prompt
             ),
-            f"without a tokenizer text is read byte by byte: vocab_size must be 256, got {self.model.vocab_size}": (
+            f"without a tokenizer, each byte is a token: vocab_size must be 256, got {self.model.vocab_size}": (
                 self.tokenizer is None and self.model.vocab_size != 256
             ),
         }
@@ -252,7 +252,7 @@ class TrainConfig:
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """The settings that make a run the run it is."""
+    """The settings that identify a run: those that may not change when it is resumed."""
     kept = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if not may_change(one)}
     return {name: identity(value) if dataclasses.is_dataclass(value) else value for name, value in kept.items()}
 
@@ -306,7 +306,7 @@ def check_beside_stages(first: Stage, stated: Mapping[str, Any]) -> None:
     for name in (*OF_A_STAGE, *PATTERN):
         value, decided = stated.get(name), getattr(first, name)
         if value is not None and (tuple(value) if isinstance(value, list) else value) != decided:
-            raise ValueError(f"stages say what {name} is, {decided} at first, got {value} beside them: leave it out")
+            raise ValueError(f"the stages decide {name}, which is {decided} in the first, got {value}: leave it out")
 
 
 def settings_of(options: RunOptions, ranks: int = 1) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head in chunks of rows: only the logits of one chunk exist.
 
-Forward computes the gradients too, chunk by chunk, while the logits are there. They are those of a sum of losses, whose
-slopes are near 1, so that float16 needs no loss scale; backward multiplies them by its own gradient, with the scale.
+Forward also computes the gradients, chunk by chunk, while the logits exist. They are those of a sum of losses, whose
+slopes are near 1, so float16 needs no loss scale; backward multiplies them by the incoming gradient, which has it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import check_whole
 from dilated_attention_pytorch.core.modes import first_derivatives_only
 from dilated_attention_pytorch.functional import autocast_inputs
 from dilated_attention_pytorch.kernels.loss import cross_entropy_
@@ -38,7 +39,7 @@ def linear_cross_entropy(
         targets: `(...)`, whole numbers below `vocab`; rows of `ignore_index` do not count.
         chunk: rows whose logits exist at the same time.
         label_smoothing: the share of a target's probability that is spread evenly over all classes.
-        z_loss: a weight; each row adds that much of the squared log of its softmax's denominator.
+        z_loss: weight of an additional loss per row, the squared logarithm of its softmax's denominator.
         soft_cap: `soft_cap * tanh(logits / soft_cap)` takes the place of the logits.
         reduction: `mean` over the rows that count, or `sum`.
 
@@ -61,8 +62,7 @@ def linear_cross_entropy(
             f"targets must be whole numbers of shape {tuple(hidden.shape[:-1])}, one per row of hidden, got "
             f"{targets.dtype} {tuple(targets.shape)}"
         )
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 row, got {chunk}")
+    check_whole("chunk", chunk, least=1)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
     if z_loss < 0.0:

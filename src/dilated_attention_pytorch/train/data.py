@@ -64,8 +64,8 @@ class Batch:
 class Corpus:
     """Two disjoint splits of a text.
 
-    `byte_pairs` is `(2, 257, 256)`: how often a byte follows another one, in training and in validation; row 256 is of
-    the first byte, which follows none. `content` is the same for the same tokens and documents.
+    `byte_pairs` is `(2, 257, 256)`: how often a byte follows another one, in training and in validation; row 256
+    counts the first byte, which follows none. `content` is the same for the same tokens and documents.
     """
 
     training: token_files.Split
@@ -91,7 +91,7 @@ class Corpus:
                 raise ValueError(f"{path} is broken ({error!r}): move it away to resume without the check") from None
             if before != self.content:
                 raise ValueError(
-                    f"the text of {self.source} is not what the run began with: restore it, or begin a new run ({path} "
+                    f"the text of {self.source} is not what the run began with: restore it, or start a new run ({path} "
                     "tells them apart; without it nothing is compared)"
                 )
             return
@@ -126,7 +126,7 @@ class Corpus:
 
 
 def _bits_per_byte(training: Tensor, validation: Tensor) -> float:
-    """The cross-entropy of counts `(..., 256)` under others, each one higher, as frequencies."""
+    """The cross-entropy of validation counts `(..., 256)` under the frequencies of training counts, each plus one."""
     counts = training.double() + 1.0
     bits = -(counts / counts.sum(-1, keepdim=True)).log2()
     return ((bits * validation).sum() / validation.sum()).item()
@@ -144,8 +144,8 @@ def open_corpus(
 ) -> Corpus:
     """The corpus of some files and folders, checked to be long enough for sequences of `length`.
 
-    Its token files are in `cache`; where they are not, the first rank writes them and the others wait. `progress` is
-    tqdm, or something like it. What is in `cache`, in the folders `apart` and in those of other runs is no text.
+    Its token files are in `cache`; if they are missing, the first rank writes them while the others wait. `progress` is
+    tqdm, or works like it. Files in `cache`, in the folders `apart` and in the folders of other runs are not read.
     """
     ranks = Ranks(device=torch.device("cpu")) if ranks is None else ranks
     tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
@@ -177,7 +177,7 @@ def open_corpus(
 def _prepared(
     paths: Sequence[str], tokenizer: Tokenizer, cache: Path, progress: Callable[..., Any] | None, apart: Sequence[Path]
 ) -> Iterator[tuple[Path, str, list[str]] | None]:
-    """Write token files unless they are there, undamaged: yields None now and then, last their folder and text."""
+    """Write token files unless they exist undamaged; yields None now and then, and last their folder and facts."""
     text = token_files.Text.of(*text_files(paths, tuple(folder.resolve() for folder in (cache, *apart))))
     folder = cache / text.fingerprint(tokenizer)
     token_files.sweep_token_files(cache)
@@ -196,7 +196,7 @@ def _prepared(
 
 
 def _in_turns(steps: Iterator[int], total: int, what: str, progress: Callable[..., Any] | None) -> Iterator[None]:
-    """Take steps, each of which tells its bytes, and yield every few seconds."""
+    """Take steps, each of which yields its number of bytes, and yield every few seconds."""
     until = time.monotonic() + _TURN_SECONDS
     with contextlib.ExitStack() as shown:
         bar = progress and shown.enter_context(
@@ -213,7 +213,7 @@ def _in_turns(steps: Iterator[int], total: int, what: str, progress: Callable[..
 def text_files(paths: Sequence[str], apart: Sequence[Path] = ()) -> tuple[list[Path], str]:
     """The text files of some files and folders, by name, and what to call them; without paths, the standard library's.
 
-    What is in the folders `apart` is no text. A file that several paths lead to is given once.
+    Files in the folders `apart` are left out. A file that several paths lead to is listed once.
     """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])

@@ -155,7 +155,7 @@ def fit_options(
     unknown = [name for name in ("float8", "structured_sparsity") if getattr(base, name)]
     unknown += ["dropout"] * any(load.config.dropout for load in loads)
     if unknown:
-        why = f"{_techniques(base)}, whatever is free: the memory of {' and '.join(unknown)} is not known"
+        why = f"{_techniques(base)}, unchecked: the memory model does not cover {' and '.join(unknown)}"
         return Chosen(base, accumulate or 1, why)
     heaviest = max(loads, key=lambda load: load.tokens * load.batch)
     most = min(load.tokens * load.batch for load in loads) // _LEAST_ROWS
@@ -189,7 +189,7 @@ def _demand(options: MemoryOptions, loads: Sequence[Load], count: int) -> tuple[
 
 
 def _recomputing(base: MemoryOptions, stated: Collection[str]) -> list[MemoryOptions]:
-    """`base` with every set of techniques that compute again, and of those that also offload."""
+    """`base` with every combination of techniques that recompute, with and without offloading."""
     kept: Sequence[Checkpointing] = ("none", "selective", "full")
     found: dict[MemoryOptions, None] = {}
     for checkpointing, tile, offload in itertools.product(kept, (0, _LARGE_TILE), (False, True)):

@@ -158,7 +158,7 @@ class _Trainer:
         for stage in self.config.schedule:
             if stage.batch_size % ranks:
                 raise ValueError(
-                    f"{ranks} ranks must divide the batch: choose another --batch-size than {stage.batch_size}"
+                    f"--batch-size must be a multiple of the {ranks} ranks that share it, got {stage.batch_size}"
                 )
             if stage.batch_size // ranks % accumulate:
                 raise ValueError(
@@ -190,7 +190,7 @@ class _Trainer:
         if not config.memory.compile:
             return
         if ranks.first:
-            print("compile  the layers, before the first step; --no-compile leaves it out", flush=True)
+            print("compile  the layers before the first step; --no-compile skips this", flush=True)
         began = time.perf_counter()
         rows = config.batch_size // (ranks.axis("data") * config.accumulate)
         shape = (1, rows * config.sequence_length) if config.pack else (rows, config.sequence_length)

@@ -81,7 +81,7 @@ class MemoryOptions:
     """
 
     checkpointing: Checkpointing = setting(
-        "none", "compute layers again in backward: all of a layer, or all but its attention", may_change=True
+        "none", "recompute layers in backward: full, or selective: all but their attention", may_change=True
     )
     layers_per_checkpoint: int = setting(
         1, "with full checkpointing: keep the input of every n-th layer only", range=COUNT, may_change=True
@@ -90,7 +90,7 @@ class MemoryOptions:
     offload_least_bytes: int = setting(LEAST_THRESHOLD, range=COUNT, may_change=True)
     mlp_tile: int = setting(
         0,
-        "rows of a feed-forward network per tile, computed again in backward; 0: no tiles",
+        "rows of a feed-forward network per tile, recomputed in backward; 0: no tiles",
         range=SIZE,
         may_change=True,
     )
@@ -331,8 +331,8 @@ def make_optimizer(
         return torch.optim.AdamW(given, **settings)
     if not isinstance(parameters, nn.Module):
         raise TypeError(
-            "optimizer 'muon' updates the matrices of a model's layers, which a list of parameters does not tell from "
-            "others: pass the model"
+            "optimizer 'muon' updates the matrices of a model's layers, which a list of parameters does not identify: "
+            "pass the model"
         )
     inner = parameters.module if isinstance(parameters, nn.parallel.DistributedDataParallel) else parameters
     matrices = {p: None for layer in _layers(inner) for p in layer.parameters() if p.dim() == 2}

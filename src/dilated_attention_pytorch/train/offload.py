@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilated_attention_pytorch.core.checks import check_whole
 from dilated_attention_pytorch.core.pool import LEAST_THRESHOLD, WorkspacePool, get_global_memory_pool
 
 # Groups whose copies may be under way: one is copied while the next computes.
@@ -38,9 +39,7 @@ class Offload:
     """
 
     def __init__(self, least_bytes: int = LEAST_THRESHOLD, pool: WorkspacePool | None = None) -> None:
-        if least_bytes < 1:
-            raise ValueError(f"least_bytes must be at least 1, got {least_bytes}")
-        self.least_bytes = least_bytes
+        self.least_bytes = check_whole("least_bytes", least_bytes, least=1)
         self.pool = get_global_memory_pool() if pool is None else pool
         self._recent: deque[weakref.ref[OffloadGroup]] = deque()
         self._streams: dict[torch.device, Any] = {}
@@ -81,7 +80,7 @@ class OffloadGroup:
         return self.pack, self.unpack
 
     def pack(self, tensor: Tensor) -> Tensor | _Parcel:
-        """The tensor's copy on the host, or the tensor itself if it is small; nobody may write to it any more."""
+        """The tensor's copy on the host, or the tensor itself if it is small; it must not be written to afterwards."""
         if tensor.nbytes < self._offload.least_bytes or isinstance(tensor, torch.nn.Parameter):
             return tensor
         parcel = _Parcel(self, self._offload, tensor)

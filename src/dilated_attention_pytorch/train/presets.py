@@ -116,7 +116,7 @@ def text_model(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[Mo
 
 
 def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> Hardware:
-    """The hardware of a name; `auto` is that of the device, and the device `auto` is a GPU if there is one.
+    """The preset of this name; `auto` means that of the device, and the device `auto` a GPU if there is one.
 
     >>> hardware_preset("v100").precision, hardware_preset(device="cpu").name
     ('fp16', 'cpu')
@@ -148,8 +148,8 @@ def hardware_preset(name: str = "auto", device: torch.device | str = "auto") -> 
 def memory_preset(size: str, hardware: Hardware) -> MemoryOptions:
     """The memory options for a model of a size, or of a kind (`small`, `medium`, `large`), on some hardware.
 
-    Backward computes layers again; for large models all of a layer. On GPUs, medium and large models have an 8-bit
-    optimizer, and large ones keep activations in host memory.
+    Backward recomputes the layers, for large models including their attention. On GPUs, medium and large models have an
+    8-bit optimizer, and large ones keep activations in host memory.
 
     >>> memory_preset("125m", hardware_preset("h200")).precision
     'bf16'

@@ -105,7 +105,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: ranks exchange gradients only with the `last` one of a step."""
+        """A context for one micro-batch: ranks exchange gradients only in backward of the `last` one of a step."""
         if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
             with model.no_sync():
                 yield
@@ -171,7 +171,7 @@ class Ranks:
         return torch.stack(rows)
 
     def mean(self, *values: Tensor) -> list[float]:
-        """Each of some numbers, averaged over ranks. It waits for a GPU once."""
+        """The mean of each number over the ranks. Waits for a GPU once."""
         return self.gather(*torch.stack(values).tolist()).mean(0).tolist()
 
     def gather_objects(self, value: Result) -> list[Result]:
@@ -204,7 +204,7 @@ class Ranks:
                 raise OSError(failure) from error
 
     def check_same(self, values: Mapping[str, object]) -> None:
-        """Raise on every rank if one of them has another value than the first."""
+        """Raise on every rank if a value of one of them differs from the first rank's."""
         found = self.gather_objects(dict(values))
         for rank, others in enumerate(found):
             for name, other in others.items():
@@ -233,7 +233,7 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
         if sequence * tensor > 1:
             raise ValueError(
                 f"sequence_parallel={sequence} and tensor_parallel={tensor} need {sequence * tensor} ranks or a "
-                f"multiple, and this is one process: start it with --ranks {sequence * tensor} or torchrun, or say "
+                f"multiple, and this is one process: start it with --ranks {sequence * tensor} or torchrun, or pass "
                 "--sequence-parallel 1 --tensor-parallel 1"
             )
         yield Ranks(device=find_device(device))
@@ -244,7 +244,7 @@ def join_ranks(device: str, timeout: float, *, sequence: int = 1, tensor: int = 
     chosen = find_device(device)
     if chosen.type == "cuda":
         if ":" in device:
-            raise ValueError(f"each rank takes the GPU of its local rank: say cuda, not {device}")
+            raise ValueError(f"each rank takes the GPU of its local rank: pass --device cuda, not {device}")
         chosen = torch.device("cuda", local_rank())
         torch.cuda.set_device(chosen)
     # Numbers and checkpoints travel between CPUs, so ranks have gloo beside NCCL.

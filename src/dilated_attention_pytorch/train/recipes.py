@@ -60,7 +60,7 @@ def optimize_small_model(
 ) -> nn.Module:
     """Prepare a model of up to about 350M parameters, in place, for training on its device; returns the model.
 
-    Activations fill the memory, so they are computed again in backward. Products have the hardware's precision. On a
+    Activations fill the memory, so backward recomputes them. Products have the hardware's precision. On a
     GPU, layers are compiled. `changes` are fields of `MemoryOptions` that override these choices.
 
     The model is any model with dilated attention. With `segment_lengths` and `dilation_rates`, `replace_attention`
@@ -256,7 +256,7 @@ def train_stage(
             stage's are cut into several; every epoch has all of them, in its own order.
         stage_config: a `Stage`, or a mapping with `max_seq_len`, `segment_lengths`, `dilation_rates`, `epochs` (or
             `steps`), `batch_size` and `learning_rate`, from which a cosine leads down to a tenth.
-        optimizer: AdamW by default, as the model's options have it.
+        optimizer: by default, the AdamW that the model's options choose.
         seed: decides the order.
     """
     length = Stage.of(stage_config, sequences=1).sequence_length

@@ -1,4 +1,4 @@
-"""What backward computes again instead of keeping it: layers, layers without their attention, tiles of an MLP."""
+"""What backward recomputes: layers, layers without their attention, or tiles of feed-forward networks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from dilated_attention_pytorch.core.checks import check_whole
 from dilated_attention_pytorch.core.modes import first_derivatives_only, refuse_tangents
 from dilated_attention_pytorch.core.replay import Replay
 from dilated_attention_pytorch.nn.replacement import replace_parts
@@ -26,7 +27,7 @@ _keep_operator = functools.partial(
 
 
 class Recomputation:
-    """Runs a layer so that autograd keeps its input, and backward computes the rest again.
+    """Runs a layer so that autograd keeps its input, and backward recomputes the rest.
 
     With `keep_attention`, autograd also keeps the results of its attention, `out` and `lse`, and attention runs once.
     With `offload`, host memory holds what is kept. For `model.gradient_checkpointing_enable(run=...)`.
@@ -52,7 +53,7 @@ class Recomputation:
 
 
 class TiledFeedForward(FeedForward):
-    """A feed-forward network that computes `rows` rows at a time, and computes them again in backward.
+    """A feed-forward network that computes `rows` rows at a time, and recomputes them in backward.
 
     It takes over the modules of `plain`, under the same names. Beside input and output it needs O(rows) memory. The
     gradients of parameters are summed over tiles in float32.
@@ -63,13 +64,11 @@ class TiledFeedForward(FeedForward):
     """
 
     def __init__(self, plain: FeedForward, rows: int) -> None:
-        if rows < 1:
-            raise ValueError(f"a tile has at least 1 row, got rows={rows}")
         nn.Module.__init__(self)
         for name, part in plain.named_children():
             self.add_module(name, part)
         self.activation = plain.activation
-        self.rows = rows
+        self.rows = check_whole("rows", rows, least=1)
         self.compiled_by: tuple[str, str | None] | None = None
 
     def compile_tiles(self, backend: str, mode: str | None) -> None:
@@ -77,7 +76,7 @@ class TiledFeedForward(FeedForward):
         self.compiled_by = backend, mode
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_in_tiles(self, x, self.compiled_by)
+        return _run_in_tiles(self, x)
 
     def extra_repr(self) -> str:
         return f"rows={self.rows}"
@@ -89,8 +88,9 @@ def _compiled_tile(backend: str, mode: str | None) -> Callable[[FeedForward, Ten
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run_in_tiles(module: TiledFeedForward, x: Tensor, compiled_by: tuple[str, str | None] | None) -> Tensor:
-    compute = functools.partial(FeedForward.forward if compiled_by is None else _compiled_tile(*compiled_by), module)
+def _run_in_tiles(module: TiledFeedForward, x: Tensor) -> Tensor:
+    forward = FeedForward.forward if module.compiled_by is None else _compiled_tile(*module.compiled_by)
+    compute = functools.partial(forward, module)
     refuse_tangents("a feed-forward part in tiles", x, *module.parameters())
     flat = x.flatten(0, -2)
     if flat.requires_grad:
@@ -171,7 +171,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a dropout module in it draws random numbers."""
+    """Whether a dropout module draws random numbers."""
     return any(part.training and getattr(part, "p", 0.0) > 0.0 for part in module.modules())
 
 

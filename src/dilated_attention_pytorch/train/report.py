@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -50,11 +49,9 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     >>> sparkline([3.0, 2.0, 1.0])
     '█▅▁'
     """
-    if not values:
+    means = [mean for _, mean in plots.thinned([*enumerate(values)], width)]
+    if not means:
         return ""
-    width = min(width, len(values))
-    edges = [len(values) * i // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(_LEVELS[round((mean - low) / span * (len(_LEVELS) - 1))] for mean in means)
@@ -63,7 +60,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 def write_run_report(run: Path, out: Path | None = None) -> Path:
     """Write the page of the run in folder `run` to `out` (default: `report.html` in the folder); returns its path.
 
-    A run that is going on, was interrupted or is damaged is shown as far as it can be read.
+    A run that is in progress, interrupted or damaged is shown as far as it can be read.
     """
     found = read_run(run)
     path = run / "report.html" if out is None else out
@@ -85,7 +82,7 @@ def _body(run: RunFolder) -> list[str]:
 
 def _state(run: RunFolder) -> str:
     if run.steps is None:
-        return f"Known up to step **{run.done:,}**; how many there should be is not known."
+        return f"Known up to step **{run.done:,}**; the number of steps is unknown."
     if run.done >= run.steps:
         return f"**Finished**: all {run.steps:,} steps."
     written = [
@@ -93,7 +90,7 @@ def _state(run: RunFolder) -> str:
     ]
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(written, default=0.0)))
     resume = (
-        f"if it is not going on, continue it with `dilated-attention train --resume {run.path}`"
+        f"if it is not running, continue it with `dilated-attention train --resume {run.path}`"
         if any(one.state == "whole" for one in run.saved)
         else "it has no whole checkpoint yet"
     )
@@ -102,29 +99,25 @@ def _state(run: RunFolder) -> str:
 
 def _summary(run: RunFolder) -> list[str]:
     rows: list[list[str]] = []
-
-    def add(name: str, value: str) -> None:
-        rows.append([name, value])
-
     validation = _points(run, "validation_bits")
     if losses := _points(run, "loss"):
-        add("training loss, last step", f"{losses[-1][1]:.4f} nats ({losses[-1][1] * _BITS:.4f} bits)")
+        last = losses[-1][1]
+        rows.append(["training loss, last step", f"{last:.4f} nats ({last * _BITS:.4f} bits)"])
     if smooth := _points(run, "loss_ema"):
-        add("training loss, moving average", f"{smooth[-1][1]:.4f} nats")
+        rows.append(["training loss, moving average", f"{smooth[-1][1]:.4f} nats"])
     if validation:
         step, best = min(validation, key=lambda point: point[1])
-        add("validation, last", f"{validation[-1][1]:.4f} bits per byte")
-        add("validation, best", f"{best:.4f} bits per byte, at step {step:,}")
-    for name, bits in _baselines(run).items():
-        add(f"to beat: {name}", f"{bits:.4f} bits per byte")
+        rows.append(["validation, last", f"{validation[-1][1]:.4f} bits per byte"])
+        rows.append(["validation, best", f"{best:.4f} bits per byte, at step {step:,}"])
+    rows += [[f"to beat: {name}", f"{bits:.4f} bits per byte"] for name, bits in _baselines(run).items()]
     if speed := _points(run, "tokens_per_second"):
-        add("speed, median", f"{statistics.median(y for _, y in speed):,.0f} tokens/s")
+        rows.append(["speed, median", f"{statistics.median(y for _, y in speed):,.0f} tokens/s"])
     if memory := _points(run, "peak_memory_bytes"):
-        add("memory, peak", size(max(y for _, y in memory)))
+        rows.append(["memory, peak", size(max(y for _, y in memory))])
     for name in ("parameters", "corpus"):
         if run.starts and name in run.starts[-1]:
             value = run.starts[-1][name]
-            add(name, f"{value:,}" if isinstance(value, int) else str(value))
+            rows.append([name, f"{value:,}" if isinstance(value, int) else str(value)])
     return ["<h2>Figures</h2>", table(["", ""], rows)] if rows else []
 
 

@@ -43,15 +43,15 @@ CheckpointState = Literal["whole", "unfinished", "damaged"]
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has begun in a folder."""
+    """Whether a folder holds a run."""
     return (folder / CONFIG).is_file() and (folder / CORPUS).is_file()
 
 
 @contextmanager
 def claim(run: Path) -> Iterator[None]:
-    """Lock the folder for this process, and make it if there is none; an error if another process trains in it.
+    """Lock the folder for this process, and create it if needed; raises if another process trains in it.
 
-    The lock ends with the process. A folder that stays empty is removed. Systems without such locks keep nobody out.
+    The lock ends with the process. A folder that stays empty is removed. Without file locks, nobody is kept out.
     """
     run.mkdir(parents=True, exist_ok=True)
     try:
@@ -112,7 +112,7 @@ def write_metrics(run: Path, records: list[dict[str, Any]]) -> None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records, for a run that goes on from them; broken ones are an error. `null` becomes NaN."""
+    """The records of a run that is resumed; broken ones are an error. `null` becomes NaN."""
     damage: list[str] = []
     records = _lines(run / METRICS, damage)
     if damage or not all("step" in record for record in records):
@@ -160,7 +160,7 @@ def list_saved(run: Path) -> list[Saved]:
         try:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             names = tuple(sorted(path.name for path in folder.iterdir()))
-        except FileNotFoundError:  # the run is going on, and has dropped or renamed it
+        except FileNotFoundError:  # the run is in progress, and has deleted or renamed it
             continue
         found.append(Saved(folder, int(number[1]), state, size, names))
     return sorted(found, key=lambda one: (one.step, one.path.name))
@@ -180,7 +180,7 @@ def is_complete(folder: Path) -> bool:
 
 @contextmanager
 def naming_a_full_disk(run: Path, what: str) -> Iterator[None]:
-    """Around writing `what` into a run's folder: the error of a full disk also names the last checkpoint."""
+    """A context for writing `what` into a run's folder: the error of a full disk also names the last checkpoint."""
     try:
         yield
     except OSError as error:
@@ -199,7 +199,7 @@ def not_saved(run: Path, what: str, error: Exception) -> OSError:
 def last_checkpoint(run: Path) -> str:
     if found := list_checkpoints(run):
         step = int(found[-1].name.removeprefix("step-"))
-        return f"the run's last complete checkpoint is of step {step}, from which --resume {run} goes on"
+        return f"--resume {run} continues from the run's last complete checkpoint, of step {step}"
     return "the run has no complete checkpoint yet"
 
 
@@ -233,12 +233,12 @@ class RunFolder:
 
 
 def read_run(path: Path) -> RunFolder:
-    """Everything of a run that can be read: finished, going on, interrupted or damaged."""
+    """Everything that can be read of a run: finished, in progress, interrupted or damaged."""
     names = (CONFIG, METRICS, LOG, STARTS, "checkpoints")
     if not path.is_dir():
         raise FileNotFoundError(f"no folder {path}: name that of a run, as below runs/")
     if not any((path / name).exists() for name in names):
-        raise FileNotFoundError(f"{path} is no run's folder: it has none of {', '.join(names)}")
+        raise FileNotFoundError(f"{path} is not the folder of a run: it has none of {', '.join(names)}")
     run = RunFolder(path)
     if os.path.lexists(path / CONFIG):
         try:
@@ -267,7 +267,7 @@ def read_run(path: Path) -> RunFolder:
     for one in run.saved:
         if one.state == "unfinished":
             run.damage.append(
-                f"`checkpoints/{one.path.name}` is not whole: it is being written or deleted now, or that was cut off"
+                f"`checkpoints/{one.path.name}` is incomplete: its save or deletion is in progress, or was cut off"
             )
         elif one.state == "damaged":
             run.damage.append(f"`checkpoints/{one.path.name}` could not be read when the run was resumed")

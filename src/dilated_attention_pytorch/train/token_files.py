@@ -148,7 +148,7 @@ class TokenFiles(NamedTuple):
 
 
 def open_token_files(folder: Path) -> TokenFiles | None:
-    """The token files in `folder`, or None where there are none, or not whole."""
+    """The token files in `folder`, or None if they are missing or incomplete."""
     try:
         summary = json.loads((folder / _SUMMARY).read_text())
         dtype = _DTYPES[summary["typecode"]]
@@ -355,7 +355,7 @@ class _SplitWriter:
 
 def _publish(partial: Path, folder: Path) -> None:
     try:
-        partial.rename(folder)  # without a look before: another run could come between
+        partial.rename(folder)  # without checking first: another run could come between
     except OSError:
         if not folder.exists():
             raise

@@ -163,7 +163,7 @@ def run_tokenizer(path: str | None, run: Path, vocab_size: int, *, resuming: boo
     tokenizer = saved_tokenizer(run, vocab_size)
     if Path(path).is_file() and Path(path).read_bytes() != tokenizer.content:
         raise ValueError(
-            f"{path} is not the tokenizer that the run began with, which is {run / TOKENIZER}: begin a new run, "
-            "or move the file away to go on with the run's own"
+            f"{path} is not the tokenizer that the run began with, which is {run / TOKENIZER}: start a new run, "
+            "or move the file away to continue with the run's own"
         )
     return tokenizer
