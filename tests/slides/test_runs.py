@@ -278,7 +278,7 @@ def test_a_run_starts_from_a_slide_encoder_of_prov_gigapath(study, tmp_path) -> 
     assert model.config.segment_lengths[-1] == 1_048_576
     torch.testing.assert_close(model.input.weight, theirs.input.weight, atol=1e-6, rtol=0)
     torch.save(torch.zeros(3), tmp_path / "other.pth")
-    with pytest.raises(ValueError, match="is no checkpoint of Prov-GigaPath's slide encoder"):
+    with pytest.raises(ValueError, match="is not a checkpoint of Prov-GigaPath's slide encoder"):
         loop.run_study(config(study, start=str(tmp_path / "other.pth")), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -449,3 +449,9 @@ def test_the_gradient_is_clipped_at_any_norm_or_not_at_all(study) -> None:
     assert config(study, clip_norm=math.inf).clip_norm == math.inf
     with pytest.raises(ValueError, match="clip_norm"):
         config(study, clip_norm=0.0)
+
+
+def test_the_help_of_slides_shows_no_default_that_cannot_be_typed(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["slides", "train", "--help"])
+    assert "None" not in capsys.readouterr().out

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     targets: Tensor  # (sequences, numbers per target)
 
     def to(self, device: torch.device) -> Batch:
-        """To a GPU, tensors are copied beside what it computes; what is queued from here on waits for the copies."""
+        """The batch on a device. A GPU copies while it computes; what is queued afterwards waits for the copies."""
         if device.type != "cuda" or self.features.is_cuda:
             return Batch._make(None if x is None else x.to(device) for x in self)
         now, copies = torch.cuda.current_stream(device), _copies(device)
@@ -50,9 +50,9 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def make_batches(lengths: Sequence[int], max_rows: int, max_batch_size: int) -> list[list[int]]:
-    """The numbers of sequences that go together: of similar length, and at most `max_rows` rows in all.
+    """The numbers of the sequences of each batch: of similar length, and at most `max_rows` rows in total.
 
-    A sequence that is longer than that is a batch of its own.
+    A longer sequence is a batch of its own.
 
     >>> make_batches([100, 900, 120, 90, 5000], max_rows=400, max_batch_size=8)
     [[0, 2, 3], [1], [4]]
@@ -65,7 +65,7 @@ def make_batches(lengths: Sequence[int], max_rows: int, max_batch_size: int) -> 
 
 
 def epoch_order(lengths: Sequence[int], max_rows: int, max_batch_size: int, seed: int) -> list[list[int]]:
-    """`make_batches` of the sequences in a random order, in a random order; as many batches for every seed."""
+    """`make_batches` of shuffled sequences, with the batches shuffled too; as many batches for every seed."""
     order = list(range(len(lengths)))
     shuffle = random.Random(seed).shuffle
     shuffle(order)
@@ -100,14 +100,14 @@ class Bags(Dataset[Batch]):
 
 def _stated(coordinates: Tensor | None, case: Case) -> Tensor:
     if coordinates is None:
-        raise BrokenFile(f"{case.path} has no coords, which positions of coordinates need: use --positions none")
+        raise BrokenFile(f"{case.path} has no coords, which positions from coordinates need: use --positions none")
     return coordinates
 
 
 def read_batches(bags: Bags, batches: Sequence[list[int]], *, workers: int = 0) -> Iterator[Batch]:
     """The batches in order, read ahead by `workers` processes, or by this one as they are asked for.
 
-    Where there is a GPU they lie in pinned memory, from which copies to it are fast.
+    With a GPU, they are in pinned memory, from which copies to it are fast.
     """
     pinned = torch.cuda.is_available()
     lists: Any = batches  # any sequence is a dataset

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--baseline",
         action="store_true",
-        help="also train without attention: each row sees itself alone, then mean pooling",
+        help="also train without attention: each row sees only itself, then mean pooling",
     )
     train.set_defaults(command=lambda arguments: _train("train", arguments))
     pretrain.set_defaults(command=lambda arguments: _train("pretrain", arguments))
@@ -67,22 +67,24 @@ def parser() -> argparse.ArgumentParser:
     _add_model(embed)
     embed.add_argument("--table", type=Path, help="CSV table of slides (default: all files in the folder)")
     embed.add_argument("--out", type=Path, required=True, metavar="FILE", help="an .npy or .h5 file to write")
-    embed.add_argument("--max-tiles", type=int, default=32_768, metavar="N", help="rows per batch (32768)")
-    embed.add_argument("--skip-broken", action="store_true", help="leave slides out whose file cannot be used")
+    embed.add_argument("--max-tiles", type=int, default=32_768, metavar="N", help="rows per batch (default: 32768)")
+    embed.add_argument("--skip-broken", action="store_true", help="leave out slides whose file cannot be used")
 
-    maps = jobs.add_parser("map", help="draw what the model looks at, as PNG and GeoJSON")
+    maps = jobs.add_parser("map", help="draw where the model looks, as PNG and GeoJSON")
     maps.set_defaults(command=_map)
     _add_model(maps)
     maps.add_argument("--slide", nargs="+", required=True, metavar="ID", help="the slides' names")
     maps.add_argument("--kind", choices=get_args(Kind), default="attention", help="default: attention")
-    maps.add_argument("--class-number", type=int, metavar="C", help="with --kind gradient: which output (the largest)")
+    maps.add_argument(
+        "--class-number", type=int, metavar="C", help="with --kind gradient: which output (default: the largest)"
+    )
     maps.add_argument("--out", type=Path, default=Path("maps"), metavar="FOLDER", help="default: maps")
 
-    report = jobs.add_parser("report", help="a run as one HTML page")
+    report = jobs.add_parser("report", help="write a run as one HTML page")
     report.set_defaults(command=_report)
-    report.add_argument("run", type=Path, metavar="RUN")
+    report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     report.add_argument(
-        "--worst", type=int, default=4, metavar="N", help="slides with the worst predictions to map (4)"
+        "--worst", type=int, default=4, metavar="N", help="slides with the worst predictions to map (default: 4)"
     )
     report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
     return parser
@@ -92,7 +94,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run or of save_pretrained")
     parser.add_argument("--features", type=Path, required=True, metavar="FOLDER", help="one file per slide")
     parser.add_argument(
-        "--tile-pixels", type=float, metavar="N", help="width of a tile (default: that of the run, or as noted)"
+        "--tile-pixels", type=float, metavar="N", help="width of a tile (default: that of the run, or of the file)"
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: a GPU if there is one)")
 
@@ -105,7 +107,7 @@ def _add_settings(parser: argparse.ArgumentParser, leave_out: set[str]) -> None:
         if not words or field.name in leave_out:
             continue
         kind = without_none(hints[field.name])
-        default = "" if "(default" in words or field.default in ("", ()) else f" (default: {field.default})"
+        default = "" if "(default" in words or field.default in ("", (), None) else f" (default: {field.default})"
         names = filter(None, (field.metadata["flag"] or field.name, field.metadata["short"]))
         flags = ["--" + name.replace("_", "-") for name in names]
         how: dict[str, Any] = {"dest": field.name, "help": (words + default).replace("%", "%%")}
@@ -158,7 +160,7 @@ def _load(run: Path, device: str) -> LongNetEncoder:
 
 
 def _tile_pixels(arguments: argparse.Namespace) -> float | None:
-    """The width of a tile that is stated, or that of the run; None: as each file notes it."""
+    """The stated width of a tile, or that of the run; None means that of each file."""
     stated: float | None = arguments.tile_pixels
     if stated is None:
         known = run_config(arguments.run)

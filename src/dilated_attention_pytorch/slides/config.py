@@ -38,7 +38,7 @@ class SlidesConfig:
     table: str = setting("", "CSV table: slide, label (or time and event), split, patient", may_change=True)
     features: str = setting("", "folder with one .h5, .pt or .npy file per slide", may_change=True)
     job: Job = "train"
-    task: Task = setting("classification", "what is predicted")
+    task: Task = setting("classification", "what to predict")
     d_model: int | None = setting(None, "width of the model (default: 192, or that of --from)", range=COUNT)
     num_layers: int | None = setting(None, "layers (default: 4, or those of --from)", range=COUNT)
     num_heads: int | None = setting(None, "attention heads (default: 8, or those of --from)", range=COUNT)
@@ -46,7 +46,7 @@ class SlidesConfig:
     positions: EncoderPositions | None = setting(
         None,
         "positions of rows: from coordinates, rotary by order, or none "
-        "(default: those of --from, or coordinates if all files have)",
+        "(default: those of --from, or coordinates if all files have some)",
     )
     segment_lengths: tuple[int, ...] = setting(
         (), "segment lengths, one per branch (default: those of --from, or for the longest slide)", short="segments"
@@ -61,20 +61,22 @@ class SlidesConfig:
     warmup: float = setting(0.1, "share of the steps that warm up", range={"least": 0, "below": 1})
     weight_decay: float = setting(0.05, "weight decay of matrices", range=NOT_NEGATIVE)
     clip_norm: float = setting(
-        1.0, "largest norm of the gradient, which is scaled down to it; inf: any", range={"above": 0, "most": math.inf}
+        1.0, "clip the norm of the gradient to this; inf: no clipping", range={"above": 0, "most": math.inf}
     )
-    max_tiles: int = setting(32_768, "rows that are packed into one micro-batch", range=COUNT)
+    max_tiles: int = setting(32_768, "rows to pack into one micro-batch", range=COUNT)
     batch_size: int = setting(16, "most slides of a micro-batch", range=COUNT)
     accumulate: int = setting(1, "micro-batches per step", range=COUNT)
-    class_weights: bool = setting(True, "weight classes so that all count alike")
-    patience: int = setting(0, "epochs without a better validation loss before it stops; 0: never", range=_FROM_ZERO)
+    class_weights: bool = setting(True, "weight classes so that all count alike (default: on)")
+    patience: int = setting(
+        0, "stop after this many epochs without a lower validation loss; 0: never", range=_FROM_ZERO
+    )
     mask_share: float = setting(0.5, "pretrain: share of the rows to predict", range={"above": 0, "below": 1})
     mask_block: int = setting(16, "pretrain: consecutive rows that are hidden together", range=COUNT)
     folds: int = setting(0, "folds by patient; 0: the table's splits, or one fold of five", range=_FROM_ZERO)
-    tile_pixels: float | None = setting(None, "width of a tile in the coordinates' pixels (default: as noted)")
-    skip_broken: bool = setting(False, "leave slides out whose file cannot be used")
+    tile_pixels: float | None = setting(None, "width of a tile in the coordinates' pixels (default: that in the file)")
+    skip_broken: bool = setting(False, "leave out slides whose file cannot be used (default: off)")
     precision: Precision | None = setting(None, "precision of products (default: bf16 on a GPU, fp32 on a CPU)")
-    checkpointing: Checkpointing = setting("none", "compute layers again in backward", may_change=True)
+    checkpointing: Checkpointing = setting("none", "recompute layers in backward", may_change=True)
     compile: bool | None = setting(None, "torch.compile each layer (default: on a GPU)", may_change=True)
     seed: int = setting(0, "seed of weights, batches and folds", range=_FROM_ZERO)
     workers: int | None = setting(
@@ -88,11 +90,11 @@ class SlidesConfig:
             if value := getattr(self, name):
                 object.__setattr__(self, name, os.path.abspath(value))
         if not self.table or not self.features:
-            raise ValueError("a study is a table and a folder of features: state --table and --features")
+            raise ValueError("a study needs a table and a folder of features: pass --table and --features")
         if bool(self.segment_lengths) != bool(self.dilation_rates):
             raise ValueError("segment_lengths and dilation_rates go together: state both, or neither")
         if self.folds in (1, 2):
-            raise ValueError(f"folds need a part each to train, to validate and to test: at least 3, got {self.folds}")
+            raise ValueError(f"folds must be 0 or at least 3, to train, to validate and to test, got {self.folds}")
         if self.tile_pixels is not None and not self.tile_pixels > 0:
             raise ValueError(f"tile_pixels must be above 0, got {self.tile_pixels}")
 

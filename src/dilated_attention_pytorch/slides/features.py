@@ -49,7 +49,7 @@ class Found(NamedTuple):
     rows: int
     dim: int
     has_coordinates: bool
-    measured: float = 0.0  # width of a tile, if the coordinates were looked at, and it is neither stated nor noted
+    measured: float = 0.0  # width of a tile, if coordinates were read, and it is neither stated nor in the file
 
 
 def find_file(folder: Path, name: str) -> Path:
@@ -65,7 +65,7 @@ def find_file(folder: Path, name: str) -> Path:
 def look_at(path: Path, tile_pixels: float | None = None, grids: int | None = None) -> Found:
     """Sizes of the bag in a file, without reading its rows.
 
-    With `grids`, coordinates are read too, and must lie within so many tiles along each side.
+    With `grids`, coordinates are read too, and must lie within that many tiles along each side.
     """
     with _opened(path) as (features, coords, noted):
         found = _checked(path, features, coords)
@@ -117,7 +117,7 @@ def _checked(path: Path, features: Any, coords: Any) -> Found:
     if len(shape) != 2:
         raise BrokenFile(f"{path}: features must be (rows, dim), got {shape}")
     if not shape[0]:
-        raise BrokenFile(f"{path} has no rows: there is no tile in it")
+        raise BrokenFile(f"{path} has no rows")
     of_coords = () if coords is None else tuple(coords.shape[1:] if len(coords.shape) == 3 else coords.shape)
     if coords is not None and of_coords != (shape[0], 2):
         raise BrokenFile(f"{path}: coords must be ({shape[0]}, 2), one pair per row of features, got {of_coords}")
@@ -189,7 +189,7 @@ def _noted_tile(noted: dict[str, Any]) -> float:
 
 
 def _measured_tile(path: Path, places: Tensor) -> float:
-    """The most frequent distance between neighbours in a column or a row; `TILE` of a single tile.
+    """The most frequent distance between neighbours in a column or a row; `TILE` for a single tile.
 
     CLAM lays tiles on one grid per tissue contour, and two contours rarely share a column or a row. So the distance
     between any two columns can be far smaller than a tile, but neighbours in one column nearly always are a tile apart.

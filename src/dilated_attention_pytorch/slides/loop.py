@@ -343,7 +343,7 @@ def model_folder(path: Path) -> Path:
         if (folder / WEIGHTS).is_file():
             return folder
     folds = sorted(path.glob(f"fold-*/{MODEL}"))
-    hint = f"name one of its folds, such as {folds[0].parent}" if folds else "it is no finished run"
+    hint = f"name one of its folds, such as {folds[0].parent}" if folds else "it is not a finished run"
     raise FileNotFoundError(f"no model in {path}: {hint}")
 
 
@@ -362,7 +362,7 @@ def read_start(path: Path) -> Start:
     held = torch.load(path, map_location="cpu", weights_only=True)
     tensors = held.get("model", held) if isinstance(held, dict) else held
     if not isinstance(tensors, dict) or "patch_embed.proj.weight" not in tensors:
-        raise ValueError(f"{path} is no checkpoint of Prov-GigaPath's slide encoder: it has no patch_embed.proj.weight")
+        raise ValueError(f"{path} is not a checkpoint of Prov-GigaPath's slide encoder: no patch_embed.proj.weight")
     return tensors
 
 

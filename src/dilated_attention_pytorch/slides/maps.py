@@ -26,8 +26,8 @@ def tile_weights(model: LongNetEncoder, bag: Bag, kind: Kind = "attention", outp
 
     - `attention`: the attention that a tile gets from all rows, or from the CLS rows of a model that pools these; the
       mean over layers and heads;
-    - `gradient`: what a tile adds to an output, by gradient times attention, without what it takes away; `output` is
-      its number, from 0, by default that of the largest;
+    - `gradient`: what a tile adds to an output, by gradient times attention; negative shares count as 0. `output` is
+      the number of the output, from 0, by default that of the largest;
     - `pooling`: the weight of its row in the attention pool.
     """
     outputs = model.config.num_classes
@@ -43,7 +43,7 @@ def tile_weights(model: LongNetEncoder, bag: Bag, kind: Kind = "attention", outp
     inputs: dict[str, Any] = {"x": bag.features[None].to(device)}
     if model.config.positions == "coordinates":
         if bag.coordinates is None:
-            raise ValueError("this model has positions of coordinates, and the file has no coords")
+            raise ValueError("this model has positions from coordinates, and the file has no coords")
         inputs["coordinates"] = bag.coordinates[None].to(device)
     cls = model.config.cls_rows or 0
     if kind == "pooling":

@@ -47,7 +47,7 @@ def fold_folders(run: Path) -> list[Path]:
     """The folders of the folds of a run that have results, or the run itself."""
     found = [folder for folder in [run, *sorted(run.glob("fold-*"))] if (folder / PREDICTIONS).is_file()]
     if not found:
-        raise FileNotFoundError(f"{run} has no {PREDICTIONS}: it is no finished run of `slides train`")
+        raise FileNotFoundError(f"{run} has no {PREDICTIONS}: it is not a finished run of `slides train`")
     return found
 
 

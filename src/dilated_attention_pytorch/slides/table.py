@@ -84,11 +84,11 @@ def read_study(
     for classification and regression; `time` and `event` (0 or 1) for survival. Without a `task` nothing is to be
     predicted. Other columns are ignored. Without a table, the study is every file in the folder.
 
-    With `grids`, the coordinates of each file are checked too: they must lie within so many tiles along each side.
+    With `grids`, the coordinates of each file are checked too: they must lie within that many tiles along each side.
     `tile_pixels` is the width of a tile, as in `read_bag`; widths that had to be measured are told to `say`.
 
-    Everything that is wrong is one error that names the line or the file. With `skip_broken`, files that cannot be used
-    are left out, and `say` is told which; for that, each file is read once.
+    An error names the line or the file that is wrong. With `skip_broken`, files that cannot be used are left out, and
+    `say` is told which; for this, every file is read.
     """
     rows = _list_files(folder) if table is None else _read_rows(table)
     table = folder if table is None else table
@@ -245,13 +245,12 @@ def split_by_patient(study: Study, *, folds: int, fold: int = 0, seed: int = 0) 
             kinds.setdefault(own, []).append(case.patient)
     if len(kind_of) < folds:
         raise ValueError(f"{folds} folds need as many patients, and the table has {len(kind_of)}")
-    part_of, dealt = {}, 0
+    dealt: list[str] = []
     for own in sorted(kinds):
         patients = sorted(kinds[own])
         random.Random(f"{seed} {own}").shuffle(patients)
-        for patient in patients:
-            part_of[patient] = dealt % folds
-            dealt += 1
+        dealt += patients
+    part_of = {patient: number % folds for number, patient in enumerate(dealt)}
     splits: dict[int, Split] = {fold: "test", (fold + 1) % folds: "validation"}
     cases = (replace(case, split=splits.get(part_of[case.patient], "train")) for case in study.cases)
     return replace(study, cases=tuple(cases))
