@@ -455,3 +455,10 @@ def test_the_help_of_slides_shows_no_default_that_cannot_be_typed(capsys) -> Non
     with pytest.raises(SystemExit):
         main(["slides", "train", "--help"])
     assert "None" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("job", "flag"), [("train", "--mask-share=0.3"), ("pretrain", "--folds=3")])
+def test_a_flag_of_the_other_job_is_refused(job, flag, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["slides", job, flag])
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err

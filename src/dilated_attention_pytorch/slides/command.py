@@ -33,6 +33,7 @@ from dilated_attention_pytorch.train.command import without_none
 from dilated_attention_pytorch.train.ranks import find_device
 
 _ONLY_TRAIN = {"task", "class_weights", "folds", "pooling"}
+_ONLY_PRETRAIN = {"mask_share", "mask_block"}
 BASELINE = "without-attention"
 
 
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     train = jobs.add_parser("train", help="classification, regression or survival", argument_default=argparse.SUPPRESS)
     pretrain = jobs.add_parser("pretrain", help="predict hidden tiles", argument_default=argparse.SUPPRESS)
     for job in (train, pretrain):
-        _add_settings(job, leave_out=set() if job is train else _ONLY_TRAIN)
+        _add_settings(job, leave_out=_ONLY_PRETRAIN if job is train else _ONLY_TRAIN)
         job.add_argument("--out", type=Path, metavar="RUN", help="the run's folder (default: a new one below runs/)")
         job.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in a folder")
     train.add_argument(

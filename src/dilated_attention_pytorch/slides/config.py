@@ -70,8 +70,8 @@ class SlidesConfig:
     patience: int = setting(
         0, "stop after this many epochs without a lower validation loss; 0: never", range=_FROM_ZERO
     )
-    mask_share: float = setting(0.5, "pretrain: share of the rows to predict", range={"above": 0, "below": 1})
-    mask_block: int = setting(16, "pretrain: consecutive rows that are hidden together", range=COUNT)
+    mask_share: float = setting(0.5, "share of the rows to hide and predict", range={"above": 0, "below": 1})
+    mask_block: int = setting(16, "consecutive rows that are hidden together", range=COUNT)
     folds: int = setting(0, "folds by patient; 0: the table's splits, or one fold of five", range=_FROM_ZERO)
     tile_pixels: float | None = setting(None, "width of a tile in the coordinates' pixels (default: that in the file)")
     skip_broken: bool = setting(False, "leave out slides whose file cannot be used (default: off)")
