@@ -240,7 +240,7 @@ def lend_cache(
 
 def _keep(kept: dict[Any, list[DilatedKVCache]], key: Any, cache: list[DilatedKVCache]) -> None:
     """Keep a cache, complete or not, for a call that resets it; the caches that were kept longest make room."""
-    if _roomy(cache):
+    if _has_room(cache):
         kept[key] = cache
         while len(kept) > _MOST_KEPT:
             del kept[next(iter(kept))]
@@ -254,7 +254,7 @@ def forget_kept() -> None:
         torch.cuda.empty_cache()
 
 
-def _roomy(cache: Sequence[DilatedKVCache]) -> bool:
+def _has_room(cache: Sequence[DilatedKVCache]) -> bool:
     """Whether the GPU has enough free memory to keep a cache without taking it from others."""
     device = cache[0].keys.device
     if device.type != "cuda":

@@ -159,7 +159,7 @@ def drafted_logits(
     key_padding_mask: Tensor | None,
     chunk: int | None,
 ) -> Steps:
-    """The logits of `cached_logits`, computed for `count` tokens at once that a smaller model has guessed.
+    """The logits of `cached_logits`, computed at once for `count` tokens that a smaller model has guessed.
 
     Guesses up to the first that is not the chosen token are right; both caches forget the rest. A batch goes on while
     the guesses of all its rows are right.
