@@ -150,8 +150,9 @@ def _ring_schedule(device: str, call: Call, like: Tensor, cache: Resources) -> l
     return [("ring schedule", "ring schedule, 8 ranks", rebuild, hit)]
 
 
-def _in_threads(run: Callable[[], object], threads: int = 8, seconds: float = 0.25) -> float:
-    """Microseconds per call while several threads call at once."""
+def _in_threads(run: Callable[[], object], seconds: float = 0.25) -> float:
+    """Microseconds per call while eight threads call at once."""
+    threads = 8
     began = time.perf_counter()
     run()
     calls = max(3, min(2000, round(seconds / threads / max(time.perf_counter() - began, 1e-7))))

@@ -30,19 +30,19 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "tokens": {"nargs": "+", "type": _count, "metavar": "N", "help": "measure these lengths"},
     "only": {"nargs": "+", "metavar": "NAME", "help": "measure these contenders or techniques, named as in the table"},
     "cases": {"nargs": "+", "metavar": "WORD", "help": "measure cases with all these words: D=64 causal forward"},
-    "kernels": {"choices": ["best", "plain"], "help": "plain: those of any GPU, beside PyTorch's flash kernel"},
+    "kernels": {"choices": ["best", "plain"], "help": "plain: those of any GPU, against PyTorch's flash kernel"},
     "with": {"dest": "wheels", "type": Path, "metavar": "PATH", "help": "a folder of unpacked wheels: flash-attn-4"},
     "torchscale": {"type": Path, "metavar": "PATH", "help": "a checkout of microsoft/torchscale to measure"},
     "heads": {"type": _count, "metavar": "H", "help": "number of heads"},
     "head_dim": {"type": _count, "metavar": "D", "help": "dimension of a head"},
     "sizes": {"nargs": "+", "metavar": "SIZE", "help": "model sizes: 125m, 350m, ..."},
     "batches": {"nargs": "+", "type": _count, "metavar": "B", "help": "batch sizes"},
-    "cap": {"type": size_in_gib, "metavar": "GIB", "help": "memory of the GPU that may be used (80)"},
+    "cap": {"type": size_in_gib, "metavar": "GIB", "help": "GPU memory that may be used (default: 80)"},
     "data": {"nargs": "+", "metavar": "PATH", "help": "text files and folders (default: Python's standard library)"},
     "ranks": {"action": "store_true", "help": "check steps on two ranks against the same steps in one process"},
-    "host": {"type": size_in_gib, "metavar": "GIB", "help": "memory of the host that may be used (110)"},
+    "host": {"type": size_in_gib, "metavar": "GIB", "help": "host memory that may be used (default: 110)"},
 }
-_BESIDE = "(default: beside the results, under their name)"
+_BESIDE = "(default: next to the results, with their name)"
 _PAGE = {"type": Path, "default": None, "metavar": "FILE", "help": f"the Markdown page to write {_BESIDE}"}
 _HTML = {"type": Path, "default": None, "metavar": "FILE", "help": f"the HTML report to write {_BESIDE}"}
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     bench = argparse.ArgumentParser(
-        prog="bench", description="Measure a suite beside the strongest baselines, or render results."
+        prog="bench", description="Measure a suite against the strongest baselines, or render results."
     )
     commands = bench.add_subparsers(dest="suite", required=True, metavar="SUITE")
 
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("page", "write results as a Markdown page", out=results, page=_PAGE)
     add("report", "write results as an HTML report with charts", out=results, html=_HTML)
-    tiles = {"type": Path, "default": Path("tiles.jsonl"), "metavar": "FILE", "help": "file to write (tiles.jsonl)"}
+    tiles = {"type": Path, "default": Path("tiles.jsonl"), "metavar": "FILE", "help": "default: tiles.jsonl"}
     add("tune", "measure the kernels' tiles on this GPU, for DILATED_ATTENTION_TILES", out=tiles)
     return bench
 
@@ -101,7 +101,7 @@ def _run(
         on_any_device = name == "all" or "device" in SUITES[name].flags
         if wheels := stated.get("wheels"):
             if not wheels.is_dir():
-                raise ValueError(f"--with {wheels} is no folder: unpack wheels into one, and name it")
+                raise ValueError(f"--with {wheels} is not a folder: unpack wheels into one, and name it")
             site.addsitedir(str(wheels))  # where a wheel may have added folders of its own
         options = Options(device=_device(device) if on_any_device else "cpu", **stated)
         names = [name] if name in SUITES else list(choose_cases(_ALL, options))
@@ -116,5 +116,5 @@ def _device(stated: str | None) -> str:
     import torch
 
     if stated == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
+        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or pass --device cpu")
     return stated or ("cuda" if torch.cuda.is_available() else "cpu")

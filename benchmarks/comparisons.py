@@ -250,6 +250,6 @@ SUITES = (
     _suite("attention", "time and memory over lengths, head dims, causality and head layouts", _attention),
     _suite("short", "time of one sequence of 512 to 8,192 tokens", _attention),
     _suite("scaling", "time per token from 1M to 16M tokens", _attention),
-    _suite("blocksparse", "a tenth of the tiles beside all of them, and beside FlexAttention", _attention),
+    _suite("blocksparse", "a tenth of the tiles against all of them, and against FlexAttention", _attention),
     _suite("gigapath", "Prov-GigaPath's slide encoder and its attention alone, ours and torchscale's", _encoders),
 )

@@ -1,4 +1,4 @@
-"""The suite `generate`: milliseconds per token of whole models, beside a dense model of the same size.
+"""The suite `generate`: milliseconds per token of whole models, against a dense model of the same size.
 
 The context is not read: caches are filled with random rows, and their lengths are set. The floor is the time of reading
 the weights once, at the bandwidth of a copy in the same run; a second one adds the rows of a bounded cache that a step
@@ -286,7 +286,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="generate",
-    about="time per token of whole models, beside Hugging Face's Llama with a static cache; targets are for a GPU",
+    about="time per token of whole models, against Hugging Face's Llama with a static cache; targets are for a GPU",
     flags=("device", "sizes", "tokens", "batches", "only"),
     setup=_setup,
     measure=_measure,

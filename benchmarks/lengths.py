@@ -110,7 +110,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="lengths",
-    about="padded and packed batches beside whole rows of the same documents; targets are for a GPU",
+    about="padded and packed batches against whole rows of the same documents; targets are for a GPU",
     flags=("device",),
     setup=_cases,
     measure=_measure,

@@ -1,4 +1,4 @@
-"""What ours is measured beside: torchscale's dilated attention from a checkout, and the sizes of a Llama."""
+"""What ours is compared with: torchscale's dilated attention from a checkout, and the sizes of a Llama."""
 
 from __future__ import annotations
 

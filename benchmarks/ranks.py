@@ -1,4 +1,4 @@
-"""The suite `ranks`: bytes that ranks receive under each scheme, counted beside their formulas, and times.
+"""The suite `ranks`: bytes that ranks receive under each scheme, counted and by formula, and times.
 
 Each number of ranks is a launch of torchrun: gloo on the CPU, NCCL where there are as many GPUs.
 """
@@ -42,7 +42,7 @@ def _setup(options: Options) -> list[tuple[int, int]]:
     device = options.device
     counts = [count for count in RANKS if device == "cpu" or count <= torch.cuda.device_count()]
     if not counts:
-        raise ValueError(f"ranks need {RANKS[0]} GPUs, and there are {torch.cuda.device_count()}: say --device cpu")
+        raise ValueError(f"ranks need {RANKS[0]} GPUs, and there are {torch.cuda.device_count()}: pass --device cpu")
     return list(product(counts, options.tokens or [TOKENS[device]]))
 
 
@@ -133,7 +133,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="ranks",
-    about="bytes that two and four ranks receive under each scheme, counted beside their formulas, and times",
+    about="bytes that two and four ranks receive under each scheme, counted and by formula, and times",
     flags=("device", "tokens"),
     setup=_setup,
     measure=_launch,

@@ -89,8 +89,8 @@ def per_token(row: Row, rows: Sequence[Row]) -> float | None:
     """Time per token, relative to the shortest case of the suite that differs only in length."""
     if row.suite != "scaling":
         return None
-    problem = but_for_length(row.case)
-    alike = [other for other in rows if other.suite == row.suite and but_for_length(other.case) == problem]
+    case = but_for_length(row.case)
+    alike = [other for other in rows if other.suite == row.suite and but_for_length(other.case) == case]
     shortest = min(alike, key=lambda other: other.case.tokens)
     now, then = (_quotient(one.measured(OURS, "milliseconds"), one.case.tokens) for one in (row, shortest))
     return _quotient(now, then)

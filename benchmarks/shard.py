@@ -1,4 +1,4 @@
-"""The suite `shard`: one rank's tokens of a sequence on 64 GPUs, measured on one device beside what `plan` says."""
+"""The suite `shard`: one rank's tokens of a sequence on 64 GPUs, measured on one device against its plan."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="shard",
-    about="one rank's tokens of a long sequence beside what plan says, and the ring class beside the plain one",
+    about="one rank's tokens of a long sequence against its plan, and the ring class against the plain one",
     flags=("device", "tokens", "heads", "head_dim"),
     setup=_setup,
     measure=_measure,

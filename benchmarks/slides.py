@@ -1,4 +1,4 @@
-"""The suite `slides`: training steps of Prov-GigaPath's slide encoder, packed, beside torchscale's, slide by slide.
+"""The suite `slides`: training steps of Prov-GigaPath's slide encoder, packed, against torchscale's, slide by slide.
 
 Both have the same sizes, dropout, loss, optimizer and slides per step, and autocast to bfloat16. Ours runs as
 `slides train` does, on all slides of a step at the same time. torchscale's encoder takes no packed sequences, so its
@@ -197,7 +197,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="slides",
-    about="training steps of Prov-GigaPath's slide encoder, packed, beside torchscale's; targets are for a GPU",
+    about="training steps of Prov-GigaPath's slide encoder, packed, against torchscale's; targets are for a GPU",
     flags=("device", "tokens", "only", "torchscale"),
     setup=_setup,
     measure=_measure,

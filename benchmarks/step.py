@@ -1,4 +1,4 @@
-"""The suite `step`: training steps of three model sizes, beside what a user would train instead.
+"""The suite `step`: training steps of three model sizes, against what a user would train instead.
 
 The ceiling is the rate of one large matrix product in the same run. FLOPs are `6 x parameters x tokens` and 3.5 times
 those of attention's forward pass over the pairs that it sees; what is computed again is not counted.
@@ -151,7 +151,7 @@ def _verdict(records: Sequence[Record]) -> Iterator[Verdict]:
 
 SUITE = Suite(
     name="step",
-    about="training steps beside the same model with dense attention and Hugging Face's Llama; targets are for a GPU",
+    about="training steps against the same model with dense attention and Hugging Face's Llama; targets are for a GPU",
     flags=("device", "sizes", "only", "ranks"),
     setup=_setup,
     measure=_measure,

@@ -1,4 +1,4 @@
-"""Training steps on two ranks, beside the same steps in one process: their losses must agree.
+"""Training steps on two ranks, against the same steps in one process: their losses must agree.
 
 `bench step --ranks` starts this module under torchrun: gloo on the CPU, NCCL where there are two GPUs.
 """
@@ -45,7 +45,7 @@ _WITHIN = {"cuda": 2e-2, "cpu": 1e-4}  # of the losses: bfloat16 and float32 rou
 def measure(device: str) -> Iterator[Record]:
     """One record per way: the losses of its steps, and of the same steps in one process."""
     if device == "cuda" and torch.cuda.device_count() < RANKS:
-        raise ValueError(f"--ranks needs {RANKS} GPUs, and there are {torch.cuda.device_count()}: say --device cpu")
+        raise ValueError(f"--ranks needs {RANKS} GPUs, and there are {torch.cuda.device_count()}: pass --device cpu")
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "lines.jsonl"
         run_on_ranks(RANKS, "benchmarks.step_ranks", device, str(results))

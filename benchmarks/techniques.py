@@ -1,4 +1,4 @@
-"""The suite `techniques`: peak memory and time of each memory technique alone, beside what is claimed for it."""
+"""The suite `techniques`: peak memory and time of each memory technique alone, against what is claimed for it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _predicted(case: StepCase) -> int | None:
 
 
 def _row(line: Record, lines: Sequence[Record]) -> list[str]:
-    """One technique beside the one that it is compared with."""
+    """One technique against the one that it is compared with."""
     if "failed" in line:
         return [line["technique"], line["against"], "", "", "", "", line["failed"], "", "", line["claimed"]]
     base = next((one for one in lines if one["technique"] == line["against"] and "failed" not in one), None)

@@ -1,4 +1,4 @@
-"""Measure one real training step, here or in a new process, whose running out of memory harms nothing else.
+"""Measure one real training step, here or in a new process, which may run out of memory without harm to this one.
 
 Started with `-m`, this module reads a case from standard input and prints the measurement as its last line.
 """

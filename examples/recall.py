@@ -352,7 +352,7 @@ def run_recall(
     if minutes <= 0:
         raise ValueError(f"minutes must be above 0, got {minutes}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
+        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or pass --device cpu")
     usual = _ON_A_GPU if device == "cuda" else _ON_A_CPU
     given = {"d_model": d_model, "learning_rate": learning_rate, "tokens_per_step": tokens_per_step}
     settings = usual | {name: value for name, value in given.items() if value is not None}
@@ -404,14 +404,14 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 class _Narrator:
-    """Keeps every record, and prints one every few seconds."""
+    """Keeps every record, and prints one every five seconds."""
 
-    def __init__(self, records: list[dict[str, Any]], every: float = 5.0) -> None:
-        self._records, self._every, self._said = records, every, 0.0
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self._records, self._said = records, 0.0
 
     def __call__(self, record: dict[str, Any]) -> None:
         self._records.append(record)
-        if record["seconds"] - self._said >= self._every:
+        if record["seconds"] - self._said >= 5.0:
             self._said = record["seconds"]
             print(
                 f"{record['model']}: {record['tokens']:,} tokens, step {record['step']}, {record['seconds']:.0f} s, "
@@ -451,9 +451,9 @@ def _write(
     write_html(out / "recall.html", "Dilated attention: recall", "Recall", body)
 
 
-def _smooth(records: Sequence[dict[str, Any]], over: int = 10) -> list[tuple[float, float]]:
+def _smooth(records: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
     """Every tenth step with the mean accuracy of the last ten."""
-    groups = [records[i : i + over] for i in range(0, len(records), over)]
+    groups = [records[i : i + 10] for i in range(0, len(records), 10)]
     return [(group[-1]["step"], sum(one["accuracy"] for one in group) / len(group)) for group in groups]
 
 
@@ -464,18 +464,22 @@ def parser() -> argparse.ArgumentParser:
         "model with a sliding window that costs no less take the same lessons. Both are tested at the given lengths.",
     )
     recall.add_argument(
-        "--tokens", nargs="+", type=whole_number, metavar="N", help="powers of two (32768 131072; on a CPU 1024)"
+        "--tokens",
+        nargs="+",
+        type=whole_number,
+        metavar="N",
+        help="powers of two (default: 32768 131072; on a CPU 1024)",
     )
-    recall.add_argument("--minutes", type=float, default=4.0, help="time limit for both models together (4)")
-    recall.add_argument("--seed", type=int, default=0, help="seed of the weights and sequences (0)")
-    recall.add_argument("--d-model", type=int, help="width of the models (128; on a CPU 64)")
-    recall.add_argument("--learning-rate", type=float, help="peak learning rate (3e-3; on a CPU 5e-3)")
+    recall.add_argument("--minutes", type=float, default=4.0, help="time limit for both models together (default: 4)")
+    recall.add_argument("--seed", type=int, default=0, help="seed of the weights and sequences (default: 0)")
+    recall.add_argument("--d-model", type=int, help="width of the models (default: 128; on a CPU 64)")
+    recall.add_argument("--learning-rate", type=float, help="peak learning rate (default: 3e-3; on a CPU 5e-3)")
     recall.add_argument(
         "--tokens-per-step",
         "--tokens-a-step",
         type=whole_number,
         metavar="N",
-        help="most tokens in a batch (524288; on a CPU 4096)",
+        help="most tokens in a batch (default: 524288; on a CPU 4096)",
     )
     recall.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     recall.add_argument("--out", type=Path, metavar="FOLDER", help="write recall.jsonl and recall.html with the curves")

@@ -39,12 +39,14 @@ def parser() -> argparse.ArgumentParser:
         "continues. Results are appended to evidence.jsonl, and drawn as evidence.md.",
     )
     evidence.add_argument(
-        "--data", nargs="+", metavar="PATH", help="folders of text (on a CPU by default the standard library)"
+        "--data", nargs="+", metavar="PATH", help="folders of text (default: on a CPU, the standard library)"
     )
-    evidence.add_argument("--out", type=Path, default=Path("runs/evidence"), help="folder of the results")
-    evidence.add_argument("--only", nargs="+", metavar="RUN", help="runs to take, as --plan names them (default: all)")
-    evidence.add_argument("--seeds", nargs="+", type=whole_number, metavar="N", help="seeds to take (default: 0 1)")
-    evidence.add_argument("--steps", type=whole_number, help="steps of each run (800; on a CPU 16)")
+    evidence.add_argument(
+        "--out", type=Path, default=Path("runs/evidence"), help="folder of the results (default: runs/evidence)"
+    )
+    evidence.add_argument("--only", nargs="+", metavar="RUN", help="runs to do, as --plan names them (default: all)")
+    evidence.add_argument("--seeds", nargs="+", type=whole_number, metavar="N", help="seeds to run (default: 0 1)")
+    evidence.add_argument("--steps", type=whole_number, help="steps of each run (default: 800; on a CPU 16)")
     evidence.add_argument("--minutes", type=float, help="save and stop after this time (default: no limit)")
     evidence.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     what = evidence.add_mutually_exclusive_group()
@@ -62,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         const=Path("docs"),
         metavar="FOLDER",
-        help="only draw the page from the results in this folder (docs)",
+        help="only draw the page from the results in this folder (default: docs)",
     )
     return evidence
 
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_evidence(arguments: argparse.Namespace) -> None:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or say --device cpu")
+        raise ValueError("--device cuda needs a CUDA GPU, and PyTorch finds none: leave it out, or pass --device cpu")
     # The corpus is prepared where there is no GPU, for a machine that has one; so are plans.
     for_gpu = device == "cuda" or arguments.prepare or (arguments.plan and arguments.device is None)
     scale = FULL if for_gpu else TINY
@@ -103,7 +105,7 @@ def run_evidence(arguments: argparse.Namespace) -> None:
     pieces = [(run, seed) for seed in arguments.seeds or scale.seeds for run in runs if seed in run.seeds]
     if not pieces:
         seeds = sorted({seed for run in runs for seed in run.seeds})
-        raise ValueError(f"no run has one of the seeds {arguments.seeds}: with --only or without, choose from {seeds}")
+        raise ValueError(f"no chosen run has one of the seeds {arguments.seeds}: choose from {seeds}")
     records = read_records(out / RECORDS) if (out / RECORDS).is_file() else []
     done = {(record["run"], record["seed"]) for record in records}
     if arguments.plan:
@@ -121,7 +123,7 @@ def run_evidence(arguments: argparse.Namespace) -> None:
     if read > _EPOCHS * there:
         raise ValueError(
             f"the corpus is too short: a run reads {read:,} tokens, and {tokens.facts['source']} has {there:,} for "
-            f"training: models learn it by heart if they read it more than {_EPOCHS} times; give more text with --data"
+            f"training, which models learn by heart if they read it over {_EPOCHS} times: give more text with --data"
         )
     head = {"scale": scale.name, "settings": _settings(scale), "corpus": _facts(tokens.facts)}
     for record in records:

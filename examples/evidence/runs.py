@@ -273,7 +273,7 @@ def all_runs(scale: Scale) -> list[Run]:
 def find_run(name: str, scale: Scale) -> Run:
     found = {run.name: run for run in all_runs(scale)}
     if name not in found:
-        raise ValueError(f"there is no run {name!r}: choose of {', '.join(found)}")
+        raise ValueError(f"there is no run {name!r}: choose from {', '.join(found)}")
     return found[name]
 
 

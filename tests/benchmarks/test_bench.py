@@ -182,7 +182,7 @@ def test_a_line_that_was_cut_off_is_named_and_spoils_no_later_one(tmp_path) -> N
 
 def test_a_gpu_that_is_not_there_is_refused(capsys) -> None:
     assert main(["short", "--device", "cuda"]) == 1
-    assert "leave it out, or say --device cpu" in capsys.readouterr().err
+    assert "leave it out, or pass --device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

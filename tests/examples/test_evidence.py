@@ -258,12 +258,12 @@ def test_results_of_other_settings_and_what_is_missing_are_refused(text, tmp_pat
     assert command.main([*arguments, "--steps", "2"]) == 1
     assert "results of other settings or text: choose another --out" in capsys.readouterr().err
     for wrong, why in (
-        (["--only", "dense-5"], "there is no run 'dense-5': choose of dense-32, "),
+        (["--only", "dense-5"], "there is no run 'dense-5': choose from dense-32, "),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--minutes", "0"], "--minutes must be above 0, got 0.0"),
         (["--data", str(tmp_path)], "has the corpus of text: choose another --out"),
         (["--report", str(tmp_path)], "without --report writes it"),
-        (["--seeds", "7"], "no run has one of the seeds [7]"),
+        (["--seeds", "7"], "no chosen run has one of the seeds [7]"),
         (["--steps", "9999"], "a run reads 5,119,488 tokens, and text has "),
     ):
         assert command.main([*arguments, *wrong]) == 1
