@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TURNS = {"cuda": 1, "cpu": 3}
 
 
-def _suite(name: str, about: str, choose: Callable[[Options], dict[str, Setup]]) -> Suite:
+def _suite(name: str, about: str, choose: Callable[[Options], dict[str, Setup]], *flags: str) -> Suite:
     def setup(options: Options) -> list[tuple[Case, dict[str, Setup]]]:
         chosen = choose(options)
         return [(case, chosen) for case in cases.choose_cases([name], options)[name]]
@@ -39,7 +39,7 @@ def _suite(name: str, about: str, choose: Callable[[Options], dict[str, Setup]])
     return Suite(
         name=name,
         about=about,
-        flags=("device", "tokens", "cases", "only", "kernels", "with", "torchscale"),
+        flags=("device", "tokens", "cases", "only", "torchscale", *flags),
         setup=setup,
         measure=functools.partial(_measure, name),
         tables=lambda records: tables(rows_of(records)),
@@ -247,9 +247,14 @@ def _encoders(options: Options) -> dict[str, Any]:
 
 
 SUITES = (
-    _suite("attention", "time and memory over lengths, head dims, causality and head layouts", _attention),
-    _suite("short", "time of one sequence of 512 to 8,192 tokens", _attention),
-    _suite("scaling", "time per token from 1M to 16M tokens", _attention),
-    _suite("blocksparse", "a tenth of the tiles against all of them, and against FlexAttention", _attention),
+    *(
+        _suite(name, about, _attention, "kernels", "with")
+        for name, about in (
+            ("attention", "time and memory over lengths, head dims, causality and head layouts"),
+            ("short", "time of one sequence of 512 to 8,192 tokens"),
+            ("scaling", "time per token from 1M to 16M tokens"),
+            ("blocksparse", "a tenth of the tiles against all of them, and against FlexAttention"),
+        )
+    ),
     _suite("gigapath", "Prov-GigaPath's slide encoder and its attention alone, ours and torchscale's", _encoders),
 )

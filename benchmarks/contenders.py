@@ -58,6 +58,8 @@ def choose_contenders(
     With `kernels="plain"` they are those that any GPU since compute capability 8.0 can run.
     """
     if kernels == "plain":
+        if torchscale is not None:
+            raise ValueError("--kernels plain does not measure torchscale: leave --kernels or --torchscale out")
         plain: dict[str, Setup] = {
             PLAIN: ours("auto", kernels="plain"),
             FLASH: functools.partial(dense_at_the_same_flops, flash=True),

@@ -42,6 +42,10 @@ class Trial:
 def _setup(options: Options) -> list[Trial | None]:
     """The steps to measure; None stands for those on ranks."""
     if options.ranks:
+        if options.sizes or options.only:
+            raise ValueError(
+                "--ranks measures one model in every way that ranks share it: leave --sizes and --only out"
+            )
         return [None]
     names = list(options.sizes or SIZES)
     check_names("sizes", names, SIZES)

@@ -185,6 +185,19 @@ def test_a_gpu_that_is_not_there_is_refused(capsys) -> None:
     assert "leave it out, or pass --device cpu" in capsys.readouterr().err
 
 
+def test_kernels_are_chosen_only_where_a_suite_measures_them(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["gigapath", "--kernels", "plain"])
+    assert "unrecognized arguments: --kernels plain" in capsys.readouterr().err
+    assert main(["short", "--kernels", "plain", "--torchscale", str(tmp_path)]) == 1
+    assert "--kernels plain does not measure torchscale" in capsys.readouterr().err
+
+
+def test_steps_on_ranks_are_not_chosen_by_size(capsys) -> None:
+    assert main(["step", "--ranks", "--sizes", "125m"]) == 1
+    assert "leave --sizes and --only out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_dense_floor_has_our_flops(is_causal, backward) -> None:
