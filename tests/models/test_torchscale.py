@@ -495,7 +495,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded() -> None
         (state | {"layers.0.moe_layer.gate": torch.zeros(1)}, "unexpected layers.0.moe_layer.gate"),
         (state | {"layer_norm.bias": torch.zeros(3)}, r"layer_norm.bias is \(3,\), not \(32,\)"),
         (Encoder(layers=3).state_dict(), "unexpected layers.2"),
-        (state | {"layers.0.self_attn.xpos.scale": torch.zeros(2)}, "these weights have positions='xpos'"),
+        (state | {"layers.0.self_attn.xpos.scale": torch.zeros(2)}, "these weights need positions='xpos'"),
     ):
         with pytest.raises(ValueError, match=message):
             load_torchscale_weights(ours, broken)
@@ -503,7 +503,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_loaded() -> None
     for change, message in (
         ({"head_layout": "interleaved"}, 'head_layout="blocked"'),
         ({"num_decoder_layers": 1}, "num_decoder_layers=0"),
-        ({"positions": "rotary"}, "positions='none'"),
+        ({"positions": "rotary"}, "these weights need positions='none', got 'rotary'"),
         ({"norm": "rms", "qk_norm": True}, "has no norm='rms', qk_norm=True: build LongNet without"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -556,7 +556,7 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     with pytest.raises(ValueError, match="eval"):
         cls_attention(model, *slide())
     tiles, coords = slide()
-    with pytest.raises(ValueError, match="of one sequence"):
+    with pytest.raises(ValueError, match="a map shows one sequence"):
         cls_attention(model.eval(), tiles.expand(2, -1, -1), coords.expand(2, -1, -1))
 
 

@@ -165,7 +165,7 @@ def test_what_a_monitor_cannot_do_is_refused(tmp_path) -> None:
         monitor.stop()
     with pytest.raises(RuntimeError, match="no sample yet"):
         _ = monitor.peak
-    with monitor, pytest.raises(RuntimeError, match="is running: stop it first"):
+    with monitor, pytest.raises(RuntimeError, match="is already running: stop it first"):
         monitor.start()
 
 

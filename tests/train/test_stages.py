@@ -107,7 +107,7 @@ def toml_of(stages: list[dict]) -> str:
     [
         ("stages.toml", "[[stages]", "does not hold the stages of a run"),
         ("stages.toml", "[[stages]]\nsteps = 3", "this one has no sequence_length"),
-        ("stages.toml", "steps = 3", "it has steps beside stages"),
+        ("stages.toml", "steps = 3", "it has steps besides stages"),
         ("stages.json", "[]", "it has no list of stages"),
         ("stages.json", "[3]", "a mapping of its settings, got int"),
         ("stages.yaml", "", r"neither in \.toml nor in \.json"),

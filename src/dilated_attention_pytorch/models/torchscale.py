@@ -281,7 +281,7 @@ def load_torchscale_weights(
         )
     wanted = "coordinates" if is_slide else "xpos" if xpos else "none"
     if config.positions != wanted:
-        raise ValueError(f"these weights have positions={wanted!r}, the model has {config.positions!r}")
+        raise ValueError(f"these weights need positions={wanted!r}, got {config.positions!r}: build the model with it")
     if isinstance(model, LongNetEncoder) and model.config.cls_rows != 1:
         raise ValueError(f"a slide encoder has one CLS row, not {model.config.cls_rows}: build it with cls_rows=1")
     if not is_decoder and config.num_decoder_layers:

@@ -43,7 +43,7 @@ def tile_weights(model: LongNetEncoder, bag: Bag, kind: Kind = "attention", outp
     inputs: dict[str, Any] = {"x": bag.features[None].to(device)}
     if model.config.positions == "coordinates":
         if bag.coordinates is None:
-            raise ValueError("this model has positions from coordinates, and the file has no coords")
+            raise ValueError("this model has positions from coordinates, and the file has no coords: add them to it")
         inputs["coordinates"] = bag.coordinates[None].to(device)
     cls = model.config.cls_rows or 0
     if kind == "pooling":

@@ -390,7 +390,7 @@ def _use_float8(model: nn.Module, device: torch.device) -> None:
     config = float8.Float8LinearConfig(pad_inner_dim=True)
     float8.convert_to_float8_training(model, config=config, module_filter_fn=_can_be_float8)
     if not any(isinstance(part, float8.float8_linear.Float8Linear) for part in model.modules()):
-        raise ValueError("float8 takes linear layers whose sizes are multiples of 16, and the model has none")
+        raise ValueError("the model has no linear layer whose sizes are multiples of 16: leave float8 out")
 
 
 def _use_structured_sparsity(model: nn.Module, device: torch.device) -> None:

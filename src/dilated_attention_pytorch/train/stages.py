@@ -117,7 +117,7 @@ def read_stages(path: Path) -> tuple[Stage, ...]:
             raise ValueError("its name ends neither in .toml nor in .json")
         if isinstance(found, dict):
             if unknown := sorted(found.keys() - {"stages"}):
-                raise ValueError(f"it has {', '.join(unknown)} beside stages")
+                raise ValueError(f"it has {', '.join(unknown)} besides stages")
             found = found.get("stages")
         if not isinstance(found, list) or not found:
             raise ValueError("it has no list of stages")
