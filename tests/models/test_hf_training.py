@@ -394,7 +394,7 @@ def test_stages_and_texts_that_do_not_fit_are_refused(tmp_path) -> None:
         list(growing_lengths([64, 32], [16, 64], [1, 4]))
     model = use_dilated_attention(llama(), [16], [1])
     stages = list(growing_lengths([64], [16, 64], [1, 4]))
-    with pytest.raises(ValueError, match="a stage of 64 tokens needs at least as many, got 10: use more text"):
+    with pytest.raises(ValueError, match="a stage needs 64 tokens of text, got 10: use a longer text"):
         fine_tune_at_growing_lengths(model, TEXT[:10], stages, arguments(tmp_path))
 
 

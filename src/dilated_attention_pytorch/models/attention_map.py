@@ -146,10 +146,7 @@ def _observed(model: nn.Module, record: Callable[[Seen], Seen], rows_of_padded: 
     def note(layer: DilatedAttention, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         q, k, v, *rest = args
         if layer.sparse_config is not None:
-            raise ValueError(
-                "a map shows whole branches, and block-sparse attention keeps only some of their tiles: use a model "
-                "without sparse_config"
-            )
+            raise ValueError("a map shows whole branches, not some of their tiles: use a model without sparse_config")
         if isinstance(layer, PaddedAttention) and [*rows_of_padded] != [0]:
             raise ValueError(
                 "torchscale's exact semantics give weight to padding, except in row 0: ask for rows=[0], or patch the "

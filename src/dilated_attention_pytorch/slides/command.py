@@ -76,17 +76,13 @@ def parser() -> argparse.ArgumentParser:
     _add_model(maps)
     maps.add_argument("--slide", nargs="+", required=True, metavar="ID", help="the slides' names")
     maps.add_argument("--kind", choices=get_args(Kind), default="attention", help="default: attention")
-    maps.add_argument(
-        "--class-number", type=int, metavar="C", help="with --kind gradient: which output (default: the largest)"
-    )
+    maps.add_argument("--class-number", type=int, metavar="C", help="with --kind gradient: output (default: largest)")
     maps.add_argument("--out", type=Path, default=Path("maps"), metavar="FOLDER", help="default: maps")
 
     report = jobs.add_parser("report", help="write a run as one HTML page")
     report.set_defaults(command=_report)
     report.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    report.add_argument(
-        "--worst", type=int, default=4, metavar="N", help="slides with the worst predictions to map (default: 4)"
-    )
+    report.add_argument("--worst", type=int, default=4, metavar="N", help="worst predictions to map (default: 4)")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="default: report.html in the run's folder")
     return parser
 

@@ -67,9 +67,7 @@ class SlidesConfig:
     batch_size: int = setting(16, "most slides of a micro-batch", range=COUNT)
     accumulate: int = setting(1, "micro-batches per step", range=COUNT)
     class_weights: bool = setting(True, "weight classes so that all count alike (default: on)")
-    patience: int = setting(
-        0, "stop after this many epochs without a lower validation loss; 0: never", range=_FROM_ZERO
-    )
+    patience: int = setting(0, "epochs without a lower validation loss that end training; 0: never", range=_FROM_ZERO)
     mask_share: float = setting(0.5, "share of the rows to hide and predict", range={"above": 0, "below": 1})
     mask_block: int = setting(16, "consecutive rows that are hidden together", range=COUNT)
     folds: int = setting(0, "folds by patient; 0: the table's splits, or one fold of five", range=_FROM_ZERO)

@@ -150,9 +150,7 @@ def _stated_documents(batch: int, tokens: int, facts: MaskFacts, keywords: dict[
 def _of_one_document(q: Tensor, facts: MaskFacts, keywords: dict[str, Any]) -> Tensor:
     """The queries of a traced forward that fills a cache; packed documents are refused as it runs."""
     if keywords.get("cu_seq_lens_q") is not None:
-        raise ValueError(
-            "a compiled model with a cache takes no packed documents (cu_seq_lens_q): call it without a cache"
-        )
+        raise ValueError("a compiled model with a cache takes no packed documents: leave cu_seq_lens_q out")
     positions, tokens = keywords.get("position_ids"), q.shape[1]
     states_documents = positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1
     return of_one_document(q, positions) if states_documents and not facts.is_by_mask else q

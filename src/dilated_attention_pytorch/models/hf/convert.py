@@ -158,9 +158,7 @@ def fine_tune_at_growing_lengths(model: Any, tokens: Tensor, stages: Sequence[St
     losses = []
     for stage in stages:
         if tokens.shape[0] < stage.length:
-            raise ValueError(
-                f"a stage of {stage.length} tokens needs at least as many, got {tokens.shape[0]}: use more text"
-            )
+            raise ValueError(f"a stage needs {stage.length} tokens of text, got {tokens.shape[0]}: use a longer text")
         use_dilated_attention(model, **stage.spec.keywords)
         _make_room(model.config.get_text_config(), stage.length)
         blocks = tokens[: tokens.shape[0] // stage.length * stage.length].view(-1, stage.length)
