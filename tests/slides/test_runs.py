@@ -309,6 +309,11 @@ def test_the_command_trains_embeds_maps_and_reports(study, tmp_path, capsys, mon
     assert "name one of its folds" in capsys.readouterr().err
     assert main(["slides", "embed", "run/fold-1", *features, "--out", "all.npy"]) == 0
     assert main(["slides", "embed", "run/fold-1", *features, "--out", "all.npy"]) == 1  # never written over
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["slides", "embed", "run/fold-1", *features, "--out", "notes.npy"]) == 1  # nor what lies beside it
+    assert "notes.txt exists: choose another --out" in capsys.readouterr().err
+    assert main(["slides", "embed", "run/fold-1", *features, "--out", "more.h5", "--max-tiles", "0"]) == 1
+    assert "--max-tiles must be a whole number of at least 1, got 0" in capsys.readouterr().err
     assert main(["slides", "embed", "run/fold-1", *features, "--out", "all.h5"]) == 0
     names, rows = (tmp_path / "all.txt").read_text().split(), numpy.load("all.npy")
     model = LongNetEncoder.from_pretrained("run/fold-1/model").eval()

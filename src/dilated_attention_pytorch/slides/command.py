@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import numpy
 import torch
 
-from dilated_attention_pytorch.core.checks import import_optional
+from dilated_attention_pytorch.core.checks import check_whole, import_optional
 from dilated_attention_pytorch.core.spec import ReachWarning
 from dilated_attention_pytorch.files import write_whole
 from dilated_attention_pytorch.models.config import EncoderConfig
@@ -170,8 +170,11 @@ def _tile_pixels(arguments: argparse.Namespace) -> float | None:
 def _embed(arguments: argparse.Namespace) -> None:
     if arguments.out.suffix not in (".npy", ".h5"):
         raise ValueError(f"embeddings are written as .npy or .h5, got {str(arguments.out)!r}")
-    if arguments.out.exists():
-        raise FileExistsError(f"{arguments.out} exists: choose another --out")
+    names_file = arguments.out.with_suffix(".txt") if arguments.out.suffix == ".npy" else arguments.out
+    for path in (arguments.out, names_file):
+        if path.exists():
+            raise FileExistsError(f"{path} exists: choose another --out")
+    check_whole("--max-tiles", arguments.max_tiles, least=1)
     model = _load(arguments.run, arguments.device)
     device = model.input.weight.device
     grids = model.config.grids if model.config.positions == "coordinates" else None
