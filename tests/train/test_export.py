@@ -55,6 +55,13 @@ def test_transformers_loads_what_export_writes(tmp_path, has_tokenizer, capsys, 
     assert f"--hf needs a folder that is new or empty, and {folder} is not: name another" in capsys.readouterr().err
 
 
+def test_export_does_not_replace_the_folder_it_is_called_in(tmp_path, capsys, monkeypatch) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "run", "--hf", "."]) == 1
+    assert "--hf cannot write the current folder: name a new one" in capsys.readouterr().err
+
+
 def test_export_says_what_is_missing(tmp_path, capsys, monkeypatch) -> None:
     assert main(["export", str(tmp_path / "none"), "--hf", str(tmp_path / "hf")]) == 1
     assert "name the folder of save_pretrained, of a checkpoint or of a run" in capsys.readouterr().err

@@ -22,6 +22,9 @@ def export_to_hf(run: Path, folder: Path) -> Path:
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"--hf needs a folder that is new or empty, and {folder} is not: name another")
+    folder = folder.resolve()
+    if folder == Path.cwd():  # whose place the written folder would take
+        raise FileExistsError("--hf cannot write the current folder: name a new one")
     found, model = load_model(run, torch.device("cpu"))
     tokenizer = _tokenizer_for_hf(saved_tokenizer(found, model.config.vocab_size))
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
