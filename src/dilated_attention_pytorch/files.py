@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 CHECKSUMS = "checksums.txt"
 _CHUNK = 1 << 22  # bytes that are read at a time
-_NEXT_TO_NOTHING = 1 << 16  # bytes; not every file system hands out its last block
+_NEXT_TO_NOTHING = 1 << 16  # bytes; some file systems never hand out their last block
 
 
 class DamagedFile(ValueError):
@@ -34,7 +34,7 @@ class Checksum(NamedTuple):
 
 
 def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """Write a file beside `path`, then rename it: no reader sees half a file. A callable fills the file itself."""
+    """Write a file beside `path`, then rename it: no reader sees half a file. A callable writes the file itself."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("ab") as stream:
@@ -45,12 +45,12 @@ def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> 
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
         with partial.open("rb+") as stream:
             os.fsync(stream.fileno())
-        if partial.stat().st_mode != mode:  # safetensors makes its file anew, readable by its owner alone
+        if partial.stat().st_mode != mode:  # safetensors creates a file that only its owner can read
             partial.chmod(mode & 0o7777)
         os.replace(partial, path)
         sync_folder(path.parent)
     except Exception as error:
-        # Now, because without the partial file there is room again; and not every writer says why it failed, or where.
+        # Asked before the partial file is removed, which makes room again. Some writers do not say why they failed.
         if is_full(path.parent, error):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
@@ -59,7 +59,7 @@ def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> 
 
 
 def sweep_partials(folder: Path) -> None:
-    """Remove the unfinished files of `write_whole` that killed processes left; nobody else may write in the folder."""
+    """Remove the partial files that killed processes left behind. No other process may be writing in the folder."""
     for partial in folder.glob(".*.partial"):
         if partial.is_file() and not partial.name.endswith(f".{os.getpid()}.partial"):
             partial.unlink(missing_ok=True)
@@ -67,13 +67,13 @@ def sweep_partials(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Make files that were created or renamed in a folder survive a power cut under their names."""
-    if os.name == "nt":  # it opens no folders
+    if os.name == "nt":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system has no such thing
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
             raise
     finally:
         os.close(descriptor)
@@ -113,7 +113,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"a {what} is read with tomli before Python 3.11: pip install tomli") from error
+        raise ModuleNotFoundError(f"before Python 3.11, reading a {what} needs tomli: pip install tomli") from error
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -146,7 +146,7 @@ def read_checksums(path: Path) -> dict[str, Checksum]:
 
 
 def checking(folder: Path, sums: Mapping[str, Checksum]) -> Iterator[int]:
-    """Compare files with their checksums: yields the bytes of each read, raises `DamagedFile`."""
+    """Compare files with their checksums. Yields the number of bytes of each read; a difference is a `DamagedFile`."""
     for name, noted in sums.items():
         path = folder / name
         if not path.is_file():
@@ -175,7 +175,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def _summing(path: Path) -> Iterator[Checksum]:
-    """The checksum of what has been read of a file so far, after each read: the last is that of the whole file."""
+    """Yields, after each read, the checksum of the file so far; the last one is that of the whole file."""
     found, buffer = Checksum(0, 0), memoryview(bytearray(_CHUNK))
     yield found
     with path.open("rb", buffering=0) as stream:

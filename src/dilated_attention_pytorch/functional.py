@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Asked once: `torch.compile` of some versions cannot trace the question.
+# Evaluated once: some versions of `torch.compile` cannot trace it.
 _AUTOCAST_DEVICES = tuple(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "mtia") if torch.amp.is_autocast_available(kind)
 )
@@ -64,7 +64,7 @@ class _CallSettings(TypedDict, total=False):
 
 
 class _Options(_CallSettings, total=False):
-    """The keywords of `dilated_attention` but `return_lse`, which decides what it returns."""
+    """The keywords of `dilated_attention` except `return_lse`, which decides what it returns."""
 
     head_layout: HeadLayout
     seqlens: Tensor | None
@@ -160,7 +160,7 @@ def dilated_attention(
     refuse_dense_mask(attn_mask)
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise RuntimeError(
-            "torch.jit.trace would keep the lengths and the dropout of one call: use torch.compile or torch.export"
+            "torch.jit.trace would fix the lengths and the dropout of one call: use torch.compile or torch.export"
         )
     check_flag("return_lse", return_lse)
     if resources is not None:
@@ -169,9 +169,13 @@ def dilated_attention(
     if not plain or torch._C._is_any_autocast_enabled():
         query, key, value = autocast_inputs(query, key, value)
     tensors = (query, key, value)
-    stated = (head_layout, is_causal, scale, dropout_p, head_offset, total_heads, allow_tf32, sparse_config, backend)
-    prepared, is_new = _prepared(tensors, segment_lengths, dilation_rates, stated) if plain else (None, False)
-    call = _checked(tensors, segment_lengths, dilation_rates, stated) if prepared is None else prepared.call
+    settings: dict[str, Any] = {
+        "head_layout": head_layout, "is_causal": is_causal, "scale": scale, "dropout_p": dropout_p,
+        "head_offset": head_offset, "total_heads": total_heads, "allow_tf32": allow_tf32,
+        "sparse_config": sparse_config, "backend": backend,
+    }  # fmt: skip
+    prepared, is_new = _prepared(tensors, segment_lengths, dilation_rates, settings) if plain else (None, False)
+    call = checked_call(*tensors, segment_lengths, dilation_rates, **settings) if prepared is None else prepared.call
     if resources is None and plain:
         resources = NO_RESOURCES if sparse_config is None else Resources(get_global_pattern_cache())
     if seqlens is not None or cu_seqlens is not None or key_padding_mask is not None or spans is not None:
@@ -248,11 +252,11 @@ def warm_up(
     sparse_config: SparsePatternConfig | None = None,
     backend: str = "auto",
 ) -> list[tuple[str, float]]:
-    """Compile the kernels of `dilated_attention` ahead of its first call, side by side, without computing anything.
+    """Compile the kernels of `dilated_attention` in parallel, ahead of its first call, without computing anything.
 
     They go into Triton's cache folder (`TRITON_CACHE_DIR`), where other processes find them: let one rank warm up
-    before the others begin, or do it when you build an image. Nearly the same kernels serve all lengths and batch
-    sizes; what changes them is the head dim, the dtype and the other arguments here. Short calls have their own.
+    before the others begin, or do it when you build an image. Kernels depend on the head dim, the dtype and the other
+    arguments here, but hardly on the length and the batch size. Short calls have their own.
 
     Args:
         shape: `(B, N, H, D)` of the query.
@@ -265,8 +269,8 @@ def warm_up(
         lengths: for calls with padded rows, or, if B is 1, packed documents.
 
     Returns:
-        The name of each kernel and the seconds that compiling it, or finding it in the folder, took beside the others.
-        Kernels that this process has compiled before are left out. Empty where nothing is compiled, as on a CPU.
+        The name of each kernel, and the seconds that it took to compile it or to find it in the folder. Kernels that
+        this process has compiled before are left out. Empty where nothing is compiled, as on a CPU.
 
     >>> warm_up((1, 131_072, 12, 64), [2048, 8192], [1, 4], dtype=torch.bfloat16, is_causal=True, device="cpu")
     []
@@ -302,52 +306,37 @@ def refuse_dense_mask(attn_mask: Tensor | None) -> None:
         )
 
 
-_STATED = (
-    "head_layout", "is_causal", "scale", "dropout_p", "head_offset", "total_heads", "allow_tf32", "sparse_config",
-    "backend",
-)  # fmt: skip
-
-
 def _prepared(
     tensors: tuple[Tensor, Tensor, Tensor],
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
-    stated: tuple[Any, ...],
+    settings: dict[str, Any],
 ) -> tuple[Prepared, bool]:
     """The call, and whether it may be new: equal calls, as in a model's layers and steps, are checked once."""
 
     def make() -> Prepared:
-        call = _checked(tensors, segment_lengths, dilation_rates, stated)
+        call = checked_call(*tensors, segment_lengths, dilation_rates, **settings)
         return Prepared(call, name_of_engine(call, tensors[0], tensors[0].device))
 
-    if type(segment_lengths) not in _LISTS or type(dilation_rates) not in _LISTS:
+    if type(segment_lengths) not in (list, tuple) or type(dilation_rates) not in (list, tuple):
         return make(), True
     q, k, v = tensors
+    stated = settings.values()
     try:
         kind = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             tuple(segment_lengths), tuple(dilation_rates), *stated,
-            # True and 1.0 equal 1, but are to be refused.
+            # True and 1.0 equal 1, but must be refused.
             *map(type, segment_lengths), *map(type, dilation_rates), *map(type, stated),
         )  # fmt: skip
         known = plans.recall("call", kind)
         return (plans.remember("call", kind, make), True) if known is None else (known, False)
-    except (TypeError, RuntimeError):  # what cannot be looked up is wrong, and the checks say how
+    except (TypeError, RuntimeError):  # an argument that cannot be looked up is wrong, and the checks say how
         return make(), True
 
 
-_LISTS = (list, tuple)
-
-
-def _checked(
-    tensors: tuple[Tensor, ...], segment_lengths: Sequence[int], dilation_rates: Sequence[int], stated: tuple[Any, ...]
-) -> Call:
-    query, key, value = tensors
-    return checked_call(query, key, value, segment_lengths, dilation_rates, **dict(zip(_STATED, stated)))
-
-
 def _longest_document(spans: Tensor | None, tokens: int) -> int:
-    """Tokens of the longest document, 0 where only the device knows them."""
+    """Tokens of the longest document; 0 if only the device knows them."""
     if spans is None:
         return tokens
     return int((spans[:, 1] - spans[:, 0]).max()) if spans.device.type == "cpu" and len(spans) else 0
@@ -364,7 +353,7 @@ def checked_call(
     sparse_config: SparsePatternConfig | None = None,
     **settings: Unpack[_CallSettings],
 ) -> Call:
-    """The description of a call, or the error that says what is wrong with it."""
+    """Describe a call, or raise an error that says what is wrong with it."""
     spec = DilatedSpec.of(segment_lengths, dilation_rates, head_layout)
     _check_tensors(query, key, value)
     sparse = None if sparse_config is None else check_sparse_config(sparse_config, spec)

@@ -32,9 +32,9 @@ class Timing:
 
 
 def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls: int | None = None) -> Timing:
-    """Time single calls of `run` for about `seconds`: at least five, or two if one takes over a second.
+    """Time calls of `run` one by one, for about `seconds`: at least five, or two if one takes over a second.
 
-    `calls` sets their number instead.
+    `calls` fixes their number instead.
     """
     cuda = device == "cuda"
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -62,10 +62,10 @@ def measure(run: Callable[[], object], device: str, seconds: float = 0.25, calls
 
 
 def thread_rates(*further: int) -> dict[int, float]:
-    """GFLOP/s of a product on the CPU by PyTorch's number of threads: 1, 2, 4, ..., all usable cores, and `further`.
+    """GFLOP/s of a matrix product on the CPU, by number of threads: 1, 2, 4, ..., all usable cores, and `further`.
 
-    On a busy machine a product may wait long for a core that another process has. So the numbers take turns, and the
-    rate is that of the median turn, whose products are averaged.
+    On a busy machine a product may wait long for a core that another process uses. So the thread counts take turns,
+    and each rate is that of its median turn.
     """
     cores = max(1, int(usable_cores()))
     counts = sorted({*(1 << power for power in range(cores.bit_length())), cores, *further})
@@ -80,7 +80,7 @@ def thread_rates(*further: int) -> dict[int, float]:
 
 
 def fastest_threads(rates: Mapping[int, float]) -> int:
-    """The number of threads with the highest of `thread_rates`, or the fewest that come within a tenth of it.
+    """The fewest threads whose rate, of `thread_rates`, is within a tenth of the highest.
 
     >>> fastest_threads({1: 40.0, 2: 78.0, 4: 80.0}), fastest_threads({1: 40.0, 2: 6.0})
     (2, 1)
@@ -167,7 +167,7 @@ def _listed_bytes(path: str, field: str) -> int:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use, which an affinity or a container's quota may limit."""
+    """The number of cores that this process may use; CPU affinity or a container's quota may limit it."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.exists():
@@ -209,7 +209,7 @@ def resident() -> int:
 
 def peak_resident() -> int:
     """Bytes of host memory that this process has held at most; 0 if unknown."""
-    # Where it exists: getrusage counts from the size of the process that started this one.
+    # Preferred where it exists: getrusage starts from the size of the parent process.
     if peak := _listed_bytes("/proc/self/status", "VmHWM"):
         return peak
     if sys.platform == "win32":
