@@ -182,7 +182,7 @@ def test_the_last_of_very_many_heads_are_found_at_once() -> None:
         ({"shape": (1, MOST_TOKENS, 4, 16)}, r"at most 2\^48 elements"),
         ({"kv_heads": 3}, "H=4 and Hkv=3"),
         ({"segment_lengths": [4]}, "1 lengths .* and 2 rates"),
-        ({"dtype": torch.int8}, "dtype must be a dtype of floating-point numbers, got torch.int8"),
+        ({"dtype": torch.int8}, "dtype must be a floating-point dtype, got torch.int8"),
         ({"dropout_p": 1.0}, "below 1, got 1.0"),
         ({"backend": "triton", "shape": (1, 8, 4, 12)}, "'triton' cannot take this call: .*multiple of 8, got 12"),
         ({"device": "cuda:99"}, "device must be one that PyTorch finds, got 'cuda:99'"),

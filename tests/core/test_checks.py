@@ -70,11 +70,11 @@ def everything(
         ({"sizes": [4, 1.5]}, r"sizes\[1\] must be a whole number, got 1.5"),
         ({"either": 4}, "either must be a Tensor or a Sequence, got 4"),
         ({"table": [1]}, "table must be a Mapping, got a list"),
-        ({"items": 3}, "items must be something to iterate over, got 3"),
-        ({"items": torch.tensor(1)}, "items must be something to iterate over"),
+        ({"items": 3}, "items must be an iterable, got 3"),
+        ({"items": torch.tensor(1)}, "items must be an iterable"),
         ({"run": 3}, "run must be a Callable, got 3"),
-        ({"device": "gpu"}, "device must be a device of PyTorch such as 'cpu' or 'cuda:0', got 'gpu'"),
-        ({"device": 3}, "device must be a device of PyTorch"),
+        ({"device": "gpu"}, "device must be a PyTorch device such as 'cpu' or 'cuda:0', got 'gpu'"),
+        ({"device": 3}, "device must be a PyTorch device"),
     ],
 )
 def test_an_argument_is_checked_by_its_annotation(given, message) -> None:

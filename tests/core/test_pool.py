@@ -91,7 +91,7 @@ def test_a_handle_given_back_keeps_no_memory() -> None:
 
 @pytest.mark.parametrize("limit", [1, MIB - 1])
 def test_a_limit_below_one_buffer_is_refused(limit) -> None:
-    with pytest.raises(ValueError, match=r"holds no buffer, the smallest has 1048576: raise limit_bytes"):
+    with pytest.raises(ValueError, match=f"at least the smallest buffer, 1048576 bytes, got {limit}: raise it"):
         WorkspacePool(limit_bytes=limit)
     for name in ("limit_bytes", "threshold_bytes"):
         for wrong in (0, -1):

@@ -173,7 +173,7 @@ def layout_of(
     """
     config = call.sparse
     if config is None:
-        raise ValueError("layout_of is for a call that keeps some tiles only, and this call has no sparse config")
+        raise ValueError("layout_of takes a call with a sparse_config, got one without: it keeps every tile")
     check_cache(cache)
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
@@ -381,7 +381,8 @@ def tiles_by_content(
         ranks = scores.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
         kept, counts = choose_tiles(config, ranks, rows, tiles[:, few], call.is_causal)
         chosen.append((kept, counts.expand(kept.shape[:-1])))
-    return torch.cat([kept for kept, _ in chosen], 1), torch.cat([counts for _, counts in chosen], 1)
+    kept, counts = (torch.cat(x, 1) for x in zip(*chosen))
+    return kept, counts
 
 
 def _pooled(x: Tensor, branch: Branch, offset: int, block_size: int, T: int, first_row: bool = False) -> Tensor:

@@ -64,7 +64,7 @@ class SparsePatternConfig:
 
     pattern_type: PatternType = "dilated_sparse"
     sparsity_ratio: float = setting(0.1, "the fraction of tiles to keep", flag="ratio")
-    # Becomes 128, until `fitted` to segments.
+    # None becomes 128, or what `fitted` chooses. The help text is for `show`, whose default is 64.
     block_size: int = setting(None, "rows of a tile (default: 64)", range=COUNT, flag="block")
     local_window_size: int | None = setting(
         None, "grid rows around a row that are kept first", range=COUNT, flag="window"

@@ -34,7 +34,7 @@ SIZE: Mapping[str, float] = {"least": 0, "most": MOST_TOKENS}
 POSITIVE: Mapping[str, float] = {"above": 0}
 NOT_NEGATIVE: Mapping[str, float] = {"least": 0}
 PROBABILITY: Mapping[str, float] = {"least": 0, "below": 1}
-"""Ranges, for `checked` and `check_fields`. No proxies: torch.compile reads none after it has seen a dict change."""
+"""Ranges for `checked` and `check_fields`; no proxies, which torch.compile cannot read once a dict has changed."""
 
 # Arguments and fields of these names have the same range everywhere, unless another is stated.
 _RANGES: Mapping[str, Mapping[str, float]] = {
@@ -198,7 +198,7 @@ def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence
 
 def _check_iterable(name: str, value: Any) -> Any:
     if not isinstance(value, Iterable) or (isinstance(value, Tensor) and not value.dim()):
-        raise _refused(TypeError, name, "something to iterate over", value)
+        raise _refused(TypeError, name, "an iterable", value)
     return value
 
 
@@ -211,16 +211,14 @@ def _check_hashable(name: str, value: Any) -> Any:
 
 
 def check_dtype(name: str, value: Any) -> torch.dtype:
-    """A dtype of floating-point numbers.
-
+    """
     >>> check_dtype("dtype", torch.int8)
     Traceback (most recent call last):
-    ValueError: dtype must be a dtype of floating-point numbers, got torch.int8
+    ValueError: dtype must be a floating-point dtype, got torch.int8
     """
-    if not isinstance(value, torch.dtype):
-        raise _refused(TypeError, name, "a dtype of floating-point numbers", value)
-    if not value.is_floating_point:
-        raise _refused(ValueError, name, "a dtype of floating-point numbers", value)
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        error = ValueError if isinstance(value, torch.dtype) else TypeError
+        raise _refused(error, name, "a floating-point dtype", value)
     return value
 
 
@@ -228,9 +226,9 @@ def check_device(name: str, value: Any) -> torch.device:
     """
     >>> check_device("device", "gpu")
     Traceback (most recent call last):
-    ValueError: device must be a device of PyTorch such as 'cpu' or 'cuda:0', got 'gpu'
+    ValueError: device must be a PyTorch device such as 'cpu' or 'cuda:0', got 'gpu'
     """
-    rule = "a device of PyTorch such as 'cpu' or 'cuda:0'"
+    rule = "a PyTorch device such as 'cpu' or 'cuda:0'"
     if not isinstance(value, (str, torch.device)):
         raise _refused(TypeError, name, rule, value)
     try:
@@ -242,10 +240,10 @@ def check_device(name: str, value: Any) -> torch.device:
 def checked(
     **ranges: Mapping[str, float] | None,
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Check every argument of a function by its annotation; `ranges` are those of numbers, by the argument's name.
+    """Check every argument of a function by its annotation; `ranges` are the ranges of numbers, by argument.
 
-    Names such as `num_heads` and `dropout` have a range of their own (`_RANGES`). A range of None leaves an argument
-    unchecked, and so does an annotation that does not tell (`Any`, a class that is imported for type checkers only).
+    Names such as `num_heads` and `dropout` have a default range (`_RANGES`). An argument is not checked if its range is
+    None, or if its annotation is `Any` or a class that is imported for type checkers only.
 
     >>> @checked(heads={"least": 1})
     ... def attend(heads: int, is_causal: bool = False) -> int: ...
@@ -282,7 +280,7 @@ def checked(
 def check_fields(instance: Any, **ranges: Mapping[str, float]) -> None:
     """Check every field of a dataclass by its annotation, as `checked` does, and keep the value that the check returns.
 
-    Ranges of numbers are `ranges`, or those that `core.settings.setting` stores beside the fields.
+    Ranges of numbers are `ranges`, or those stated by `core.settings.setting`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Sizes:
@@ -360,10 +358,10 @@ def _check_for_union(parts: tuple[Any, ...], limits: Mapping[str, float]) -> Che
 
 
 def _check_for_any(checks: dict[Any, Any]) -> Check:
-    """A check that passes if one of several does; the first one that knows the value's kind decides."""
+    """A check that passes if one of several does; the first one that accepts the value's type decides."""
     words = " or ".join(map(_words, checks))
     origins: dict[Any, Any] = {kind: get_origin(kind) for kind in checks}
-    # Sequences last: a tensor is one too, but means itself where both are allowed.
+    # Sequences last: a tensor is a sequence too, but where both are allowed it is checked as a tensor.
     tried = sorted(checks, key=lambda kind: origins[kind] is Sequence)
 
     def check(name: str, value: Any) -> Any:
@@ -435,7 +433,7 @@ def import_optional(module: str, extra: str, user: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as an error shows it: large values by their type."""
+    """A value as an error shows it; a large value is shown by its type."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:

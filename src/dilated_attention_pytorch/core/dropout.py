@@ -1,10 +1,10 @@
 """Which attention probabilities are dropped: a pure function of (seed, batch row, head, branch, query, key).
 
 Every backend draws the same mask from the same seed, whatever its tiles, so that recomputation in backward, under
-activation checkpointing or on another rank agrees. All but the key go into a word per query row, and the key into a
-word of its own, by Wellons' `lowbias32` over 32-bit words, stored in int64 because PyTorch has no unsigned arithmetic.
-A probability is dropped where `factor * key word + row word` is small, with an odd factor made from the row's word: one
-multiply-add per probability, which kernels can afford. Rows and keys then agree as often as independent ones do.
+activation checkpointing or on another rank agrees. Wellons' `lowbias32` hashes the key to one 32-bit word, and all else
+to one word per query row; words are stored in int64, because PyTorch has no unsigned arithmetic. A probability is
+dropped where `factor * key word + row word` is small, with an odd factor made from the row's word: one multiply-add per
+probability, which kernels can afford. Two rows, or two keys, then agree as often as independent draws do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An entry of the table of plans, a value that calls share on the device where it was made; and keys for tensors."""
+"""Entries of the table of plans, whose values stay on the device where they were made; and keys for tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Entry:
         self.value = value
         self.home = home or (tensors[0].device if tensors else torch.device("cpu"))
         self.hits, self.used, self.pinned = 0, next(CLOCK), False
-        self.copies: dict[torch.device, Entry] = {}  # of a cache in two tiers: the hot ones
+        self.copies: dict[torch.device, Entry] = {}  # the hot copies, in a cache with two tiers
         self.next: Hashable = None  # the key that was asked for after this one
         self.bytes = sum(x.nbytes for x in tensors)
         self.size = 0  # bytes of the key and all of the value, set where a table stores it
@@ -41,7 +41,7 @@ class Entry:
     @classmethod
     def copied(cls, pattern: Any) -> Entry:
         """An entry with a copy of the pattern on the CPU."""
-        pinned = torch.cuda.is_available()  # a copy to a GPU runs beside the host only from pinned memory
+        pinned = torch.cuda.is_available()  # only copies from pinned memory run while the host goes on
 
         def keep(x: Tensor) -> Tensor:
             if x.is_meta:
@@ -78,15 +78,15 @@ _captured: dict[int, Entry] = {}  # what captured CUDA graphs read
 
 
 def copy_to(value: Any, device: Device) -> Any:
-    """The value with copies of its tensors on `device`; the host waits only for what it gets itself."""
+    """The value with copies of its tensors on `device`; the host waits only for copies to the CPU."""
     return tree_map_only(Tensor, lambda x: x.to(device, copy=True, non_blocking=not x.is_cuda), value)
 
 
 def size_of(*values: Any) -> int:
-    """Bytes of values and of what they refer to, each object once: the tensors' memory and Python's own objects.
+    """Bytes of values and of what they refer to, each object counted once: tensors' memory and Python objects.
 
-    An object that grows while it is used, or has many parts, states its `estimated_bytes`. Objects of other packages
-    count without what they refer to.
+    An object that grows while it is used, or has many parts, states its `estimated_bytes`. What objects of other
+    packages refer to is not counted.
 
     >>> size_of(torch.zeros(1000)) - size_of(torch.zeros(0))
     4000
@@ -134,10 +134,10 @@ def lasting(device: torch.device, make: Callable[[], Value]) -> Value:
 
 
 class SameTensor:
-    """A key that equals only the same tensor, unchanged since: for values on a GPU, which take waiting to read.
+    """A key that equals only the same, unchanged tensor: for tensors on a GPU, whose values the host must wait for.
 
-    It does not keep the tensor alive. A change that PyTorch does not count (through `.data`, a collective, a kernel of
-    one's own) goes unseen, so it is for tensors that are made once and passed on, such as spans.
+    It does not keep the tensor alive. It misses changes that PyTorch does not count (through `.data`, a collective or a
+    custom kernel), so use it for tensors that are made once and passed on, such as spans.
     """
 
     __slots__ = ("_hash", "_tensor", "_version")

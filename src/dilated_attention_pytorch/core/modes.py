@@ -1,4 +1,4 @@
-"""What PyTorch is doing around a call: tracing, forward mode, TF32."""
+"""The state of PyTorch around a call: tracing, forward mode, TF32."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def tf32_is_on() -> bool:
 
 @contextmanager
 def tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
-    """PyTorch's own setting, or `allow` for as long as the block runs; the setting is the process's, hence the lock."""
+    """Within the block, TF32 as `allow` says; None keeps PyTorch's setting, which is global: hence the lock."""
     if allow is None or device.type != "cuda":
         yield
         return

@@ -26,9 +26,9 @@ _HITS_OF_A_COLD_PATTERN = 3  # one more makes it hot
 class OptimizedPatternCache(PatternCache):
     """A cache in two tiers: all patterns on the CPU, and copies of the hot ones on the GPU that asks for them.
 
-    A pattern becomes hot when it is asked for more than three times. Copies run from pinned memory on a stream of their
-    own (`enable_async`), and a reader's stream waits for its copy. With `enable_prefetch`, the pattern that was asked
-    for after this one last time is copied ahead. Without a GPU, the hot tier is on the CPU, and all else is the same.
+    A pattern becomes hot when it is asked for more than three times. It is copied from pinned memory on a separate
+    stream (`enable_async`), and a reader's stream waits for its copy. With `enable_prefetch`, the pattern that followed
+    this one last time is copied ahead. Without a GPU, the hot tier is on the CPU, and all else is the same.
 
     What the library remembers is hot from the start, on the device where it was made. If the limits push it out, it
     comes back from its copy on the CPU.
@@ -225,7 +225,7 @@ def generate_pattern(key: str) -> tuple[Tensor, ...]:
     """
     found = re.fullmatch(r"dilated_s(\d+)_seg\[([\d, ]+)\]_dil\[([\d, ]+)\]", key)
     if found is None:
-        raise ValueError(f"{key!r} names no dilated pattern: pass the pattern itself, as in {{{key!r}: tensor}}")
+        raise ValueError(f"{key!r} is no key of a dilated pattern: pass the pattern itself, as in {{{key!r}: tensor}}")
     lengths, rates = ([int(number) for number in found[i].split(",")] for i in (2, 3))
     positions = torch.arange(int(found[1]))
     return tuple(positions[on_grid(Branch(w, r), 0, positions)] for w, r in zip(lengths, rates))

@@ -76,8 +76,8 @@ def check_cache(cache: Any) -> None:
 class PatternCache:
     """A table that evicts its least recently used entry. It holds patterns that you put, and the library's plans.
 
-    A pattern is a tensor, or tuples, lists and dicts of tensors. A pinned entry is never evicted. One place always
-    stays free of pins, so that there is room for another entry.
+    A pattern is a tensor, or tuples, lists and dicts of tensors. A pinned entry is never evicted. At most
+    `max_size - 1` entries can be pinned, so that there is always room for another one.
 
     Args:
         max_size: the most entries that it holds.
@@ -148,7 +148,7 @@ class PatternCache:
 
     @checked()
     def put(self, key: Hashable, pattern: Any) -> None:
-        """Keep a copy of a pattern, in place of an earlier one of this key."""
+        """Store a copy of a pattern; it replaces an earlier one of the same key."""
         self._put(key, pattern)
 
     def _put(self, key: Hashable, pattern: Any) -> Entry:
@@ -156,15 +156,15 @@ class PatternCache:
         entry = Entry.copied(pattern)
         if not self._store(key, entry):
             raise ValueError(
-                f"a pattern of {entry.size} bytes does not fit beside {len(self._pinned())} pinned patterns into a "
-                f"cache of max_bytes={self.max_bytes}: make the cache larger, or pin fewer"
+                f"a pattern of {entry.size} bytes does not fit into a cache of max_bytes={self.max_bytes} beside "
+                f"{len(self._pinned())} pinned patterns: make the cache larger, or pin fewer"
             )
         if self.enable_profiling:
             self._profile.add("put", count=1, bytes=entry.bytes, seconds=time.perf_counter() - began)
         return entry
 
     def remember(self, kind: str, key: Hashable, make: Callable[[], Value], profile: Profile | None = None) -> Value:
-        """The value that `make` gave for this key, shared by all who ask: it must not be written to.
+        """The value that `make` returned for this key. All callers share it: never write to it.
 
         The docstring of this file states the rules. `profile` belongs to the module that asks.
         """
@@ -215,14 +215,14 @@ class PatternCache:
             pinned = self._pinned()
             if len(pinned) + (not self._cache[key].pinned) >= self.max_size:
                 raise ValueError(
-                    f"{len(pinned)} of {self.max_size} patterns are pinned, and one place must stay free: "
+                    f"at most {self.max_size - 1} of {self.max_size} patterns can be pinned, and {len(pinned)} are: "
                     "make the cache larger"
                 )
             self._cache[key].pinned = True
 
     @checked()
     def pin_pattern(self, key: Hashable) -> bool:
-        """As `pin`; False, instead of an error, if there is no such entry."""
+        """As `pin`, but returns False, instead of raising an error, if there is no such entry."""
         with LOCK:
             if key not in self._cache:
                 return False
@@ -357,7 +357,7 @@ class PatternCache:
 
 
 class DilatedPatternCache(PatternCache):
-    """A `PatternCache` that makes keys: of branches over a length, and of block-sparse patterns.
+    """A `PatternCache` that makes keys for branches over a length, and for block-sparse patterns.
 
     >>> DilatedPatternCache.dilated_key(8, [4, 8], [1, 2])
     'dilated_s8_seg[4, 8]_dil[1, 2]'
@@ -399,7 +399,7 @@ def remember(kind: str, key: Hashable, make: Callable[[], Value]) -> Value:
 
 
 def recall(kind: str, key: Hashable) -> Any:
-    """What the table of the whole process remembers, as fast as Python can; None to ask `remember`.
+    """A fast lookup in the table of the whole process. If it returns None, call `remember`.
 
     Only `remember` makes values, and measures and logs lookups.
     """
@@ -414,10 +414,10 @@ def recall(kind: str, key: Hashable) -> Any:
 
 
 def remember_of(kind: str, x: Tensor, key: Hashable, make: Callable[[], Value]) -> Value:
-    """As `remember`, of a value that is made from `x`: for a tensor that many layers get, such as a mask.
+    """As `remember`, for a value that is made from `x`, a tensor that many layers get, such as a mask.
 
-    It is found by the tensor itself, until the tensor changes. Tensors of inference mode do not count their changes, so
-    for them the value is made every time.
+    The value is remembered until the tensor changes. Tensors of inference mode do not count their changes, so for them
+    the value is made every time.
     """
     if torch.compiler.is_compiling() or x.is_inference():
         return make()
@@ -457,7 +457,7 @@ def _reset(cache: PatternCache) -> None:
 
 
 def refuse_device(default: Any) -> None:
-    """Refuse a device in the place of the default that `get` returns for a missing pattern."""
+    """Refuse a device that is passed as the default of `get`."""
     names_device = isinstance(default, str) and default.partition(":")[0] in ("cpu", "cuda")
     if isinstance(default, torch.device) or names_device:
         raise TypeError(

@@ -41,7 +41,7 @@ LEAST_THRESHOLD = 1 << 20
 _THRESHOLD_SHARES = {"cpu": 1 << 14, "cuda": 1 << 9, "pinned": 1 << 11}
 _MOST_BYTES = 2**62
 _STEPS = 16  # bucket sizes between powers of two: at most a sixteenth of a buffer is unused
-_MOST_TOO_LARGE = 8  # times what is asked for: a block that a small workspace takes is missing for a large one
+_MOST_TOO_LARGE = 8  # times the size asked for: a small workspace must not take a block that a large one needs
 _STALE_AFTER = 64  # checkouts
 
 
@@ -53,8 +53,8 @@ class WorkspacePool:
         threshold_bytes: smaller workspaces are left to PyTorch's allocator. None adapts it to the device's memory: a
             share of it, and at least 1 MiB.
         lightweight: keep every buffer until it is released, and leave a returned handle as it is. Otherwise a handle
-            is emptied when it is given back, so that using it afterwards fails instead of writing into another
-            borrower's buffer, and buffers that nobody took for 64 checkouts are freed.
+            is emptied when it is given back, so that a later use fails instead of writing into another borrower's
+            buffer, and buffers that nobody took for 64 checkouts are freed.
 
     On CUDA, buffers come from the pool's own `torch.cuda.MemPool`, and the stream of the next borrower waits for the
     stream that used the buffer last.
@@ -75,8 +75,8 @@ class WorkspacePool:
         least = LEAST_THRESHOLD if threshold_bytes is None else threshold_bytes
         if limit_bytes is not None and limit_bytes < least:
             raise ValueError(
-                f"a pool of at most {limit_bytes} bytes holds no buffer, the smallest has {least}: raise limit_bytes, "
-                "or leave the pool off"
+                f"limit_bytes must be at least the smallest buffer, {least} bytes, got {limit_bytes}: raise it, or "
+                "leave the pool off"
             )
         self.limit_bytes = limit_bytes
         self.threshold_bytes = threshold_bytes
@@ -127,7 +127,7 @@ class WorkspacePool:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """End a loan. A tensor that is not borrowed from this pool, or no longer, is refused."""
+        """End a loan. A tensor that is not on loan from this pool is refused."""
         with LOCK:
             block = self._end_loan(buffer)
             shelf = block.shelf
@@ -241,7 +241,7 @@ class WorkspacePool:
         shelf.wait_until_free(block)
         waited = time.perf_counter() - waits_from
         with torch.inference_mode(False):
-            # No view, which would keep the block after it is given back, for as long as somebody has the handle.
+            # Not a view, which would keep the memory of a returned block alive as long as the handle.
             buffer = torch.empty(0, dtype=dtype, device=shelf.device)
             buffer.set_(block.memory.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload]
         buffer._loan = (shelf, block)  # type: ignore[attr-defined]
@@ -269,7 +269,7 @@ _COUNTS = ("peak_allocated", "allocation_count", "reuse_count", "live_buffers", 
 
 
 class Loans:
-    """Workspaces for the length of a block, taken as by `torch.empty`: here from PyTorch's allocator."""
+    """Workspaces for the duration of a block, with the arguments of `torch.empty`; here from PyTorch's allocator."""
 
     __slots__ = ()
 
@@ -359,7 +359,7 @@ class _Shelf:
         fitting = (block for block in order if size <= block.nbytes <= _MOST_TOO_LARGE * size)
         block = min(fitting, key=lambda block: block.nbytes, default=None)
         if block is None or (self.pinned and block.until is not None and not block.until.query()):
-            return None  # the host, which is to write to pinned memory, would have to wait for copies from it
+            return None  # before it writes to pinned memory, the host would have to wait for copies from it
         self.idle.remove(block)
         block.used_at = self.clock
         return block

@@ -20,8 +20,8 @@ from dilated_attention_pytorch.core.checks import (
 from dilated_attention_pytorch.core.pattern import common_period
 from dilated_attention_pytorch.core.spec import DilatedSpec, warn_once
 
-COUNTED_TOKENS = 1 << 22  # `reach_shares` goes through all tokens of a sequence, up to this many
-ROWS_TIMES_TOKENS = 1 << 21  # that `reach_shares` counts, if there is more than one row
+COUNTED_TOKENS = 1 << 22  # the most tokens that `reach_shares` goes through
+ROWS_TIMES_TOKENS = 1 << 21  # the most that `reach_shares` counts, if there is more than one row
 
 
 def reach_shares(

@@ -5,7 +5,7 @@ One softmax over all (branch, key) pairs:
     lse(p, h) = log sum_branch sum_j exp(scale * q.k)
     out(p, h) =     sum_branch sum_j exp(scale * q.k - lse) v_j
 
-O(N^2) time and memory: it is what every other path is tested against, not a path to run.
+It takes O(N^2) time and memory: every other path is tested against it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reference_forward(
     lse = query.new_full((B, N, H), -torch.inf)
     for b, tokens, sees in _rows_of_documents(call, query, key, spans, layout):
         weights, row_lse = _weights(query[b, tokens], key[b, tokens], call, sees)
-        weights = weights * _kept(call, seed, b, tokens, weights)
+        weights = weights * _dropout(call, seed, b, tokens, weights)
         v = _per_query_head(value[b, tokens], H)
         out[b, tokens] = _sum("ghij,jhd->ihd", weights, v, sees)
         lse[b, tokens] = row_lse.transpose(0, 1)
@@ -76,17 +76,17 @@ def reference_backward(call: Call, inputs: Inputs, grad_out: Tensor, grad_lse: T
     group = H // key.shape[2]
     for b, tokens, sees in _rows_of_documents(call, query, key, inputs.spans, inputs.layout):
         weights, _ = _weights(query[b, tokens], key[b, tokens], call, sees)
-        kept = _kept(call, inputs.seed, b, tokens, weights)
+        dropout = _dropout(call, inputs.seed, b, tokens, weights)
         k, v = (_per_query_head(x[b, tokens], H) for x in (key, value))
         do = grad_out[b, tokens]
-        d_weights = (torch.einsum("ihd,jhd->hij", do, v) * kept).masked_fill(~sees, 0.0)
+        d_weights = (torch.einsum("ihd,jhd->hij", do, v) * dropout).masked_fill(~sees, 0.0)
         delta = (d_weights * weights).sum((0, 3))  # (H, n): sum over every pair that the row's one softmax covers
         if grad_lse is not None:
             delta = delta - grad_lse[b, tokens].double().transpose(0, 1)
         d_scores = weights * (d_weights - delta[None, :, :, None]).masked_fill(~sees, 0.0) * call.softmax_scale(D)
         dq[b, tokens] = _sum("ghij,jhd->ihd", d_scores, k, sees)
         dk[b, tokens] = _sum("ghij,ihd->jhd", d_scores, query[b, tokens], sees).unflatten(1, (-1, group)).sum(2)
-        dv[b, tokens] = _sum("ghij,ihd->jhd", weights * kept, do, sees).unflatten(1, (-1, group)).sum(2)
+        dv[b, tokens] = _sum("ghij,ihd->jhd", weights * dropout, do, sees).unflatten(1, (-1, group)).sum(2)
     return Grads(dq, dk, dv)
 
 
@@ -107,7 +107,7 @@ def _rows_of_documents(
 
 
 def _sum(equation: str, weights: Tensor, x: Tensor, sees: Tensor) -> Tensor:
-    """The einsum over visible pairs. What is not finite in `x` becomes nan, and only where a visible pair brings it."""
+    """The einsum over visible pairs; a result is nan if a visible pair takes a value of `x` that is not finite."""
     if x.isfinite().all():
         return torch.einsum(equation, weights, x)
     touched = torch.einsum(equation, sees.to(x.dtype), (~x.isfinite()).to(x.dtype)) > 0
@@ -129,7 +129,8 @@ def _weights(q: Tensor, k: Tensor, call: Call, sees: Tensor) -> tuple[Tensor, Te
     return weights, lse.masked_fill(~covered, -torch.inf)
 
 
-def _kept(call: Call, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:
+def _dropout(call: Call, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:
+    """The factor of every weight: 0 if it is dropped, else 1 / (1 - p)."""
     if seed is None:
         return torch.ones_like(weights)
     positions = torch.arange(tokens.start, tokens.stop, device=weights.device)

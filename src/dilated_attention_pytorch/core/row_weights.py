@@ -23,7 +23,7 @@ class RowWeights(NamedTuple):
 def row_weights(
     query: Tensor, key: Tensor, rows: Sequence[int], call: Call, spans: Tensor | None
 ) -> dict[tuple[int, int, int], RowWeights]:
-    """The weights of every `(batch row, row, query head)`; O(keys seen) memory for each."""
+    """The weights of every `(batch row, row, query head)`, each in O(keys seen) memory."""
     B, N, H, D = query.shape
     kv_heads, device = key.shape[2], query.device
     group, table = H // kv_heads, call.offsets(H, kv_heads)

@@ -1,4 +1,4 @@
-"""Fields of a config dataclass, with their range and the help text of their command-line flag beside them."""
+"""Fields of a config dataclass that state their range, and the help text of their command-line flag."""
 
 from __future__ import annotations
 

@@ -70,13 +70,13 @@ def check_spans(spans: Tensor, batch: int) -> Tensor:
     """Refuse spans that `document_spans` cannot have made for this number of batch rows."""
     if check_whole_numbers("spans", spans).dim() != 2 or spans.shape[1] != 2 or (batch > 1 and spans.shape[0] != batch):
         raise ValueError(
-            f"spans must be (documents, 2), one document per row when there are several rows; "
+            "spans must be (documents, 2), with one document per row if there are several rows, "
             f"got {tuple(spans.shape)} for batch {batch}: make them with document_spans"
         )
     return spans
 
 
-# An op of its own, so that its look at the values does not break a compiled graph.
+# An operator of its own, so that reading the values does not break a compiled graph.
 @torch.library.custom_op("dilated_attention_pytorch::checked_spans", mutates_args=())
 def checked_spans(lengths: Tensor, kind: str, tokens: int) -> Tensor:
     if kind == "key_padding_mask":
