@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import (
     COUNT,
     MOST_TOKENS,
@@ -154,3 +155,16 @@ def test_attention_compiles_whole_for_open_sizes() -> None:
 def test_a_whole_number_beyond_64_bits_becomes_one_that_pytorch_takes() -> None:
     large = check_number("temperature", 2**64)
     assert torch.equal(torch.ones(1) / large, torch.tensor([2.0**-64]))
+
+
+def test_environment_variables_that_choose_kernels_refuse_other_values(monkeypatch) -> None:
+    for variable, read, choices in (
+        ("DILATED_ATTENTION_KERNELS", environment.kernels, ["best", "plain"]),
+        ("DILATED_ATTENTION_FLOAT32", environment.float32_products, ["tf32x3", "ieee"]),
+    ):
+        for stated, chosen in zip(("", *choices), (choices[0], *choices)):
+            monkeypatch.setenv(variable, stated)
+            assert read() == chosen
+        monkeypatch.setenv(variable, "Plain")
+        with pytest.raises(ValueError, match=f"{variable} must be one of {', '.join(choices)}; got 'Plain'"):
+            read()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from dilated_attention_pytorch.core.checks import check_choice
+
 
 def under_torchrun() -> bool:
     """Whether the environment describes a rank of a group, as torchrun sets it."""
@@ -27,7 +29,7 @@ def torchrun_restarts() -> int:
 
 
 def torchrun_cannot_restart_gloo() -> bool:
-    """Whether torchrun may restart ranks, but shares its own store with them, in which gloo finds the dead ranks."""
+    """Whether torchrun may restart ranks, but lends them its own store, in which gloo then finds the dead ranks."""
     lends = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return lends and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
@@ -39,12 +41,12 @@ def triton_interprets() -> bool:
 
 def kernels() -> str:
     """Which Triton kernels may run: `best`, or `plain` for those that run on any GPU, to compare them."""
-    return os.environ.get("DILATED_ATTENTION_KERNELS", "best")
+    return _choice("DILATED_ATTENTION_KERNELS", "best", "plain")
 
 
 def float32_products() -> str:
     """How kernels multiply float32 where TF32 is off: `tf32x3`, three TF32 products of parts, or `ieee`."""
-    return os.environ.get("DILATED_ATTENTION_FLOAT32", "tf32x3")
+    return _choice("DILATED_ATTENTION_FLOAT32", "tf32x3", "ieee")
 
 
 def tiles_file() -> str | None:
@@ -64,6 +66,10 @@ def pattern_cache_settings(max_size: int) -> dict[str, Any]:
         "max_bytes": _count("PATTERN_CACHE_MAX_BYTES", 256 << 20),
         "enable_profiling": _flag("PATTERN_CACHE_ENABLE_PROFILING"),
     }
+
+
+def _choice(variable: str, *choices: str) -> str:
+    return check_choice(variable, os.environ.get(variable) or choices[0], choices)
 
 
 def _count(variable: str, default: int) -> int:
