@@ -33,7 +33,6 @@ from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import shown
 from dilated_attention_pytorch.core.pool import is_out_of_memory
 from dilated_attention_pytorch.core.resources import Resources
-from dilated_attention_pytorch.kernels.engine import check_backend
 from dilated_attention_pytorch.parallel.group import Place
 from dilated_attention_pytorch.parallel.module import AcrossRanks
 from dilated_attention_pytorch.parallel.wire import wires_of
@@ -139,7 +138,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "autocast_inputs": lambda: (lambda a, b: functional.autocast_inputs(a, b), {"a": heads(), "b": heads()}),
     "backends": lambda: (functional.backends, {"device": "cpu"}),
     "warm_up": lambda: (functional.warm_up, {"shape": (2, 10, 4, 4), **PATTERN, "device": "cpu"}),
-    "check_backend": lambda: (check_backend, {"backend": "auto"}),
     "check_sparse_config": lambda: (functional.check_sparse_config, {"sparse_config": TILES, "spec": SPEC}),
     "checked_call": lambda: (
         functional.checked_call,

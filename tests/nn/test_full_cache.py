@@ -61,5 +61,5 @@ def test_gradients_are_those_of_a_full_forward(compiled) -> None:
 def test_missing_tokens_are_refused() -> None:
     x, spec = torch.randn(1, 4, 2, 4), DilatedSpec.of([4], [1])
     begin, start = torch.tensor(3), torch.tensor([0])
-    with pytest.raises(ValueError, match="it has 2 tokens, of which 4 are new"):
+    with pytest.raises(ValueError, match="must include the 4 new tokens, got 2 tokens"):
         attend_full_cache(x, x[:, :2], x[:, :2], begin, start, spec)

@@ -482,7 +482,7 @@ def test_what_does_not_fit_the_cache_is_refused_before_it_is_touched() -> None:
         cache.reset(torch.tensor([1, 2, 3]))
     with pytest.raises(TypeError, match=r"padding must hold whole numbers, got torch\.bool"):
         cache.reset(torch.tensor([True, False]))
-    with pytest.raises(ValueError, match=r"numbers of left-padded tokens, at least 0, got \[1, -1\]"):
+    with pytest.raises(ValueError, match=r"must count left-padded tokens, at least 0 per row, got \[1, -1\]"):
         cache.reset(torch.tensor([1, -1]))
     with pytest.raises(ValueError, match=r"tokens must be \(2,\), one number per row, got \(3,\)"):
         cache.rewind(torch.tensor([0, 0, 0]))

@@ -129,7 +129,7 @@ def test_what_would_be_lost_is_refused() -> None:
     class Other(nn.MultiheadAttention):
         pass
 
-    with pytest.raises(ValueError, match="the model is a Other, whose forward may be another"):
+    with pytest.raises(ValueError, match="the model is of class Other, whose forward may differ from"):
         replace_attention(Other(16, 4), **PATTERN)
     hooked = nn.MultiheadAttention(16, 4)
     hooked.register_forward_hook(lambda *_: None)

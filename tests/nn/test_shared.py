@@ -370,6 +370,12 @@ def test_factories_take_what_is_stated_as_stated() -> None:
         create_dilated_attention(**SPEC, sequence_length=0)
 
 
+@pytest.mark.parametrize("name", ["standard", "improved"])
+def test_a_factory_refuses_two_names_of_one_dropout(name) -> None:
+    with pytest.raises(TypeError, match="attention_dropout"):
+        create_dilated_attention(name, **SPEC, dropout=0.1, attention_dropout=0.2)
+
+
 def profiled() -> DilatedAttention:
     module = DilatedAttention(**SPEC, use_pattern_cache=True, enable_memory_pool=True, enable_profiling=True)
     module._pattern_cache, module._memory_pool = PatternCache(), WorkspacePool(threshold_bytes=1)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core import environment
-from dilated_attention_pytorch.core.call import BACKENDS, ENGINES, Call, Grads, Inputs, Partial, Saved, wide_dtype
-from dilated_attention_pytorch.core.checks import check_choice, check_device
+from dilated_attention_pytorch.core.call import ENGINES, Call, Grads, Inputs, Partial, Saved, wide_dtype
+from dilated_attention_pytorch.core.checks import check_device
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.reference import reference_backward, reference_forward
 from dilated_attention_pytorch.core.resources import Resources
@@ -120,10 +120,6 @@ def _log_choice(
 ) -> None:
     tiles = "" if block_size is None else f", tiles of {block_size}"
     log.debug("engine %s for %s on %s, head_dim %d%s: %s", engine, dtype, device, head_dim, tiles, told)
-
-
-def check_backend(backend: str) -> None:
-    check_choice("backend", backend, BACKENDS)
 
 
 def why_not(

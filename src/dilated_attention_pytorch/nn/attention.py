@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
-from dilated_attention_pytorch.core.checks import check_flag, check_instance, check_tensor, checked
+from dilated_attention_pytorch.core.call import BACKENDS
+from dilated_attention_pytorch.core.checks import check_choice, check_flag, check_instance, check_tensor, checked
 from dilated_attention_pytorch.core.modes import is_plain
 from dilated_attention_pytorch.core.plans import PatternCache, get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import WorkspacePool, get_global_memory_pool
@@ -20,7 +21,6 @@ from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
 from dilated_attention_pytorch.functional import autocast_inputs, dilated_attention, refuse_dense_mask
-from dilated_attention_pytorch.kernels.engine import check_backend
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 
 _NOT_PROFILING = nullcontext()
@@ -91,7 +91,7 @@ class DilatedAttention(nn.Module):
         super().__init__()
         if lightweight_pool and not enable_memory_pool:
             raise ValueError("lightweight_pool chooses the kind of pool: pass enable_memory_pool=True with it")
-        check_backend(backend)
+        check_choice("backend", backend, BACKENDS)
         branches = stated_branches(segment_lengths, dilation_rates, max_length, head_layout=head_layout)
         self.spec = DilatedSpec.of(*branches, head_layout)
         self.softmax_scale = softmax_scale
@@ -276,7 +276,7 @@ def _counted_call(name: str, profile: Profile) -> Iterator[None]:
 
 
 class SharesResources:
-    """Shows the cache, the pool and the profile of the attention within a module as the module's own."""
+    """Exposes the cache, the pool and the profile of the attention within a module as the module's own."""
 
     def _all_attention(self) -> Iterator[DilatedAttention]:
         assert isinstance(self, nn.Module)

@@ -53,6 +53,8 @@ def create_dilated_attention(*args: Any, sequence_length: int | None = None, **s
     name, args = _type_of(args, settings)
     kind = ATTENTION_TYPES[name][0]
     if kind is DilatedAttention and "dropout" in settings:  # the name in all other classes
+        if "attention_dropout" in settings:
+            raise TypeError("dropout and attention_dropout both state the dropout of the attention: pass one of them")
         settings["attention_dropout"] = settings.pop("dropout")
     return kind(*args, **_chosen(name, args, sequence_length, settings))
 

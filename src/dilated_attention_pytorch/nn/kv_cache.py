@@ -86,9 +86,9 @@ class DilatedKVCache:
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
         self._longest = torch.zeros_like(self.lengths)  # as of the last time that lengths shrank
-        # Lengths that the host has counted. They hold while the tensor of lengths still has this version.
+        # The lengths as counted on the host, valid while the tensor of lengths has this version.
         self._known: tuple[tuple[int, ...], Tensor, int] | None = None
-        # Whether a recorded graph may change the lengths, which the host then does not count.
+        # Whether a recorded graph may change the lengths, which the host cannot count.
         self.replayed = False
         self.reset(padding)
 
@@ -109,7 +109,7 @@ class DilatedKVCache:
         else:
             before = tuple((-self._check_per_row("padding", padding).long()).tolist())
             if max(before) > 0:
-                raise ValueError(f"padding must be numbers of left-padded tokens, at least 0, got {padding.tolist()}")
+                raise ValueError(f"padding must count left-padded tokens, at least 0 per row, got {padding.tolist()}")
             self.lengths.copy_(-padding.long())
         self._longest.copy_(self.lengths)
         self._note_recording(self.lengths)
@@ -270,7 +270,6 @@ def attend_full_cache(
     order: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    backend: str = "auto",
 ) -> Tensor:
     """The causal output of `m` new tokens, `(B, m, H, D)`, equal to that of a full forward, with its gradients.
 
@@ -291,14 +290,14 @@ def attend_full_cache(
     query, key, value = inputs = autocast_inputs(query, key, value)
     B, m, n = query.shape[0], query.shape[1], key.shape[1]
     if n < m:
-        raise ValueError(f"the cache holds the new tokens too: it has {n} tokens, of which {m} are new")
+        raise ValueError(f"key and value must include the {m} new tokens, got {n} tokens")
     differentiated = has_tangents(*inputs) or (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
     if order is not None:
         key, value = reordered(key, order), reordered(value, order)
     # A single new token is the last of its row in any order; several may include padding.
     if not (differentiated or dropout_p or not query.numel() or (order is not None and m > 1)):
         new = key[:, :m], value[:, :m]
-        call = checked_call(query, *new, **spec.keywords, is_causal=True, scale=scale, backend=backend)
+        call = checked_call(query, *new, **spec.keywords, is_causal=True, scale=scale)
         if is_plain(query, key):
             return _attend_full_cache(query, key, value, begin, start, call)
         text, scale, *_ = call.encode()
@@ -310,7 +309,7 @@ def attend_full_cache(
     every = query.new_zeros(B, key.shape[1], *query.shape[2:])
     every = every.scatter(1, place[:, :, None, None].expand_as(query), query)
     spans = torch.stack([start, (begin + m).expand_as(start)], dim=1)
-    settings = {**spec.keywords, "scale": scale, "dropout_p": dropout_p, "backend": backend}
+    settings = {**spec.keywords, "scale": scale, "dropout_p": dropout_p}
     return reordered(dilated_attention(every, key, value, **settings, is_causal=True, spans=spans), place)
 
 

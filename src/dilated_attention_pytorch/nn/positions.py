@@ -1,4 +1,4 @@
-"""Positions: by rotation (rotary, and xPos, which also lets scores decay with distance), and of tiles on a slide."""
+"""Rotary positions, xPos positions (whose scores also decay with distance), and positions of tiles on a slide."""
 
 from __future__ import annotations
 
@@ -161,15 +161,13 @@ class SlidePositions(nn.Module):
     def __init__(self, embed_dim: int, grids: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         if embed_dim % 4:
-            raise ValueError(
-                f"a sine and a cosine of two axes take a multiple of 4 dimensions, got embed_dim={embed_dim}"
-            )
+            raise ValueError(f"embed_dim must be a multiple of 4, for a sine and a cosine of two axes, got {embed_dim}")
         self.embed_dim, self.grids = embed_dim, grids
         self.register_buffer("axis", torch.empty(grids, embed_dim // 2, device=device, dtype=dtype), persistent=False)
         self.compute()
 
     def compute(self) -> None:
-        """Fill the table, also when its memory was allocated again."""
+        """Fill the table; call this again if its memory was allocated anew."""
         pairs = self.embed_dim // 4
         on_cpu: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not every GPU has float64
         frequencies = 10_000.0 ** (-torch.arange(pairs, **on_cpu) / pairs)

@@ -30,7 +30,7 @@ def replace_attention(
     `batch_first`, `requires_grad` and training mode stay. The model is changed in place, or not at all.
 
     Cross-attention relates two sequences and must be kept. That of `nn.TransformerDecoderLayer` is recognised; name any
-    other in `keep`. If the model is called with dense masks or asks for attention weights, that is refused: pass
+    other in `keep`. The replacement refuses dense masks and requests for attention weights: pass
     `is_causal=True` instead.
 
     Args:
@@ -71,12 +71,12 @@ def replace_attention(
 
     if not any(isinstance(part, nn.MultiheadAttention) and part not in kept for part in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} has no nn.MultiheadAttention to replace: for attention of another class, write it "
+            f"{type(model).__name__} has no nn.MultiheadAttention to replace: rewrite attention of another class "
             "with MultiheadDilatedAttention; models of transformers take attn_implementation='dilated'"
         )
     model = replace_parts(model, replaced)
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder):  # decided when it was made, for the earlier attention
+        if isinstance(part, nn.TransformerEncoder):  # set when it was made, for the original attention
             part.use_nested_tensor = False
     return model
 
@@ -104,7 +104,7 @@ def _cross_attentions(model: nn.Module) -> set[nn.Module]:
 def _check(part: nn.MultiheadAttention, name: str) -> None:
     wrong = ""
     if type(part) is not nn.MultiheadAttention:
-        wrong = f"is a {type(part).__name__}, whose forward may be another than nn.MultiheadAttention's"
+        wrong = f"is of class {type(part).__name__}, whose forward may differ from that of nn.MultiheadAttention"
     elif not part._qkv_same_embed_dim:
         wrong = (
             f"has kdim={part.kdim} and vdim={part.vdim} beside embed_dim={part.embed_dim}: it attends across sequences"

@@ -226,7 +226,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
                 f"tgt and memory must have one batch size, got {tuple(tgt.shape)} and {tuple(memory.shape)}"
             )
         if check_flag("memory_is_causal", memory_is_causal) and memory_mask is None:
-            raise ValueError("memory_is_causal only says what memory_mask is: pass memory_mask with it")
+            raise ValueError("memory_is_causal=True describes memory_mask: pass memory_mask with it")
         pairs = (tgt.shape[-2], memory.shape[-2])
         per_head = (math.prod(tgt.shape[:-2]) * self.self_attn.num_heads, *pairs)
         _check_mask("memory_mask", memory_mask, pairs, per_head)
