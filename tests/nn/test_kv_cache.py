@@ -476,7 +476,7 @@ def test_what_does_not_fit_the_cache_is_refused_before_it_is_touched() -> None:
     with pytest.raises(ValueError, match=r"within torch\.no_grad"):
         cache.attend(q.detach(), k, v.clone().requires_grad_())
     assert not cache.values.requires_grad
-    with pytest.raises(ValueError, match="without a cache: use 'eager'"):
+    with pytest.raises(ValueError, match="computes whole sequences and takes no cache: use 'eager'"):
         cache.attend(q.detach(), k, v, backend="reference")
     with pytest.raises(ValueError, match=r"padding must be \(2,\), one number per row, got \(3,\)"):
         cache.reset(torch.tensor([1, 2, 3]))

@@ -54,7 +54,7 @@ def keep_by_position(
 
     def keep(segments: slice, i: Tensor, j: Tensor) -> Tensor:
         ones = (1,) * (i.dim() - 2)
-        kept = keep_mask(
+        survives = keep_mask(
             seed,
             call.dropout_p,
             rows=batch_rows[segments].view(-1, 1, *ones),
@@ -63,7 +63,7 @@ def keep_by_position(
             queries=queries(segments, i),
             keys=keys(segments, j),
         )
-        return kept.to(dtype) / (1.0 - call.dropout_p)
+        return survives.to(dtype) / (1.0 - call.dropout_p)
 
     return keep
 
@@ -211,8 +211,8 @@ def cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: 
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=is_causal, scale=scale
     )
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-    # Where all scores of a row are nan or -inf, the kernel may give out = 0 and lse = 0. Then the score of the first
-    # key, which every row sees, is not finite either: 0 times it adds nan there, and nothing where 0 is the true lse.
+    # Where all scores of a row are nan or -inf, the kernel may return out = 0 and lse = 0. Then the score of the first
+    # key, which every row sees, is not finite: adding 0 times it gives nan there, and leaves a true lse of 0 alone.
     doubtful = (lse == 0).nonzero(as_tuple=True)
     if len(doubtful[0]):
         segments, _, heads = doubtful

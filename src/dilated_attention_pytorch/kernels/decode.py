@@ -34,7 +34,7 @@ from dilated_attention_pytorch.kernels.engine import choose_engine
 from dilated_attention_pytorch.kernels.op import attend, unwritten
 
 _MOST_AT_ONCE = 64
-_MOST_AGAIN = 0.5  # of a chunk: tokens before it whose rows are computed once more, rather than merged with its own
+_MOST_AGAIN = 0.5  # the most tokens before a chunk, as a share of it, that are computed again instead of merged
 
 
 class Turns(NamedTuple):
@@ -104,7 +104,7 @@ def _attend_fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _traced_op(name: str, **settings: Any) -> Any:
-    """A compiled graph takes what chooses an engine and looks at lengths as one operator."""
+    """In a compiled graph, what chooses an engine and reads lengths is one operator."""
     op = torch.library.custom_op(
         f"dilated_attention_pytorch::{name}", _attend_traced, mutates_args=("keys", "values"), **settings
     )
@@ -113,7 +113,7 @@ def _traced_op(name: str, **settings: Any) -> Any:
 
 
 attend_cached_op = _traced_op("attend_cached")
-# The host reads the lengths, which it cannot while a CUDA graph is recorded. Older PyTorch cannot be told so.
+# The host reads the lengths, which it cannot do while a CUDA graph is recorded. Older PyTorch has no tag for this.
 _unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
 attend_cached_chunk_op = _traced_op("attend_cached_chunk", **({} if _unsafe is None else {"tags": (_unsafe,)}))
 
@@ -122,9 +122,7 @@ def _attend_cached(new: NewTokens, state: CacheState, call: Call, resources: Res
     query, key, value = new
     m, D, backend = query.shape[1], query.shape[3], call.backend
     if backend in ("reference", "vendor"):
-        raise ValueError(
-            f"backend {backend!r} computes whole sequences, without a cache: use 'eager' or 'auto' with it"
-        )
+        raise ValueError(f"backend {backend!r} computes whole sequences and takes no cache: use 'eager' or 'auto'")
     engine = choose_engine(backend, query.device, query.dtype, D)
     if m > _MOST_AT_ONCE:
         at = state.lengths.tolist() if state.known is None else list(state.known)
@@ -197,7 +195,7 @@ def attend_token(
 
 
 def store(key: Tensor, value: Tensor, state: CacheState) -> None:
-    """Put the grid rows of a few new tokens into their places; what a newer one overwrites is not written at all."""
+    """Store the grid rows of a few new tokens; rows that a newer one would overwrite are not written."""
     B, m = key.shape[:2]
     keys, values, lengths, rows, _ = state
     rings = rings_on(rows, key)
@@ -436,7 +434,7 @@ def _merge_cached_(
 
 
 def _unrolled(ring: Tensor, first: int, count: int) -> Tensor:
-    """`count` rows of a `(B, heads, capacity, D)` ring, from row `first` on; a view if they lie in one piece."""
+    """`count` rows of a `(B, heads, capacity, D)` ring, from row `first` on; a view if they are contiguous."""
     end = first + count - ring.shape[2]
     if end <= 0:
         return ring[:, :, first : first + count]

@@ -1,4 +1,4 @@
-"""Dilated attention out of PyTorch's own operators: any device, any dtype, memory linear in the sequence length.
+"""Dilated attention by PyTorch's own operators: any device, any dtype, memory linear in the sequence length.
 
 Forward walks the parts and merges each partial into views of one `(out, lse)`; backward walks them again with the
 merged pair and adds each part's gradients into views of dq, dk, dv. Low precision is computed and accumulated in
@@ -115,7 +115,7 @@ def by_head(lse: Tensor) -> Tensor:
 
 
 def _sums_of(x: Tensor, take: Take, call: Call) -> Tensor:
-    """Zeros like `x` to add into: the result itself, or a workspace if the result has another dtype."""
+    """Zeros like `x` to add to: the result itself, or a workspace if the result has another dtype."""
     dtype = wide_dtype(x.dtype)
     if x.dtype == dtype or call.partial:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -123,7 +123,7 @@ def _sums_of(x: Tensor, take: Take, call: Call) -> Tensor:
 
 
 def _as_segments(x: Tensor, take: Take, *, as_is: bool) -> Tensor:
-    """In the precision of the computation, or as it is, with rows that views can cut into segments."""
+    """`x` in the precision of the computation, or in its own (`as_is`), so that views can cut it into segments."""
     dtype = x.dtype if as_is else wide_dtype(x.dtype)
     batches_follow = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     if x.dtype == dtype and x.stride(-1) == 1 and batches_follow:

@@ -1,4 +1,4 @@
-"""What an engine is, and the one place that chooses the engine of a call.
+"""The protocol of engines, and the one place that chooses the engine of a call.
 
 Engines differ in speed and rounding only. Each computes `(out, lse)` of a call, and its gradients from the saved inputs
 and the merged result. The reference and eager engines accept every call.
@@ -24,7 +24,7 @@ from dilated_attention_pytorch.kernels.eager import Eager, Vendor, by_head
 
 
 class Engine(Protocol):
-    """How a call is computed. What an engine plans for a call, it remembers for equal calls."""
+    """Computes calls. It remembers its plan of a call for equal calls."""
 
     def partial(self, call: Call, inputs: Inputs, resources: Resources) -> Partial:
         """`(out, lse)` in the inputs' dtype and float32 (float64 for float64); both wide if the call is `partial`."""
@@ -72,8 +72,8 @@ def compile_kernels(
     place = _device(device)
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"device must be one that PyTorch finds, got {str(place)!r} where there are {torch.cuda.device_count()} "
-            "GPUs: name the device that calls run on"
+            f"device must be one that PyTorch finds, got {str(place)!r} with {torch.cuda.device_count()} GPUs: name "
+            "the device that calls run on"
         )
     call.offsets(inputs.query.shape[2], inputs.key.shape[2])  # refuses heads that no pattern fits
     if name_of_engine(call, inputs.query, place) != "triton" or environment.triton_interprets():

@@ -22,7 +22,7 @@ def cross_entropy_(
 
     Args:
         logits: `(rows, classes)`; with `gradient` they are overwritten by the gradient of the sum of the losses.
-        targets: `(rows,)` int64, below the number of classes also where a row is not counted.
+        targets: `(rows,)` int64, below the number of classes even in rows that are not counted.
         counted: `(rows,)` bool.
         smoothing: the share of a target's probability that is spread evenly over all classes.
         z_weight: the weight of the squared log of the softmax's denominator in the loss.

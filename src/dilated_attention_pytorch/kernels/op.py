@@ -39,10 +39,10 @@ Result = TypeVar("Result")
 def attend(
     call: Call, inputs: Inputs, resources: Resources | None, *, plain: bool = True, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`out`, or `(out, lse)`, of a call that `functional` has checked; `plain` says what `is_plain` does.
+    """`out`, or `(out, lse)`, of a call that `functional` has checked; `plain` is what `is_plain` returned.
 
-    The registered operator is a pure function of its arguments: where it is traced, calls share block layouts only, and
-    `resources` may be None, which shares what always pays.
+    The registered operator is a pure function of its arguments, so traced calls share block layouts only; with
+    `resources=None` they always do.
     """
     tensors = query, key, value, _, _ = inputs[:5]
     if not plain or resources is None:
@@ -62,7 +62,7 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
-    """The operator's autograd for plain calls."""
+    """The autograd function of plain calls."""
 
     @staticmethod
     def forward(
@@ -148,7 +148,7 @@ class _AttendTransformed(_OneByOne):
 
 @functools.cache  # made when first used: it imports the compiler
 def _untraced(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply`, eager also where a function around it is compiled: forward mode cannot be traced."""
+    """`function.apply`, eager even within compiled code: forward mode cannot be traced."""
     return torch.compiler.disable(function.apply)
 
 
@@ -271,7 +271,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def unwritten(query: Tensor) -> Partial:
-    """`(out, lse)` as memory only: all of the result where there are no rows."""
+    """`(out, lse)` as uninitialised memory, which is the whole result if there are no rows."""
     B, N, H, _ = query.shape
     lse = query.new_empty((B, H, N), dtype=wide_dtype(query.dtype)).transpose(1, 2)  # as by_head
     return Partial(query.new_empty(query.shape), lse)
@@ -341,7 +341,7 @@ def gradients(
 
 
 def _guarded(run: Callable[[], Result], like: Tensor, resources: Resources) -> Result:
-    """`run()` without autocast, and once more with the pool's memory if there is too little."""
+    """`run()` without autocast; if memory runs out, once more after freeing the pool's idle buffers."""
     with no_autocast(like.device.type):
         return run() if resources.pool is None else resources.pool.retrying(run)
 

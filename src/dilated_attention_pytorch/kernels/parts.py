@@ -44,7 +44,7 @@ class Part:
     def place(self, shape: torch.Size, strides: tuple[int, ...], group: int, groups: int) -> Place:
         """Where the part's rows lie in a `(B, N, H, ...)` tensor, as `(S, M, heads, ...)`.
 
-        Of the `groups` query heads that share a KV head it is number `group`.
+        A tensor of query heads is viewed at head number `group` of the `groups` that share a KV head.
         """
         by_batch, by_token, by_head, *rest = strides
         w, r = self.segment_length, self.dilation_rate
@@ -99,7 +99,7 @@ class Parts:
     def viewer(self, x: Tensor) -> Callable[..., Tensor]:
         """`view(i, group)`: the rows of part `i` in `x`, `(B, N, H, ...)`, as `(S, M, heads, ...)`.
 
-        Of a tensor of query heads the view has number `group` of each key/value head.
+        Of a tensor of query heads, it has the head number `group` of each key/value head.
         """
         shape, strides = x.shape, x.stride()
         groups = shape[2] // self._kv_heads

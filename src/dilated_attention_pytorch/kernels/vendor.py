@@ -21,7 +21,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
     if device.type != "cuda":
         return f"PyTorch's flash kernel for CUDA runs on GPUs, the tensors are on {device.type}"
     if torch.version.cuda is None:
-        return "PyTorch's flash kernel is taken on NVIDIA GPUs, and this PyTorch is built for none"
+        return "PyTorch's flash kernel runs on NVIDIA GPUs, and this PyTorch is not built for them"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"PyTorch's flash kernel takes bfloat16 and float16, the tensors are {dtype}"
     if head_dim % 8 or head_dim > 256:
