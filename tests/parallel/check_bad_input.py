@@ -77,7 +77,7 @@ def calls(rank: int) -> dict[str, tuple[object, str]]:
         "no layout": (attend(shard(), token_layout="zagzig"), "token_layout must be one of contiguous, zigzag"),
         "a layout that the scheme cannot": (
             attend(shard(), token_layout="zigzag", scheme="ring"),
-            "'ring' takes contiguous shards.*pass scheme='gather'",
+            "'ring' needs contiguous shards.*pass scheme='gather'",
         ),
         "tokens that the layout does not give": (
             attend(shard(tokens=9 if first else 7), token_layout="zigzag"),

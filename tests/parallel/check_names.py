@@ -229,7 +229,9 @@ def check_axes(rank: int, size: int) -> None:
         RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, group=dist.group.WORLD, model_parallel=True)
     refusing = RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, model_parallel=False)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
-    with pytest.raises(ValueError, match=f"model_parallel=False and a mesh with {size} ranks on its axis 'tensor'"):
+    with pytest.raises(
+        ValueError, match=f"model_parallel=False contradicts a mesh with {size} ranks on its axis 'tensor'"
+    ):
         parallelize(refusing, mesh)
 
 
@@ -283,9 +285,9 @@ def check_groups(rank: int, size: int) -> None:
         with pytest.raises(ValueError, match=message):
             RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, mesh=mesh, **{keyword: False})
     check_rows(DistributedImprovedDilatedAttention(**SPEC, group=group), plain, rank % 2, 2)
-    with pytest.raises(ValueError, match="that none do: change one of them"):
+    with pytest.raises(ValueError, match="say that none do: change one of them"):
         DistributedImprovedDilatedAttention(**SPEC, group=group, sequence_parallel=False)
-    with pytest.raises(ValueError, match="sequence_parallel=4 and a group of 2 ranks"):
+    with pytest.raises(ValueError, match="sequence_parallel=4 contradicts a group of 2 ranks"):
         RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, group=group, sequence_parallel=4)
     with pytest.raises(ValueError, match=r"an axis named 'tensor', got .*data.*sequence"):
         DistributedImprovedDilatedAttention(**SPEC, model_parallel=True, mesh=mesh)

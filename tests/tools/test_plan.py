@@ -125,7 +125,7 @@ def test_the_command_prints_a_table_or_json(capsys) -> None:
         ("--gpus 2 --tflops 0", "tflops must be a finite number above 0, got 0.0"),
         ("--gpus 2 --link-gbps nan", "link_gbps must be a finite number above 0, got nan"),
         ("--gpus 2 --scheme rign", "scheme must be one of auto"),
-        ("--gpus 2 --token-layout zigzag --scheme ring", "'ring' takes contiguous shards"),
+        ("--gpus 2 --token-layout zigzag --scheme ring", "'ring' needs contiguous shards"),
         ("--gpus 2 --layout interleafed", "head_layout must be one of"),
         ("--gpus 8 --scheme all_to_all --segments 1e6 --rates 1", "do not divide the 12 key/value heads"),
     ],

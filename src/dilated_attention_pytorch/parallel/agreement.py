@@ -32,8 +32,8 @@ Description = dict[str, str]
 
 MOST_KNOWN = 1024  # calls that are remembered as agreed
 _LOOK_EVERY = 0.5  # seconds
-_COMPARABLE = 4096  # how many calls two ranks may be apart
-_SHOWN = 256  # how many calls back a difference is explained
+_COMPARABLE = 4096  # the most calls that two ranks may be apart
+_SHOWN = 256  # the most calls back that a difference is explained
 _MOST_SHOWN = 400  # characters of a setting
 _AGREEING = 0  # the entry of a call that is being agreed, whatever it is
 
@@ -101,7 +101,7 @@ class Agreement:
         return tuple(tuple(theirs) for _, *theirs in said)
 
     def know(self, described: Description) -> None:
-        """Do not compare this call again: all ranks have agreed on it."""
+        """Remember a call that all ranks have agreed on, so that it is not compared again."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()  # on every rank at the same call
         self._known[digest_of(described)] = described
@@ -139,8 +139,8 @@ class Agreement:
                 looked = now
             if now - start > self._timeout:
                 raise RuntimeError(
-                    f"waited {self._timeout:.0f} s for all {self.size} ranks of the group to make this call; they have "
-                    f"not: {self._waiting}"
+                    f"waited {self._timeout:.0f} s, but not all {self.size} ranks of the group make this call: "
+                    f"{self._waiting}"
                 )
 
     def _read(self, keys: list[str]) -> list[bytes]:
@@ -150,7 +150,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Around what waits for other ranks' messages: if the group is closed, the wait ends with the reason."""
+        """Wait for other ranks' messages within this; if the group is closed, the wait ends with the reason."""
         self._blocked += 1
         try:
             self.check()

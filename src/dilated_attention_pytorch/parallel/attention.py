@@ -89,8 +89,8 @@ def sharded_dilated_attention(
         scheme: how rows travel where a segment lies on several ranks: `gather`, `ring` or `all_to_all`; `auto` chooses
             for each branch by bytes and memory (`schemes.choose_scheme`).
         memory_budget: bytes that `auto` lets a branch's gathered rows take on a rank.
-        shard_lengths: the tokens of every rank. If they are stated, ranks compare a call only the first time, otherwise
-            every time, through the store of the process group.
+        shard_lengths: the tokens of every rank. If they are stated, ranks compare equal calls only once; otherwise they
+            compare every call, through the store of the process group.
         token_layout: with `zigzag` a rank holds an early and a late chunk, in the order of `zigzag_order`, which
             evens out causal work; by `gather` only.
         seqlens, cu_seqlens, spans: of the whole sequence in token order, the same on every rank.
@@ -174,7 +174,7 @@ def sharded_dilated_attention(
 def _check_across_ranks(
     ranks: RankGroup, call: Call, lengths: dict[str, Any], tokens: int, scheme: str, shard_lengths: Sequence[int] | None
 ) -> None:
-    """Refuse what only a call on one device can do, or this rank's shard contradicts."""
+    """Refuse what only one device can compute, and shard lengths that contradict this rank's shard."""
     if call.backend == "reference":
         raise ValueError(
             "backend 'reference' computes whole sequences on one device: gather them, or use auto or eager"
@@ -189,9 +189,9 @@ def _check_across_ranks(
 
 
 def described_lengths(batch: int, tokens: int, lengths: dict[str, Tensor]) -> tuple[list[int], dict[str, object]]:
-    """What a rank alone knows of the stated lengths, and what must be the same on all ranks.
+    """What only this rank knows of the stated lengths, and what must be the same on all ranks.
 
-    A mask is of the rank's own tokens: the rank alone knows start and end of the valid tokens in each batch row.
+    A mask describes the rank's own tokens: only the rank knows where the valid tokens of each batch row start and end.
     """
     if "key_padding_mask" not in lengths:
         return [], {name: x.tolist() for name, x in lengths.items()}

@@ -84,7 +84,7 @@ def parallelize(
     if shard_parameters and tokens is not None and any(True for _ in model.parameters()):
         from torch.distributed.fsdp import fully_shard
 
-        for unit in _units(model):  # each is gathered when its turn comes
+        for unit in _units(model):  # each is gathered when it runs
             fully_shard(unit, mesh=tokens, **fsdp)
         fully_shard(model, mesh=tokens, **fsdp)
     return model
@@ -101,7 +101,7 @@ def token_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 def _everyone(mesh: DeviceMesh) -> RankGroup:
     """All ranks of a mesh, whatever its axes."""
     if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not on the mesh {mesh}: leave out what it has no part in")
+        raise ValueError(f"rank {dist.get_rank()} is not on the mesh {mesh}: call this only on ranks of the mesh")
     if mesh.size() == dist.get_world_size():
         return ranks_of()
     if mesh.ndim == 1:
@@ -116,7 +116,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
     if not names or set(names) - set(AXES):
         raise ValueError(
             f"the axes of the mesh must be of {', '.join(AXES)}, got {names or f'{mesh.ndim} axes without names'}: "
-            f"make it with init_device_mesh(..., mesh_dim_names=(...))"
+            "make it with init_device_mesh(..., mesh_dim_names=(...))"
         )
     check_scheme(scheme)
     check_whole("memory_budget", memory_budget, least=0)
@@ -128,7 +128,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
             part.options.check_axes(mesh)
     attentions = {name: part for name, part in model.named_modules() if isinstance(part, DilatedAttention)}
     if not attentions:
-        raise ValueError(f"{type(model).__name__} has no dilated attention: parallelize is for models that have")
+        raise ValueError(f"{type(model).__name__} has no dilated attention: parallelize takes models that have some")
     for name, part in attentions.items():
         if isinstance(part, AcrossRanks):
             stated = part.sequence and part.sequence.size

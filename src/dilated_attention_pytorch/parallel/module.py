@@ -137,7 +137,7 @@ class AcrossRanks(DilatedAttention):
 
     @contextmanager
     def _told_to_all(self) -> Iterator[None]:
-        """Tell an error to the ranks that share the tokens, or else the heads, before it is raised."""
+        """Report an error to the ranks that share the tokens, or else the heads, before it is raised."""
         try:
             yield
         except Exception as error:
@@ -152,6 +152,6 @@ _untraced: dict[str, Callable[..., Any]] = {}
 
 @functools.cache
 def _make_untraced() -> None:
-    """Make what exchanges messages a break in compiled graphs. When first needed, because this imports the compiler."""
+    """Break compiled graphs where messages are exchanged. Called only when needed, because it imports the compiler."""
     for name in ("_check_call", "_lengths", "attend"):
         _untraced[name] = torch.compiler.disable(getattr(AcrossRanks, name))

@@ -328,8 +328,8 @@ class DistributedImprovedDilatedAttention(AcrossRanks, ImprovedDilatedAttention)
         sequence_parallel = not model_parallel if sequence_parallel is None else sequence_parallel
         if not (sequence_parallel or model_parallel) and not (group is None and mesh is None):
             raise ValueError(
-                "group and mesh say which ranks share tokens or heads, and sequence_parallel=False and "
-                "model_parallel=False that none do: change one of them"
+                "group and mesh say which ranks share tokens or heads, but sequence_parallel=False and "
+                "model_parallel=False say that none do: change one of them"
             )
         sequence = Place(group, mesh, "sequence") if sequence_parallel else None
         heads = Place(group, mesh, "tensor") if model_parallel else None
@@ -399,7 +399,7 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
         **settings: Any,
     ) -> None:
         if "memory_budget" in settings:
-            raise TypeError("memory_budget is for a scheme that is chosen, and tiles travel by gather: leave it out")
+            raise TypeError("memory_budget is for choosing a scheme, and tiles travel by gather: leave it out")
         place = Place(group, mesh, axis, ring_size)
         settings |= {"sparse_config": sparse_config, "dropout": dropout}
         super().__init__(segment_lengths, dilation_rates, sequence=place, scheme="gather", **settings)

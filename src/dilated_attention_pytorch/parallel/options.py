@@ -169,14 +169,14 @@ class RunOptions:
         if group is not None and mesh is None:  # the group states who shares the sequence
             if self.model_parallel is True or (self.model_parallel or 1) > 1:
                 raise ValueError(
-                    f"a group is of the ranks that share a sequence, got model_parallel={self.model_parallel} beside "
-                    "it: pass mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
+                    f"the ranks of a group share a sequence, got model_parallel={self.model_parallel} beside it: pass "
+                    "mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
                 )
             size = ranks_of(group).size
             if self.sequence_parallel not in (None, True, size):
                 raise ValueError(
-                    f"sequence_parallel={self.sequence_parallel} and a group of {size} ranks that share a sequence: "
-                    "change one of them"
+                    f"sequence_parallel={self.sequence_parallel} contradicts a group of {size} ranks that share a "
+                    "sequence: change one of them"
                 )
         else:
             if mesh is None:
@@ -199,10 +199,10 @@ class RunOptions:
             axis = AXIS_OF[keyword]
             size = (mesh[axis] if mesh.ndim > 1 else mesh).size() if axis in names else 1
             if stated is True and axis not in names:
-                raise ValueError(f"{keyword}=True and a mesh without an axis {axis!r}: change one of them")
+                raise ValueError(f"{keyword}=True needs a mesh with an axis {axis!r}, got {names}: change one of them")
             if stated is not True and size != (stated or 1):
                 raise ValueError(
-                    f"{keyword}={stated} and a mesh with {size} ranks on its axis {axis!r}: change one of them"
+                    f"{keyword}={stated} contradicts a mesh with {size} ranks on its axis {axis!r}: change one of them"
                 )
 
     @property

@@ -41,7 +41,7 @@ class LocalCall(NamedTuple):
 class Pass:
     """The forward pass of a call on a rank's shard. Its totals are out and lse, both of query rows.
 
-    `take` lends buffers for messages and sums.
+    `take` lends the buffers of messages and sums.
     """
 
     q: Tensor
@@ -60,7 +60,7 @@ class Pass:
         return (self.q,)
 
     def nothing(self) -> tuple[Tensor, ...]:
-        """Totals of nothing, to fold results into."""
+        """Empty totals, to fold results into."""
         out = self._zeros(self.q)
         return out, out.new_full(self.q.shape[:3], -torch.inf)
 

@@ -131,13 +131,13 @@ class RankPlan:
 
     @property
     def peak(self) -> int:
-        """In the last layer's backward, when all layers' tensors are saved."""
+        """Bytes in the backward pass of the last layer, when the tensors of all layers are saved."""
         return self.saved + self.gradients + self.messages_backward + self.sums + self.workspace
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job takes on every rank; `make_plan` makes it.
+    """What a job costs on every rank; `make_plan` makes it.
 
     >>> plan = make_plan(Job(spec=DilatedSpec.of([8192, 1_048_576], [1, 512]), tokens=1_048_576, gpus=64))
     >>> print(f"at most {plan.fullest.peak / 2**30:.2f} GiB on a rank")
@@ -157,7 +157,7 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         """Forward and backward of all layers; a step waits for its slowest rank."""
-        slowest = (max(getattr(rank, f"seconds_{stage}") for rank in self.ranks) for stage in ("forward", "backward"))
+        slowest = (max(getattr(rank, f"seconds_{name}") for rank in self.ranks) for name in ("forward", "backward"))
         return self.job.layers * sum(slowest)
 
 
@@ -215,8 +215,8 @@ def _rank(job: Job, shards: Shards, branches: Sequence[BranchPlan], shared: Sequ
                 pairs += fetched - own_rows
             on_fetched += fetched
     forward, backward = (
-        sum((getattr(branch, stage)[rank] for branch in branches), start=Traffic(0, 0))
-        for stage in ("forward", "backward")
+        sum((getattr(branch, name)[rank] for branch in branches), start=Traffic(0, 0))
+        for name in ("forward", "backward")
     )
     returned = Traffic(*(max(0, one - other) for one, other in zip(backward, forward)))
     flops = 4 * job.head_dim
@@ -239,7 +239,7 @@ def _rank(job: Job, shards: Shards, branches: Sequence[BranchPlan], shared: Sequ
 
 
 def _sums(job: Job, shards: Shards, mine: Sequence[_Shared], rank: int) -> int:
-    """Bytes of dq, dk and dv in float32, if their own dtype is shorter, and of those of one more call meanwhile."""
+    """Bytes of dq, dk and dv in float32, if their own dtype is shorter, and of the gradients of one call at a time."""
     if not mine:
         return 0
     swapped = frozenset(one.branch for one in mine if one.scheme == "all_to_all")

@@ -141,13 +141,13 @@ def _why_not_all_to_all(wire: Wire, segments: Sequence[SharedSegment]) -> str | 
 
 
 def check_scheme(scheme: str, token_layout: str = "contiguous") -> None:
-    """Refuse what is no scheme, or none for a layout of the tokens."""
+    """Refuse an unknown scheme, or one that the token layout does not allow."""
     check_choice("scheme", scheme, SCHEMES)
     check_token_layout(token_layout)
     if token_layout != "contiguous" and scheme not in ("auto", "gather"):
         raise ValueError(
-            f"scheme {scheme!r} takes contiguous shards, and token_layout is {token_layout!r}: pass scheme='gather', "
-            "or leave token_layout out"
+            f"scheme {scheme!r} needs contiguous shards, got token_layout={token_layout!r}: pass scheme='gather', or "
+            "leave token_layout out"
         )
 
 
