@@ -280,7 +280,6 @@ def warm_up(
     B, N, H, D = (check_whole("shape", size, least=1, most=MOST_TOKENS) for size in shape)
     if B * N * H * D > MOST_TOKENS:
         raise ValueError(f"shape must have at most 2^48 elements, got {tuple(shape)}")
-    dtype = torch.get_default_dtype() if dtype is None else dtype
     query, key = (torch.empty((B, N, heads, D), dtype=dtype, device="meta") for heads in (H, kv_heads or H))
     call = checked_call(
         query, key, key, segment_lengths, dilation_rates, head_layout, is_causal=is_causal, dropout_p=dropout_p,

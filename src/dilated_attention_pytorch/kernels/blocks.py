@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.call import Call, Grads, Partial
+from dilated_attention_pytorch.core.call import Call, Grads, Partial, wide_dtype
 from dilated_attention_pytorch.core.dropout import keep_mask
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.kernels import vendor
@@ -197,6 +197,14 @@ def _chunks(q: Tensor, keys: int, block: Block) -> Iterator[Chunk] | Iterator[Ti
             row_numbers, key_numbers = number[None, None, at_rows, None], number[None, None, None, at_keys]
             hidden = key_numbers > row_numbers if block.is_causal else None
             yield Chunk(slice(s, s + segments), at_rows, at_keys, row_numbers, key_numbers, hidden)
+
+
+def sums_like(x: Tensor, take: Take, *, own: bool = False) -> Tensor:
+    """Zeros like `x` in the dtype of sums, lent by `take` unless that is the dtype of `x`; `own` borrows nothing."""
+    dtype = wide_dtype(x.dtype)
+    if own or x.dtype == dtype:
+        return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    return take(x.shape, dtype=dtype, device=x.device).zero_()
 
 
 def _working(x: Tensor, take: Take) -> Tensor:

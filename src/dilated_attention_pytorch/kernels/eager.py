@@ -36,7 +36,7 @@ class Eager:
         query, spans = inputs.query, inputs.spans
         with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
             q, k, v = (_as_segments(x, take, as_is=self.as_is) for x in inputs[:3])
-            out = _sums_of(query, take, call)
+            out = blocks.sums_like(query, take, own=call.partial)
             lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
             parts = parts_for(call, spans, q.shape, k.shape[2], resources)
             view_q, view_k, view_v, view_out, view_lse = (parts.viewer(x) for x in (q, k, v, out, lse))
@@ -67,7 +67,7 @@ class Eager:
         query, key, value = inputs[:3]
         with resources.workspaces() as take, tf32(call.allow_tf32, query.device):
             do, q, k, v, merged = (_as_segments(x, take, as_is=self.as_is) for x in (grad_out, query, key, value, out))
-            sums = Grads(*(_sums_of(x, take, call) for x in (query, key, value)))
+            sums = Grads(*(blocks.sums_like(x, take, own=call.partial) for x in (query, key, value)))
             lse = lse.contiguous()  # by row, so that batches of segments are views
             plain = _plain_block(call, inputs)
             if plain is not None and grad_lse is None and plain.is_fused(q):
@@ -112,14 +112,6 @@ class Vendor(Eager):
 def by_head(lse: Tensor) -> Tensor:
     """`(B, N, H)`, laid out in memory as `(B, H, N)`: as fused kernels write and read it."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _sums_of(x: Tensor, take: Take, call: Call) -> Tensor:
-    """Zeros like `x` to add to: the result itself, or a workspace if the result has another dtype."""
-    dtype = wide_dtype(x.dtype)
-    if x.dtype == dtype or call.partial:
-        return torch.zeros(x.shape, dtype=dtype, device=x.device)
-    return take(x.shape, dtype=dtype, device=x.device).zero_()
 
 
 def _as_segments(x: Tensor, take: Take, *, as_is: bool) -> Tensor:

@@ -336,7 +336,7 @@ def _run(plan: ShardPlan, ranks: RankGroup, resources: Resources, begin: Callabl
             else:
                 totals = x.nothing() if totals is None else totals
                 x.fold([local.of(y) for y in totals], found)
-            del found  # before the next call makes as many
+            del found  # before the next call allocates as much
         totals = x.nothing() if totals is None else totals
         with op.no_autocast(x.q.device.type), tf32(plan.allow_tf32, x.q.device):
             for exchange, pending in zip(plan.exchanges, begun):

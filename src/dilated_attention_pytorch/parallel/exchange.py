@@ -357,7 +357,7 @@ class AllToAll(Exchange):
         return dq.view(q.shape), dk.unsqueeze(3), dv.unsqueeze(3)
 
     def _dense_call(self, q: Tensor) -> Call:
-        """The call of a segment of rate 1."""
+        """The call of one whole segment at rate 1."""
         call, rows = self.call, q.shape[1]
         settings: dict[str, Any] = {"is_causal": call.is_causal, "allow_tf32": call.allow_tf32, "backend": call.backend}
         key = ("dense", rows, self.scale, *settings.values())

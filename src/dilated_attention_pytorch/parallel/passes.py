@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.call import Call, Inputs, Saved, wide_dtype
+from dilated_attention_pytorch.core.call import Call, Inputs, Saved
 from dilated_attention_pytorch.core.merge import merge_
 from dilated_attention_pytorch.core.pool import Loans
 from dilated_attention_pytorch.core.resources import Resources
@@ -61,7 +61,7 @@ class Pass:
 
     def nothing(self) -> tuple[Tensor, ...]:
         """Empty totals, to fold results into."""
-        out = self._zeros(self.q)
+        out = blocks.sums_like(self.q, self.take)
         return out, out.new_full(self.q.shape[:3], -torch.inf)
 
     def fold(self, totals: Sequence[Tensor], found: Sequence[Tensor]) -> None:
@@ -92,13 +92,6 @@ class Pass:
                 merge_(*(y[:, :, :, g] for y in totals), *(y[:, lead:] for y in found))
         return ()
 
-    def _zeros(self, x: Tensor) -> Tensor:
-        """Zeros to add into: lent where the result has another dtype, otherwise the result itself."""
-        dtype = wide_dtype(x.dtype)
-        if x.dtype == dtype:
-            return torch.zeros(x.shape, dtype=dtype, device=x.device)
-        return self.take(x.shape, dtype=dtype, device=x.device).zero_()
-
 
 @dataclass
 class BackwardPass(Pass):
@@ -124,7 +117,7 @@ class BackwardPass(Pass):
         return self.q, self.do, self.delta, self.lse, *out
 
     def nothing(self) -> tuple[Tensor, ...]:
-        return tuple(map(self._zeros, (self.q, self.k, self.v)))
+        return tuple(blocks.sums_like(x, self.take) for x in (self.q, self.k, self.v))
 
     def fold(self, totals: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         for total, grad in zip(totals, found):
