@@ -192,6 +192,21 @@ def test_the_decoder_layer_fits_pytorchs_decoder() -> None:
     assert not torch.allclose(decoder(x, changed, tgt_is_causal=True), out)
 
 
+def test_the_decoder_layer_takes_tokens_before_batch_rows_if_asked() -> None:
+    layer = DilatedTransformerDecoderLayer(16, 4, **SPEC).eval()
+    swapped = DilatedTransformerDecoderLayer(16, 4, **SPEC, batch_first=False).eval()
+    swapped.load_state_dict(layer.state_dict())
+    mask = torch.arange(N) >= torch.tensor([[N], [9]])
+    for tokens in (N, 7):  # of the memory; a batch row must not attend to another one's
+        x, memory = torch.randn(2, N, 16), torch.randn(2, tokens, 16)
+        masks = {"tgt_key_padding_mask": mask, "memory_key_padding_mask": mask[:, :tokens]}
+        out = swapped(x.transpose(0, 1), memory.transpose(0, 1), **masks)
+        torch.testing.assert_close(out.transpose(0, 1), layer(x, memory, **masks))
+        torch.testing.assert_close(swapped(x[0], memory[0]), layer(x[:1], memory[:1])[0])
+    with pytest.raises(ValueError, match=r"one batch size, got \(\d+, 2, 16\) and \(7, 1, 16\)"):
+        swapped(x.transpose(0, 1), memory[:1].transpose(0, 1))
+
+
 def test_modules_pass_their_settings_on() -> None:
     q, k, v = torch.randn(3, 1, N, 4, 4)
     scaled = DilatedAttention(**SPEC, softmax_scale=0.9)

@@ -219,21 +219,27 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
 
         A dense `tgt_mask` is refused; `memory_mask` applies to the cross-attention.
         """
+
+        def swapped(x: Tensor) -> Tensor:  # between the layout of the inputs and that of the cross-attention
+            return x if self.self_attn.batch_first or x.dim() == 2 else x.transpose(0, 1)
+
         check_features("tgt", tgt, self.norm1.normalized_shape[0])
         check_features("memory", memory, self.norm1.normalized_shape[0])
-        if memory.shape[:-2] != tgt.shape[:-2]:
+        *batch, tokens, _ = swapped(tgt).shape
+        memory = swapped(memory)
+        if list(memory.shape[:-2]) != batch:
             raise ValueError(
-                f"tgt and memory must have one batch size, got {tuple(tgt.shape)} and {tuple(memory.shape)}"
+                f"tgt and memory must have one batch size, got {tuple(tgt.shape)} and {tuple(swapped(memory).shape)}"
             )
         if check_flag("memory_is_causal", memory_is_causal) and memory_mask is None:
             raise ValueError("memory_is_causal=True describes memory_mask: pass memory_mask with it")
-        pairs = (tgt.shape[-2], memory.shape[-2])
-        per_head = (math.prod(tgt.shape[:-2]) * self.self_attn.num_heads, *pairs)
+        pairs = (tokens, memory.shape[-2])
+        per_head = (math.prod(batch) * self.self_attn.num_heads, *pairs)
         _check_mask("memory_mask", memory_mask, pairs, per_head)
         _check_mask("memory_key_padding_mask", memory_key_padding_mask, tuple(memory.shape[:-1]))
         x = self._add_self_attention(tgt, tgt_key_padding_mask, tgt_mask, tgt_is_causal, spans=spans, rotation=rotation)
         crossed, _ = self.cross_attn(
-            self.norm3(x),
+            swapped(self.norm3(x)),
             memory,
             memory,
             key_padding_mask=memory_key_padding_mask,
@@ -241,5 +247,5 @@ class DilatedTransformerDecoderLayer(DilatedTransformerEncoderLayer):
             is_causal=memory_is_causal,
             need_weights=False,
         )
-        x = x + self.dropout(crossed)
+        x = x + self.dropout(swapped(crossed))
         return x + self.dropout(self.feed_forward(self.norm2(x)))
