@@ -96,13 +96,15 @@ def free_bytes(folder: Path) -> int:
 def json_line(values: Mapping[str, Any]) -> str:
     """Values as one line of JSON; numbers that are not finite become `null`.
 
-    >>> json_line({"step": 1, "loss": float("nan"), "branch_bytes": {"w64 r1": 0}})
-    '{"step": 1, "loss": null, "branch_bytes": {"w64 r1": 0}}\\n'
+    >>> json_line({"step": 1, "loss": float("nan"), "branch_bytes": {"w64 r1": 0}, "means": (1.0, float("inf"))})
+    '{"step": 1, "loss": null, "branch_bytes": {"w64 r1": 0}, "means": [1.0, null]}\\n'
     """
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: plain(one) for name, one in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(values), allow_nan=False) + "\n"
