@@ -325,6 +325,8 @@ def test_the_position_table_is_computed_to_the_same_values() -> None:
     table = SlidePositions(32, 20)
     stored = stored_table(32, 20)
     torch.testing.assert_close(table.rows(torch.arange(401)), stored, rtol=0, atol=1e-7)
+    last = torch.tensor([-1, -401])
+    torch.testing.assert_close(table[:, last, :], stored[None, last], rtol=0, atol=1e-7)
     assert table.holds(stored[None])
     assert not table.holds(stored[None] + 1e-3)
     assert not table.holds(stored[None, :-1])

@@ -179,7 +179,8 @@ class SlidePositions(nn.Module):
         return torch.Size((1, 1 + self.grids**2, self.embed_dim))
 
     def rows(self, positions: Tensor) -> Tensor:
-        """`(..., E)` of positions `(...)`."""
+        """`(..., E)` of positions `(...)`; negative ones count from the end."""
+        positions = torch.where(positions < 0, positions + self.shape[1], positions)
         tile = (positions - 1).clamp_min(0)
         found = self.at(tile // self.grids, tile % self.grids)
         return found.masked_fill((positions == 0).unsqueeze(-1), 0.0)
