@@ -71,6 +71,11 @@ def test_tensors_that_do_not_fit_are_refused(changes, error, message) -> None:
             ValueError,
             "seqlens and spans both state the lengths",
         ),
+        (
+            {"key_padding_mask": torch.zeros(2, 8), "seqlens": torch.ones(2), "cu_seqlens": torch.tensor([0, 8])},
+            ValueError,
+            "^seqlens and cu_seqlens both state the lengths",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, error, message) -> None:

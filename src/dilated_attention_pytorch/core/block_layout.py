@@ -132,7 +132,10 @@ def keys_seen(
     """
     check_table(spec, offsets)
     if len(layout.branches) != len(spec.branches):
-        raise ValueError(f"the layout has {len(layout.branches)} branches, the spec {len(spec.branches)}")
+        raise ValueError(
+            f"layout and spec must have equally many branches, got {len(layout.branches)} and {len(spec.branches)}: "
+            "make the layout with layout_for(spec, ...)"
+        )
     seen = torch.zeros(n, len(offsets[0]), dtype=torch.long)
     size = layout.block_size
     known: dict[tuple[int, int, int], Tensor] = {}

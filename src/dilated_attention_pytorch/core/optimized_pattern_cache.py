@@ -90,7 +90,7 @@ class OptimizedPatternCache(PatternCache):
 
     @checked()
     def put(self, key: Hashable, pattern: Any, *, store_on_gpu: bool = False, pin: bool = False) -> None:
-        """Keep a copy of a pattern on the CPU; `store_on_gpu` makes it hot at once, and `pin` keeps it for good."""
+        """Store a copy of a pattern on the CPU; `store_on_gpu` also makes it hot, and `pin` prevents its eviction."""
         with LOCK:  # so that nothing else drops the entry before it is pinned
             entry = self._put(key, pattern)
             if pin:

@@ -13,10 +13,10 @@ that one, through `Resources.remember`.
 - `make` runs outside the lock and outside inference mode, because training cannot save tensors of inference for
   backward. Two threads may run it at once; both get the value that was stored first.
 - A tracer sees `make()` and no table. Code that traces with fake tensors or `torch.func` asks `is_plain` first.
-- A CUDA graph reads what its capture found whenever it is replayed, so those tensors are kept for good. Tensors that a
+- A CUDA graph reads what its capture found whenever it is replayed, so those tensors are never freed. Tensors that a
   capture makes have no values before a replay, so they are not remembered.
 
-Patterns that users `put` are copied, kept on the CPU, and copied again for each `get`, to the device that asks: nobody
+Patterns that users `put` are copied to the CPU, and every `get` returns a new copy on the device that asks: no caller
 can write into an entry.
 """
 

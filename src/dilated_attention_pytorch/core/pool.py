@@ -1,7 +1,7 @@
 """Workspaces that calls borrow and give back: large buffers, reused instead of allocated again.
 
 A buffer belongs to one borrower from `checkout` to `give_back`, and no result of a call may share its memory. Within a
-call, borrow with `lease`: its buffers go back when the block ends, also when it ends in an error.
+call, borrow with `lease`: its buffers go back when the block ends, even in an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WorkspacePool:
             share of it, and at least 1 MiB.
         lightweight: keep every buffer until it is released, and leave a returned handle as it is. Otherwise a handle
             is emptied when it is given back, so that a later use fails instead of writing into another borrower's
-            buffer, and buffers that nobody took for 64 checkouts are freed.
+            buffer, and buffers that stay idle for 64 checkouts are freed.
 
     On CUDA, buffers come from the pool's own `torch.cuda.MemPool`, and the stream of the next borrower waits for the
     stream that used the buffer last.
@@ -161,7 +161,7 @@ class WorkspacePool:
 
     @checked()
     def release_idle(self, device: torch.device | str | None = None) -> int:
-        """Free the buffers that nobody has borrowed, on all devices or on one; returns their bytes."""
+        """Free the idle buffers of all devices, or of one; returns their number of bytes."""
         wanted = None if device is None else _numbered(torch.device(device))
         released = 0
         for shelf in list(self._shelves.values()):
@@ -408,7 +408,7 @@ class _Shelf:
         with LOCK:
             self._blocks -= count
             if not self._blocks:
-                self._cuda_pool = None  # while it exists, PyTorch gives its memory to nobody else
+                self._cuda_pool = None  # while it exists, PyTorch uses its memory for nothing else
 
 
 def is_out_of_memory(error: BaseException) -> bool:

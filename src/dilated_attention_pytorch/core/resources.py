@@ -11,7 +11,7 @@ from dilated_attention_pytorch.core.pool import Loans, WorkspacePool
 from dilated_attention_pytorch.core.profile import Profile
 
 # Factories enable them from these lengths on. As `bench cache` and `bench pool` measure, the cache helps packed batches
-# of every length, and the pool helps low precision from 2,048 tokens on; but nobody else can use what a pool holds.
+# of every length, and the pool helps low precision from 2,048 tokens on; but what a pool holds, nothing else can use.
 CACHE_FROM_TOKENS = 1024
 POOL_FROM_TOKENS = 8192
 

@@ -42,7 +42,7 @@ def document_spans(
     if not given:
         return None
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} both state the lengths: pass one of them")
+        raise ValueError(f"{' and '.join([*given][:2])} both state the lengths: pass one of them")
     kind, value = next(iter(given.items()))
     check = check_tensor if kind == "key_padding_mask" else check_whole_numbers
     check(kind, value)
@@ -61,7 +61,7 @@ def document_spans(
         return value if len(check_spans(value, batch)) else value.new_zeros(1, 2)
     if cache is None or kind == "key_padding_mask":  # comparing masks takes about as long as reading them
         return checked_spans(value, kind, tokens)
-    # Found by content, on a GPU too: checking them waits for their values in any case.
+    # Looked up by content, even on a GPU: checking them waits for their values anyway.
     key = (kind, tokens, value.device, tuple(value.tolist()))
     return cache.remember("lengths", key, lambda: checked_spans(value, kind, tokens))
 

@@ -255,7 +255,7 @@ def stated_branches(
     heads: int | None = None,
     head_layout: str = "interleaved",
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The branches that a module is given: as such, or by the longest sequence."""
+    """The branches of a module, as stated or, by `max_length`, as `branches_for` chooses them."""
     if max_length is not None:
         if segment_lengths is not None or dilation_rates is not None:
             raise TypeError(

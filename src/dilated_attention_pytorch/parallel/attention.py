@@ -196,7 +196,7 @@ def described_lengths(batch: int, tokens: int, lengths: dict[str, Tensor]) -> tu
     if "key_padding_mask" not in lengths:
         return [], {name: x.tolist() for name, x in lengths.items()}
     if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} both state the lengths: pass one of them")
+        raise ValueError(f"{' and '.join([*lengths][:2])} both state the lengths: pass one of them")
     found = document_spans(batch, tokens, cache=None, **lengths) if tokens else torch.zeros(batch, 2, dtype=torch.int64)
     assert found is not None
     return found.flatten().tolist(), {"key_padding_mask": "given"}

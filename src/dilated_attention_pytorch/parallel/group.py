@@ -111,7 +111,7 @@ class RankGroup:
         self.lengths: tuple[int, ...] | None = None
         self._first_tag = 0
         self._stated: set[tuple[tuple[tuple[str, str], ...], Numbers]] = set()  # calls that may be recomputed
-        self._awaited = 0  # backward passes of these calls that are to come
+        self._awaited = 0  # backward passes of these calls that have not begun
         self._counts_all = True  # whether all calls that may be recomputed count in `_awaited`
 
     def lengths_of_model(self, tokens: int) -> tuple[int, ...] | None:
@@ -181,7 +181,7 @@ class RankGroup:
             error: what this rank found wrong with its own call; it is raised here, after the other ranks know of it.
             lengths: the tokens of every rank, where the caller knows them. Otherwise ranks ask each other, except in a
                 backward pass, which recomputes a call whose lengths they know. A call that is new with these lengths
-                is compared in any case.
+                is always compared.
             own: other numbers of this rank that all ranks need, equally many on each.
         """
         try:

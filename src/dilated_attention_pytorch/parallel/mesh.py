@@ -152,7 +152,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, scheme: str, memory_budget: int) 
 
 
 def _described(model: nn.Module) -> dict[str, object]:
-    """What must be the same on every rank: all parameters, by a sum that tells seeds apart."""
+    """What must be the same on every rank: all parameters, with sums that differ if seeds do."""
     return {
         f"parameter {name}": (tuple(x.shape), x.dtype, None if x.is_meta else x.detach().double().sum().item())
         for name, x in model.named_parameters()

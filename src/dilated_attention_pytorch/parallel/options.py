@@ -207,7 +207,7 @@ class RunOptions:
 
     @property
     def zero(self) -> Zero | None:
-        """What DeepSpeed is to do, or None without it."""
+        """The options of DeepSpeed's ZeRO; None without DeepSpeed."""
         if not self.use_deepspeed:
             return None
         if self.nvme_offload and self.nvme_path is None:

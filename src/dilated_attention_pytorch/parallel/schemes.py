@@ -95,7 +95,7 @@ def branch_traffic(
 def message_bytes(
     scheme: str, wire: Wire, segments: Sequence[SharedSegment], rank: int, *, backward: bool = False
 ) -> int:
-    """The memory that message buffers of one branch take at once on a rank, forward or backward."""
+    """The peak memory of one branch's message buffers on a rank, forward or backward."""
     out, back = _bytes_per_row(scheme, wire, backward)
     total = 0
     for segment in segments:
