@@ -57,20 +57,14 @@ class Entry:
 
     def shared(self) -> Any:
         """The value itself, ready for the current stream to read."""
-        if self.on_gpu:
-            self._before_reading()
-        return self.value
-
-    def _before_reading(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
+        if self.on_gpu and torch.cuda.is_current_stream_capturing():
             # A capture begins on an idle device, and must not wait for what happened before it.
             _captured[id(self)] = self
-            return
-        stream = torch.cuda.current_stream(self.on_gpu[0].device)
-        if stream != self.stream:
+        elif self.on_gpu and (stream := torch.cuda.current_stream(self.on_gpu[0].device)) != self.stream:
             stream.wait_event(self.event)
             for x in self.on_gpu:
                 x.record_stream(stream)
+        return self.value
 
 
 CLOCK = itertools.count()  # orders uses of entries
