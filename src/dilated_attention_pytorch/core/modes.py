@@ -136,7 +136,6 @@ def tf32(allow: bool | None, device: torch.device) -> Iterator[None]:
         yield
         return
     matmul = torch.backends.cuda.matmul
-    # Since 2.9 PyTorch refuses to read the old switch once the new one is set.
     new = hasattr(matmul, "fp32_precision")
     name, value = ("fp32_precision", "tf32" if allow else "ieee") if new else ("allow_tf32", allow)
     with _tf32_lock:

@@ -354,7 +354,7 @@ class _Shelf:
     def take(self, size: int) -> _Block | None:
         """The smallest idle block that fits: a larger one costs nothing, and parts of a call differ in size."""
         self.clock += 1
-        # Of several, the one that was used last. Copies may still use pinned ones: of those, the one used first.
+        # Of equal blocks, the one used last; of pinned ones, which copies may still read, the one used first.
         order = self.idle if self.pinned else reversed(self.idle)
         fitting = (block for block in order if size <= block.nbytes <= _MOST_TOO_LARGE * size)
         block = min(fitting, key=lambda block: block.nbytes, default=None)

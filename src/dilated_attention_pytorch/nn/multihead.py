@@ -213,7 +213,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         self._check(query, key, value)
         if query.dim() == 2 and key_padding_mask is not None:
             key_padding_mask = key_padding_mask[None]
-        # One tensor in several places stays one, for a fused projection.
+        # Inputs that are one tensor stay identical, for a fused projection.
         rows_q = self._batched(query)
         rows_k = rows_q if key is query else self._batched(key)
         rows_v = rows_k if value is key else self._batched(value)

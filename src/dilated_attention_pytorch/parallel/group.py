@@ -232,8 +232,7 @@ class RankGroup:
         """Record that a pass of a call begins; its messages are never matched with those of another call."""
         if name == "backward":
             self._awaited = max(0, self._awaited - 1)
-            # What an earlier call without gradients left is not kept for ever: if it is recomputed later still, ranks
-            # ask each other again.
+            # Calls without gradients are not remembered for ever: to recompute one later, ranks ask each other again.
             self._counts_all = True
         entry = agreed.forward if name == "forward" else digest_of(agreed.of_pass(name))
         self._first_tag = entry % _TAGS
