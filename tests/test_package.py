@@ -37,8 +37,10 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
+    (source / "tests").mkdir()
+    shutil.copy(__file__, source / "tests")
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     subprocess.run([sys.executable, "-c", BUILD, folder], cwd=source, check=True, capture_output=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
@@ -61,6 +63,7 @@ def test_wheel_and_sdist_hold_the_package_and_valid_metadata(built) -> None:
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in expected} | {"pyproject.toml", "README.md", "LICENSE"} <= held
+    assert "tests" not in held  # some of them, which setuptools would add, could not run alone
 
 
 def test_an_empty_environment_can_use_the_wheel(built, tmp_path) -> None:

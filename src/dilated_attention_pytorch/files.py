@@ -117,7 +117,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"before Python 3.11, reading a {what} needs tomli: pip install tomli") from error
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"no {what} {path}") from None
     except ValueError as error:

@@ -112,7 +112,7 @@ def read_stages(path: Path) -> tuple[Stage, ...]:
         if path.suffix == ".toml":
             found: Any = read_toml(path, "file of stages")
         elif path.suffix == ".json":
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
         else:
             raise ValueError("its name ends neither in .toml nor in .json")
         if isinstance(found, dict):
