@@ -100,7 +100,7 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-const COLOURS = ["s0", "s2", "s4", "s3", "s5", "s1"];
+const COLOURS = ["s0", "s2", "s4", "s3", "s5", "s1", "s6", "s7", "s8"];
 const colourName = (index) => COLOURS[index % COLOURS.length];
 const swatch = (index) => element("span", { class: "swatch", style: `background: var(--${colourName(index)})` });
 

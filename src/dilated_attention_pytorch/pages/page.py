@@ -56,7 +56,8 @@ _STYLE = (
     f":root {{ color-scheme: light dark; --back: #fff; {_LIGHT} }}"
     + """
 @media (prefers-color-scheme: dark) { :root { --back: #16181b; --ink: #e9ecef; --faint: #373b40; --limit: #ff8787;
-  --s0: #4dabf7; --s1: #adb5bd; --s2: #ffa94d; --s3: #da77f2; --s4: #69db7c; --s5: #f783ac; } }
+  --s0: #4dabf7; --s1: #adb5bd; --s2: #ffa94d; --s3: #da77f2; --s4: #69db7c; --s5: #f783ac;
+  --s6: #3bc9db; --s7: #ffe066; --s8: #c9a27e; } }
 body { background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 72rem;
   margin: 2rem auto; padding: 0 1rem; overflow-wrap: break-word; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }

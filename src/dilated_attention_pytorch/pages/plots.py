@@ -37,6 +37,7 @@ Spans = Sequence[tuple[str, float, float]]
 COLOURS = {
     "ink": "#212529", "faint": "#dee2e6", "limit": "#c92a2a",
     "s0": "#1971c2", "s1": "#868e96", "s2": "#e8590c", "s3": "#9c36b5", "s4": "#2f9e44", "s5": "#c2255c",
+    "s6": "#0c8599", "s7": "#b08400", "s8": "#7d5a3c",
 }  # fmt: skip
 SERIES = [colour for name, colour in COLOURS.items() if name.startswith("s")]
 _SETTINGS: Any = {
