@@ -311,3 +311,48 @@ def test_the_page_works_by_mouse_keyboard_and_address(tmp_path) -> None:
     assert "BlockSparseDilatedAttention" in found["tiles"]["python"]
     assert found["refused"]["notes"] == "Heads must be a whole number from 1 to 256."
     assert found["wide"] <= 420
+
+
+@needs_browser
+def test_what_is_wrong_with_a_control_stays_on_the_page_until_it_is_corrected(tmp_path) -> None:
+    found = evaluated(
+        """{
+          const wait = (ms) => new Promise((done) => setTimeout(done, ms)), log = {};
+          const notes = () => $("notes").textContent;
+          const enter = (id, text) => {
+            $(id).value = text;
+            for (const kind of ["input", "change"]) $(id).dispatchEvent(new Event(kind, { bubbles: true }));
+          };
+          startFrom("One million tokens");
+          $("heads").value = "0";
+          update();
+          await wait(5000); // until the pairs and the reach of what was shown before are counted
+          log.counted = reach !== null;
+          log.heads = notes();
+          startFrom("Small: 64 tokens, two branches");
+          enter("tflops", "0");
+          log.tflops = notes();
+          enter("tflops", "100");
+          log.corrected = notes();
+          enter("row", "some");
+          log.row = [$("row").value, String(row)];
+          const segment = $("branches").querySelector("input");
+          for (const length of ["2", "16"]) { // as someone types it
+            segment.value = length;
+            update();
+          }
+          log.block = $("block").value;
+          segment.value = "1e300";
+          update();
+          log.huge = notes();
+          return log;
+        }""",
+        tmp_path,
+    )
+    assert found["counted"]
+    assert found["heads"] == "Heads must be a whole number from 1 to 256."
+    assert found["tflops"] == "TFLOP/s must be a number above 0."
+    assert found["corrected"] == ""
+    assert found["row"][0] == found["row"][1]
+    assert found["block"] == "16"
+    assert found["huge"] == "Segments and rates must be whole numbers of at least 1."

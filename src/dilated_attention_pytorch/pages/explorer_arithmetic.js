@@ -435,7 +435,7 @@ function reachWarnings(pattern) {
 
 /** Why the package refuses a pattern, or null. */
 function problem({ tokens, branches, heads, headDim, layers, sparse }) {
-  const whole = (x) => Number.isInteger(x) && x >= 1;
+  const whole = (x) => Number.isSafeInteger(x) && x >= 1;
   if (!whole(tokens) || tokens > 2 ** 20) return "Tokens must be a whole number from 1 to 1,048,576.";
   if (!branches.length) return "A pattern needs a branch.";
   if (!branches.every(({ w, r }) => whole(w) && whole(r)))

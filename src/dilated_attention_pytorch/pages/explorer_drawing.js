@@ -180,12 +180,14 @@ function update() {
   $("preset").value = "";
   if (!pattern.sparse) { // tiles that are switched on fit the segments
     const shortest = Math.min(...branchesInControls().map(({ w }) => w));
-    while ($("block").value > shortest) $("block").value /= 2;
+    let block = 64;
+    while (block > 1 && block > shortest) block /= 2;
+    $("block").value = block;
   }
-  const next = patternInControls(), wrong = problem(next);
+  const next = patternInControls();
   $("tiles").hidden = !$("pattern").value;
   $("seed-field").hidden = $("pattern").value !== "random";
-  if (wrong) return note([wrong], "error");
+  if (problem(next)) return warn();
   const all = view.span === pattern.tokens;
   const unlike = next.tokens !== pattern.tokens;
   pattern = next;
@@ -264,7 +266,11 @@ function warn() {
       `${heads} head${heads > 1 ? "s" : ""} in the layout ${layout} read ${read} of the ${r} grids of segments of ` +
         `${number(w)}. Tokens on the other grids do not see that far.`,
     );
+/** Why the controls are refused; else, what to know about the pattern. */
   }
+  const rate = value("tflops");
+  const wrong = problem(patternInControls()) ?? (rate > 0 && rate < Infinity ? null : "TFLOP/s must be a number above 0.");
+  if (wrong) return note([wrong], "error");
   if (counts && counts.covered < 1) {
     const grouped = layout === "grouped" ? "In the layout grouped, each head reads one branch only." : "";
     lines.push(
@@ -688,12 +694,14 @@ function begin() {
     costs();
   };
   $("tflops").oninput = () => {
-    if (value("tflops") > 0) tflops = value("tflops");
+    warn();
+    const rate = value("tflops");
+    if (rate > 0 && rate < Infinity) tflops = rate;
     costs();
   };
   $("row").onchange = () => {
     const next = value("row");
-    if (Number.isFinite(next)) pick(next);
+    pick(Number.isFinite(next) ? next : row);
     showRow();
   };
   $("row").onkeydown = (event) => {
@@ -709,6 +717,7 @@ function begin() {
   $("fit").onclick = () => around(pattern.tokens);
   $("near").onclick = () => around(64);
   for (const button of document.querySelectorAll("[data-copy]")) {
+    warn();
     button.onclick = async () => {
       await navigator.clipboard?.writeText($(button.dataset.copy).textContent);
       button.textContent = "Copied";
