@@ -356,3 +356,43 @@ def test_what_is_wrong_with_a_control_stays_on_the_page_until_it_is_corrected(tm
     assert found["row"][0] == found["row"][1]
     assert found["block"] == "16"
     assert found["huge"] == "Segments and rates must be whole numbers of at least 1."
+
+
+@needs_browser
+def test_every_branch_tick_and_control_is_in_sight_and_the_page_scrolls_over_the_picture(tmp_path) -> None:
+    found = evaluated(
+        """{
+          const wait = (ms) => new Promise((done) => setTimeout(done, ms)), log = {};
+          const tokens = 2 ** 20 - 1, branches = branchesFor(tokens, 48, true);
+          const many = { ...base, tokens, branches, heads: 48, causal: true };
+          const sparse = { pattern: "strided", ratio: 0.1, block: 512, window: null, globals: null, seed: 0 };
+          show(many);
+          const used = [...document.querySelectorAll("#legend .swatch")];
+          log.colours = [used.length, new Set(used.map((one) => getComputedStyle(one).backgroundColor)).size];
+          log.panel = [document.querySelector(".controls").offsetHeight, innerHeight];
+          const spin = (deltaY) => !$("matrix").dispatchEvent(new WheelEvent("wheel", { deltaY, cancelable: true }));
+          log.wheel = [spin(100), spin(-100), spin(100)];
+          const before = tasks.matrix;
+          dispatchEvent(new Event("resize")); // of the height alone
+          log.kept = tasks.matrix === before;
+          const frame = document.createElement("iframe");
+          frame.style.width = "420px";
+          frame.srcdoc = document.documentElement.outerHTML.replace(/<script>\\s*\\(async[\\s\\S]*?<\\/script>/, "");
+          document.body.append(frame);
+          await wait(3000);
+          frame.contentWindow.show(many);
+          const ticks = [...frame.contentDocument.querySelectorAll("#ticks-below span")];
+          const boxes = ticks.map((tick) => tick.getBoundingClientRect());
+          log.ticks = [ticks.length, boxes.slice(1).every(({ left }, i) => boxes[i].right < left)];
+          show({ ...many, branches: [{ w: tokens, r: 1 }], causal: false, sparse });
+          log.block = [$("block").value, problem(patternInControls())];
+          return log;
+        }""",
+        tmp_path,
+    )
+    assert found["colours"] == [9, 9]
+    assert found["panel"][0] <= found["panel"][1]
+    assert found["wheel"] == [False, True, True]
+    assert found["kept"]
+    assert found["ticks"] == [3, True]
+    assert found["block"] == ["512", None]

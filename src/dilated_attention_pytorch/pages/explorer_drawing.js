@@ -62,6 +62,19 @@ function stateText() {
   return "#" + Object.entries(words).map(([key, value]) => `${key}=${value}`).join("&");
 }
 
+/** Write the address once changes pause, for browsers limit how often; a frame without an address refuses. */
+let keeping;
+function keepAddress() {
+  clearTimeout(keeping);
+  keeping = setTimeout(() => {
+    try {
+      history.replaceState(null, "", stateText());
+    } catch (error) {
+      if (error.name !== "SecurityError") throw error;
+    }
+  }, 200);
+}
+
 function readState(text) {
   const words = new URLSearchParams(text.slice(1));
   if (!words.has("n")) return false;
@@ -110,7 +123,11 @@ function fillControls() {
   $("tokens-slide").value = Math.log2(pattern.tokens);
   $("causal").checked = pattern.causal;
   $("pattern").value = pattern.sparse?.pattern ?? "";
-  if (pattern.sparse) for (const id of TILES.slice(1)) $(id).value = pattern.sparse[id] ?? "";
+  if (pattern.sparse) {
+    const { block } = pattern.sparse; // the address may have one that is not in the list
+    if (![...$("block").options].some(({ value }) => Number(value) === block)) $("block").add(new Option(block, block));
+    for (const id of TILES.slice(1)) $(id).value = pattern.sparse[id] ?? "";
+  }
   fillBranches(pattern.branches);
 }
 
@@ -249,7 +266,11 @@ function refresh() {
 
 const ordinal = (n) => `${n}${n % 100 > 10 && n % 100 < 14 ? "th" : ["th", "st", "nd", "rd"][n % 10] ?? "th"}`;
 
+/** Why the controls are refused; else, what to know about the pattern. */
 function warn() {
+  const rate = value("tflops");
+  const wrong = problem(patternInControls()) ?? (rate > 0 && rate < Infinity ? null : "TFLOP/s must be a number above 0.");
+  if (wrong) return note([wrong], "error");
   const lines = [], { tokens, heads, layout, layers, branches } = pattern;
   const found = Object.fromEntries(reachWarnings(pattern).map((one) => [one.reason, one]));
   if (found.tokens) {
@@ -266,11 +287,7 @@ function warn() {
       `${heads} head${heads > 1 ? "s" : ""} in the layout ${layout} read ${read} of the ${r} grids of segments of ` +
         `${number(w)}. Tokens on the other grids do not see that far.`,
     );
-/** Why the controls are refused; else, what to know about the pattern. */
   }
-  const rate = value("tflops");
-  const wrong = problem(patternInControls()) ?? (rate > 0 && rate < Infinity ? null : "TFLOP/s must be a number above 0.");
-  if (wrong) return note([wrong], "error");
   if (counts && counts.covered < 1) {
     const grouped = layout === "grouped" ? "In the layout grouped, each head reads one branch only." : "";
     lines.push(
@@ -399,7 +416,7 @@ const MOST_CELLS = 512;
 const cellsOf = (canvas, tokens) =>
   Math.min(tokens, MOST_CELLS, Math.max(64, Math.floor(canvas.clientWidth * devicePixelRatio)));
 
-let drawn = null; // the cells of the matrix, without the mark of the row
+let drawn = null, drawnWidth = 0; // the cells of the matrix, without the mark of the row
 
 function* matrixLines() {
   const cells = cellsOf($("matrix"), view.span), palette = colours();
@@ -420,9 +437,10 @@ function* matrixLines() {
 }
 
 function drawMatrix() {
-  run("matrix", matrixLines());
-  ticks($("ticks-left"), view.top, "top");
+  ticks($("ticks-left"), view.top, "top"); // whose width leaves the rest to the picture
   ticks($("ticks-below"), view.left, "left");
+  drawnWidth = $("matrix").clientWidth;
+  run("matrix", matrixLines());
   const range = (start) => `${number(start)} to ${number(start + view.span - 1)}`;
   const label = `Which keys rows ${range(view.top)} see, of keys ${range(view.left)}, in head ${head}`;
   $("matrix").setAttribute("aria-label", label);
@@ -456,11 +474,16 @@ function putMatrix() {
 }
 
 function ticks(place, from, side) {
-  const marks = view.span < 5 ? [0, 1] : [0, 0.25, 0.5, 0.75, 1];
-  const labels = marks.map((share) =>
-    element("span", { style: `${side}: ${100 * share}%` }, brief(from + Math.round(share * view.span))));
-  place.replaceChildren(...labels);
+  const text = (share) => brief(from + Math.round(share * view.span));
+  const put = (marks) =>
+    place.replaceChildren(...marks.map((share) => element("span", { style: `${side}: ${100 * share}%` }, text(share))));
+  put(view.span < 5 ? [0, 1] : [0, 0.25, 0.5, 0.75, 1]);
+  const labels = [...place.children];
   if (side === "top") place.style.width = `${Math.max(...labels.map(({ textContent }) => textContent.length)) + 1}ch`;
+  else {
+    const boxes = labels.map((label) => label.getBoundingClientRect());
+    if (boxes.some(({ left }, index) => index && left < boxes[index - 1].right + 4)) put([0, 0.5, 1]);
+  }
 }
 
 // ---- the picked row ----
@@ -471,7 +494,7 @@ function pick(nextRow, nextHead = head) {
   head = clamp(nextHead, 0, pattern.heads - 1);
   $("row").value = row;
   $("head").value = head;
-  history.replaceState(null, "", stateText());
+  keepAddress();
   const seen = rowView(pattern, head, row), total = seen.reduce((sum, { keys }) => sum + keys, 0);
   const lines = seen.map(({ start, end, onGrid, keys }, index) => {
     const { w, r } = pattern.branches[index], name = element("td", {}, swatch(index), ` ${number(w)}, rate\u00a0${r}`);
@@ -624,6 +647,7 @@ function listenToMatrix() {
     pointers.delete(event.pointerId);
   };
   canvas.addEventListener("wheel", (event) => {
+    if (view.span === pattern.tokens && event.deltaY > 0 && !event.ctrlKey) return; // nothing to zoom: the page scrolls
     event.preventDefault();
     zoom(Math.exp(-event.deltaY / 400), ...share(event));
   }, { passive: false });
@@ -691,6 +715,7 @@ function begin() {
   $("gpu").onchange = () => {
     gpu = Number($("gpu").value);
     $("tflops").value = tflops = rateOf(GPUS[gpu][2]);
+    warn();
     costs();
   };
   $("tflops").oninput = () => {
@@ -717,17 +742,19 @@ function begin() {
   $("fit").onclick = () => around(pattern.tokens);
   $("near").onclick = () => around(64);
   for (const button of document.querySelectorAll("[data-copy]")) {
-    warn();
     button.onclick = async () => {
-      await navigator.clipboard?.writeText($(button.dataset.copy).textContent);
-      button.textContent = "Copied";
+      const code = $(button.dataset.copy);
+      const copied = await navigator.clipboard?.writeText(code.textContent).then(() => true, () => false);
+      if (!copied) getSelection().selectAllChildren(code); // a page that came over HTTP has no clipboard
+      button.textContent = copied ? "Copied" : "Selected";
       setTimeout(() => (button.textContent = "Copy"), 1500);
     };
   }
   listenToMatrix();
   const redraw = () => (drawMatrix(), pick(row));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  addEventListener("resize", redraw);
+  // On a telephone, scrolling changes the height of the window alone.
+  addEventListener("resize", () => drawnWidth === $("matrix").clientWidth || redraw());
   addEventListener("hashchange", () => readState(location.hash));
   if (!readState(location.hash)) startFrom(Object.keys(PRESETS)[0]);
 }
