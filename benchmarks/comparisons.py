@@ -167,7 +167,7 @@ def _peak_memory(suite: str, rows: Sequence[Row]) -> Table:
 
 def targets(rows: Sequence[Row]) -> Table:
     """The targets of the cases in the results."""
-    table = Table("Targets", head=["target", "worst measured", "at", "cases that meet it", ""])
+    table = Table("Targets", head=["target", "worst measured", "at", "cases that meet it", "verdict"])
     for target in TARGETS:
         judged = judge(target, rows)
         if judged is None:

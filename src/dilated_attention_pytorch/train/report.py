@@ -153,7 +153,7 @@ def _checkpoints(run: RunFolder) -> list[str]:
     rows = [
         [f"`{one.path.name}`", f"{one.step:,}", one.state, size(one.bytes), ", ".join(one.files)] for one in run.saved
     ]
-    return ["<h2>Checkpoints</h2>", table(["folder", "step", "", "size", "holds"], rows)]
+    return ["<h2>Checkpoints</h2>", table(["folder", "step", "state", "size", "holds"], rows)]
 
 
 def _starts(run: RunFolder) -> list[str]:
