@@ -69,6 +69,26 @@ def test_figures_that_differ_by_rounding_alone_are_drawn() -> None:
         assert "<svg" in plots.inline_svg(plots.curves({"rate": points}, "step", "rate"), "rate")
 
 
+def test_a_curve_of_one_point_is_seen() -> None:
+    for points, opacity in (([(3, 1.0)], 1), ([(3, 1.0), (4, 2.0)], 0)):
+        [line] = plots.curves({"validation": points}, "step", "loss").axes[0].get_lines()
+        assert line.get_markerfacecolor()[1] == opacity
+
+
+def test_many_names_above_a_chart_do_not_make_it_smaller() -> None:
+    heights = []
+    for count in (2, 12):
+        figure = plots.curves({f"a long name of class {i}": [(1, 1.0), (2, i)] for i in range(count)}, "step", "loss")
+        figure.draw_without_rendering()
+        heights.append(figure.axes[0].get_window_extent().height / figure.dpi)
+    assert heights[1] > 0.9 * heights[0]
+
+
+def test_bars_are_named_without_exponents() -> None:
+    words = [text.get_text() for text in bars([("a", [1204.6, 98.76])], ["x", "y"], "TFLOP/s").axes[0].texts]
+    assert words == ["1,205", "98.8", "a"]
+
+
 def test_a_missing_matplotlib_is_named_with_its_installation(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(

@@ -125,13 +125,13 @@ def curves(
 ) -> Figure:
     """Named curves over linear or logarithmic axes; tooltips show the figures.
 
-    `limits` are named dashed lines. Curves named in `dots` show their points. With `shares`, both axes go from 0 to 1.
-    A telephone can show the default width.
+    `limits` are named dashed lines. Curves named in `dots` show their points, and so does a curve of one point. With
+    `shares`, both axes go from 0 to 1. A telephone can show the default width.
     """
     figure, axes = new_figure(width, 3.4)
     for (name, points), colour in zip(curves.items(), cycle(SERIES)):
         points = sorted(points, key=lambda point: point[0])  # points above each other stay in their order
-        shown = 1.0 if name in dots else 0.0  # a hidden point still has a tooltip
+        shown = 1.0 if name in dots or len(points) == 1 else 0.0  # a hidden point still has a tooltip
         x, y = zip(*points)
         [line] = axes.plot(x, y, color=colour, label=name, marker="o", markersize=5, linewidth=1.5)
         line.set(markerfacecolor=(colour, shown), markeredgecolor="none")
@@ -149,17 +149,22 @@ def curves(
         axes.set_xticks(lengths, [short(x) for x in lengths])
         axes.set_xticks([], minor=True)
     if x_unit == "step":
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     add_legend(figure)
     return figure
 
 
 def add_legend(figure: Figure) -> None:
-    """Name what the first axes show above them, in as many columns as fit; a single curve needs no name."""
+    """Name what the first axes show above them, in as many columns as fit; a single curve needs no name.
+
+    More than two lines of names make the figure higher, so that the axes keep their height.
+    """
     names = figure.axes[0].get_legend_handles_labels()[1]
     if len(names) > 1:
         column = 32 + 4.7 * max(map(len, names))  # points
-        figure.legend(loc="outside upper left", ncols=max(1, int(72 * figure.get_figwidth() / column)))
+        ncols = max(1, int(72 * figure.get_figwidth() / column))
+        figure.legend(loc="outside upper left", ncols=ncols)
+        figure.set_figheight(figure.get_figheight() + 0.16 * max(0, -(-len(names) // ncols) - 2))
 
 
 def _at(x: float, unit: str) -> str:
