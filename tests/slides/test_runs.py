@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -24,7 +25,7 @@ from dilated_attention_pytorch.slides.pretraining import MaskedEncoder
 from dilated_attention_pytorch.slides.report import compared, write_report
 from dilated_attention_pytorch.train.ranks import Stopped
 
-from .studies import DIM, small_study
+from .studies import DIM, small_study, write_bag
 
 SMALL = {"d_model": 16, "num_layers": 1, "num_heads": 2, "max_tiles": 400, "batch_size": 6, "device": "cpu"}
 
@@ -448,6 +449,27 @@ def test_embed_leaves_broken_files_out_if_asked(study, tmp_path, capsys) -> None
     assert "--skip-broken" in capsys.readouterr().err
     assert main([*flags, "--out", str(tmp_path / "all.npy"), "--skip-broken"]) == 0
     assert len(numpy.load(tmp_path / "all.npy")) == 19
+
+
+def test_files_that_do_not_fit_a_model_are_named_before_the_work_begins(study, tmp_path, capsys) -> None:
+    shutil.copytree(study, tmp_path / "study")
+    features = tmp_path / "study/features"
+    (features / "s3.coords.npy").unlink()
+    settings = config(tmp_path / "study", positions="coordinates", epochs=1)
+    with pytest.raises(ValueError, match=r"s3.npy has no coords, .*--positions none; --skip-broken leaves"):
+        loop.run_study(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    loop.run_study(dataclasses.replace(settings, skip_broken=True), tmp_path / "run")
+    assert "s3" not in json.loads((tmp_path / "run/study.json").read_text())["splits"]
+    run = [str(tmp_path / "run"), "--features", str(features), "--device", "cpu"]
+    assert main(["slides", "map", *run, "--slide", "s3"]) == 1
+    assert main(["slides", "embed", *run, "--out", str(tmp_path / "all.npy")]) == 1
+    assert capsys.readouterr().err.count("s3.npy has no coords") == 2
+    for number in range(20):
+        write_bag(features / f"s{number}.npy", dim=DIM + 2)
+    assert main(["slides", "map", *run, "--slide", "s4"]) == 1
+    assert main(["slides", "embed", *run, "--out", str(tmp_path / "all.npy")]) == 1
+    assert capsys.readouterr().err.count(f".npy has features of size {DIM + 2}, the model takes {DIM}: use") == 2
 
 
 def test_the_gradient_is_clipped_at_any_norm_or_not_at_all(study) -> None:

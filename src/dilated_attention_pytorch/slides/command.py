@@ -156,6 +156,14 @@ def _load(run: Path, device: str) -> LongNetEncoder:
     return LongNetEncoder.from_pretrained(model_folder(run)).to(find_device(device)).eval()
 
 
+def _check_size(model: LongNetEncoder, path: Path, dim: int) -> None:
+    if dim != model.config.input_dim:
+        raise ValueError(
+            f"{path} has features of size {dim}, the model takes {model.config.input_dim}: use features of the patch "
+            "encoder on which the model was trained"
+        )
+
+
 def _tile_pixels(arguments: argparse.Namespace) -> float | None:
     """The stated width of a tile, or that of the run; None means that of each file."""
     stated: float | None = arguments.tile_pixels
@@ -179,13 +187,16 @@ def _embed(arguments: argparse.Namespace) -> None:
     device = model.input.weight.device
     grids = model.config.grids if model.config.positions == "coordinates" else None
     tile_pixels = _tile_pixels(arguments)
-    cases = read_study(
+    study = read_study(
         arguments.table,
         arguments.features,
         skip_broken=arguments.skip_broken,
         tile_pixels=tile_pixels,
         grids=grids,
-    ).cases
+        needs_coordinates=grids is not None,
+    )
+    cases = study.cases
+    _check_size(model, cases[0].path, study.dim)
     bags = Bags(cases, coordinates=grids is not None, tile_pixels=tile_pixels)
     batches = make_batches([case.found.rows for case in cases], arguments.max_tiles, 64)
     rows = torch.empty(len(cases), model.config.d_model)
@@ -220,7 +231,9 @@ def _map(arguments: argparse.Namespace) -> None:
     grids = model.config.grids if model.config.positions == "coordinates" else None
     for name in arguments.slide:
         path = find_file(arguments.features, name)
-        tell_measured([look_at(path, tile_pixels, grids)], print)
+        found = look_at(path, tile_pixels, grids, needs_coordinates=grids is not None)
+        _check_size(model, path, found.dim)
+        tell_measured([found], print)
         bag = read_bag(path, tile_pixels)
         weights = tile_weights(model, bag, arguments.kind, arguments.class_number)
         for path in write_map(arguments.out, name, weights, bag, arguments.kind):

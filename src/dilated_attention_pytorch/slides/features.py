@@ -62,13 +62,20 @@ def find_file(folder: Path, name: str) -> Path:
     return found[0]
 
 
-def look_at(path: Path, tile_pixels: float | None = None, grids: int | None = None) -> Found:
+def look_at(
+    path: Path, tile_pixels: float | None = None, grids: int | None = None, *, needs_coordinates: bool = False
+) -> Found:
     """Sizes of the bag in a file, without reading its rows.
 
-    With `grids`, coordinates are read too, and must lie within that many tiles along each side.
+    With `grids`, coordinates are read too, and must lie within that many tiles along each side; with
+    `needs_coordinates`, the file must have them.
     """
     with _opened(path) as (features, coords, noted):
         found = _checked(path, features, coords)
+        if coords is None and needs_coordinates:
+            raise BrokenFile(
+                f"{path} has no coords, which positions of coordinates need: add them, or train with --positions none"
+            )
         if coords is None or grids is None:
             return found
         places, pixels, is_measured = _placed(path, coords, noted, tile_pixels)

@@ -70,14 +70,15 @@ def run_study(
     task = config.task if config.job == "train" else None
     start = None if config.start is None else read_start(Path(config.start))
     fields = fields_of(start)
-    positions = config.positions or fields.get("positions", "coordinates")
+    positions = config.positions or fields.get("positions")  # None: coordinates if all files have them
     study = read_study(
         Path(config.table),
         Path(config.features),
         task,
         skip_broken=config.skip_broken,
         tile_pixels=config.tile_pixels,
-        grids=fields.get("grids", EncoderConfig.grids) if positions == "coordinates" else None,
+        grids=fields.get("grids", EncoderConfig.grids) if positions in (None, "coordinates") else None,
+        needs_coordinates=positions == "coordinates",
         say=say,
     )
     folders = {

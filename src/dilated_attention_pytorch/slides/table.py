@@ -75,6 +75,7 @@ def read_study(
     skip_broken: bool = False,
     tile_pixels: float | None = None,
     grids: int | None = None,
+    needs_coordinates: bool = False,
     say: Callable[[str], object] = print,
 ) -> Study:
     """The study of a CSV table whose first line names its columns, with one file of features per line in `folder`.
@@ -85,6 +86,7 @@ def read_study(
     predicted. Other columns are ignored. Without a table, the study is every file in the folder.
 
     With `grids`, the coordinates of each file are checked too: they must lie within that many tiles along each side.
+    With `needs_coordinates`, a file must have them.
     `tile_pixels` is the width of a tile, as in `read_bag`; widths that had to be measured are told to `say`.
 
     An error names the line or the file that is wrong. With `skip_broken`, files that cannot be used are left out, and
@@ -98,7 +100,7 @@ def read_study(
         target = _target(table, line, row, task)
         try:
             path = find_file(folder, row["slide"])
-            found = look_at(path, tile_pixels, grids)
+            found = look_at(path, tile_pixels, grids, needs_coordinates=needs_coordinates)
             if skip_broken:
                 read_bag(path, coordinates=False)  # which also finds NaN
         except BrokenFile as broken:
