@@ -6,8 +6,11 @@ import numpy
 import pytest
 import torch
 
+from dilated_attention_pytorch.cli import main
 from dilated_attention_pytorch.slides.batches import Bags, epoch_order, make_batches, read_batches
+from dilated_attention_pytorch.slides.config import SlidesConfig
 from dilated_attention_pytorch.slides.features import BrokenFile, look_at, read_bag
+from dilated_attention_pytorch.slides.loop import run_study
 from dilated_attention_pytorch.slides.table import SPLITS, check_splits, read_study, split_by_patient
 
 from .studies import DIM, small_study, write_bag, write_table
@@ -208,6 +211,19 @@ def test_folds_keep_patients_whole_and_classes_even(tmp_path) -> None:
     assert sorted(tested) == sorted(case.name for case in study.cases)
     with pytest.raises(ValueError, match="13 folds need as many patients, and the table has 12"):
         split_by_patient(study, folds=13)
+
+
+def test_splits_are_not_read_where_they_are_not_used(tmp_path) -> None:
+    table = small_study(tmp_path)
+    rows = [f"{line},{'train' if i % 2 else 'fold-3'}" for i, line in enumerate(table.read_text().splitlines())]
+    table.write_text("\n".join([rows[0].replace("fold-3", "split"), *rows[1:]]))
+    with pytest.raises(ValueError, match="split must be one of train, validation, test, got 'fold-3'"):
+        read_study(table, tmp_path / "features", "classification")
+    given = {"table": str(table), "features": str(tmp_path / "features"), "device": "cpu", "epochs": 1}
+    config = SlidesConfig(**given, folds=3, d_model=16, num_layers=1, num_heads=2)
+    assert len(run_study(config, tmp_path / "run")) == 3
+    flags = ["--features", given["features"], "--table", given["table"], "--device", "cpu"]
+    assert main(["slides", "embed", str(tmp_path / "run/fold-0"), *flags, "--out", str(tmp_path / "all.npy")]) == 0
 
 
 def test_a_split_of_one_class_or_without_event_is_refused(tmp_path) -> None:

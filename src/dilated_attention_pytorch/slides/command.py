@@ -194,6 +194,7 @@ def _embed(arguments: argparse.Namespace) -> None:
         tile_pixels=tile_pixels,
         grids=grids,
         needs_coordinates=grids is not None,
+        ignore_splits=True,
     )
     cases = study.cases
     _check_size(model, cases[0].path, study.dim)

@@ -79,6 +79,7 @@ def run_study(
         tile_pixels=config.tile_pixels,
         grids=fields.get("grids", EncoderConfig.grids) if positions in (None, "coordinates") else None,
         needs_coordinates=positions == "coordinates",
+        ignore_splits=config.folds > 0,
         say=say,
     )
     folders = {

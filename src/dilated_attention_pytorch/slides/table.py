@@ -76,6 +76,7 @@ def read_study(
     tile_pixels: float | None = None,
     grids: int | None = None,
     needs_coordinates: bool = False,
+    ignore_splits: bool = False,
     say: Callable[[str], object] = print,
 ) -> Study:
     """The study of a CSV table whose first line names its columns, with one file of features per line in `folder`.
@@ -86,7 +87,7 @@ def read_study(
     predicted. Other columns are ignored. Without a table, the study is every file in the folder.
 
     With `grids`, the coordinates of each file are checked too: they must lie within that many tiles along each side.
-    With `needs_coordinates`, a file must have them.
+    With `needs_coordinates`, a file must have them. With `ignore_splits`, the column `split` is not read.
     `tile_pixels` is the width of a tile, as in `read_bag`; widths that had to be measured are told to `say`.
 
     An error names the line or the file that is wrong. With `skip_broken`, files that cannot be used are left out, and
@@ -109,7 +110,7 @@ def read_study(
             say(f"skipped  {broken}")
             continue
         dims[found.dim] += 1
-        split = row.get("split", "").lower()
+        split = "" if ignore_splits else row.get("split", "").lower()
         split = _NAMES.get(split, split)
         if split and split not in SPLITS:
             raise ValueError(f"{table}, line {line}: split must be one of {', '.join(SPLITS)}, got {row['split']!r}")
