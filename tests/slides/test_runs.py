@@ -21,6 +21,7 @@ from dilated_attention_pytorch.slides.batches import Batch
 from dilated_attention_pytorch.slides.config import SlidesConfig
 from dilated_attention_pytorch.slides.features import read_bag
 from dilated_attention_pytorch.slides.maps import tile_weights
+from dilated_attention_pytorch.slides.objectives import cox_loss
 from dilated_attention_pytorch.slides.pretraining import MaskedEncoder
 from dilated_attention_pytorch.slides.report import compared, write_report
 from dilated_attention_pytorch.train.ranks import Stopped
@@ -55,7 +56,9 @@ def test_every_task_leaves_a_model_predictions_and_figures(study, tmp_path, task
     if task == "regression":
         table = tmp_path / "table.csv"
         table.write_text((study / "table.csv").read_text().replace(",a,", ",1.5,").replace(",b,", ",2.5,"))
-    (results,) = loop.run_study(config(study, task=task, table=str(table), accumulate=2), tmp_path / "run")
+    (results,) = loop.run_study(
+        config(study, task=task, table=str(table), accumulate=2, batch_size=2), tmp_path / "run"
+    )
     first = {"classification": "auc", "survival": "c_index", "regression": "r2"}[task]
     assert list(results["test"])[:2] == ["loss", first]
     model = LongNetEncoder.from_pretrained(tmp_path / "run/model")
@@ -70,6 +73,10 @@ def test_every_task_leaves_a_model_predictions_and_figures(study, tmp_path, task
         assert float(case["p_b"]) == pytest.approx(float(out.softmax(0)[1]), rel=1e-4)
     elif task == "survival":
         assert float(case["risk"]) == pytest.approx(float(out[0]), rel=1e-4, abs=1e-5)
+        for split in ("validation", "test"):
+            found = [row for row in rows if row["split"] == split]
+            columns = (torch.tensor([float(row[name]) for row in found]) for name in ("risk", "time", "event"))
+            assert results[split]["loss"] == pytest.approx(float(cox_loss(*columns)) / len(found), rel=1e-4)
 
 
 def test_an_error_about_broken_steps_names_the_last_checkpoint(study, tmp_path, monkeypatch) -> None:

@@ -129,8 +129,8 @@ def _check_batch_sizes(config: SlidesConfig, lengths: Sequence[int]) -> None:
     if max(map(len, make_batches(lengths, config.max_tiles, config.batch_size))) < 2:
         raise ValueError(
             f"survival compares the slides of a batch, and with --max-tiles {config.max_tiles:,} and --batch-size "
-            f"{config.batch_size} every slide is alone, so nothing would be learned: raise them (the two shortest "
-            f"slides have {sum(sorted(lengths)[:2]):,} tiles)"
+            f"{config.batch_size} every slide is alone, so nothing would be learned: raise them (slides share a batch "
+            "if their numbers of tiles lie between the same powers of two)"
         )
 
 
@@ -261,7 +261,10 @@ class _Fold:
             return self.objective.loss(outputs, batch.targets), outputs
 
     def _evaluate(self, split: Split) -> tuple[float, Tensor]:
-        """The mean loss of a split, and the predictions for its cases in their order."""
+        """The mean loss of a split, and the predictions for its cases in their order.
+
+        Cox's loss compares all cases of the split, whichever batches they are in.
+        """
         config, bags = self.config, self.bags[split]
         batches = make_batches([case.found.rows for case in bags.cases], config.max_tiles, config.batch_size)
         total, found = 0.0, dict[int, Tensor]()
@@ -274,7 +277,10 @@ class _Fold:
                 found |= dict(zip(batch.numbers.tolist(), outputs.double().cpu()))
         self.model.train()
         outputs = torch.stack([found[i] for i in range(len(bags))])
-        return total / len(bags), outputs if self.objective is None else self.objective.predictions(outputs)
+        if self.objective is None:
+            return total / len(bags), outputs
+        loss = self.objective.loss(outputs, torch.tensor([case.target for case in bags.cases]))
+        return float(loss) / len(bags), self.objective.predictions(outputs)
 
     def _validate(self, record: dict[str, Any]) -> None:
         loss, predictions = self._evaluate("validation")
