@@ -376,8 +376,14 @@ def test_a_resumed_run_may_have_moved_but_not_have_other_slides(study, tmp_path,
     (tmp_path / "run/fold-2/results.json").unlink()
     flags = ["--table", str(moved / "table.csv"), "--features", str(moved / "features")]
     resume = ["slides", "train", "--resume", str(tmp_path / "run")]
-    assert main([*resume, *flags, "--out", "other"]) == 1
-    assert "leave --out other out" in capsys.readouterr().err
+    for wrong, told in (
+        (["--out", "other"], "leave --out other out"),
+        (["--epochs", "3", "--seed", "1"], "other settings (epochs, seed): leave them as they were"),
+    ):
+        assert main([*resume, *flags, *wrong]) == 1
+        assert told in capsys.readouterr().err
+    assert main(["slides", "pretrain", "--resume", str(tmp_path / "run")]) == 1
+    assert "is a run of `slides train`, not of `slides pretrain`" in capsys.readouterr().err
     assert main([*resume, *flags]) == 0
     assert SlidesConfig.from_json(tmp_path / "run/config.json").features == str(moved / "features")
     lines = (moved / "table.csv").read_text().splitlines()

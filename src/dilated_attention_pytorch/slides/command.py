@@ -131,6 +131,8 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
         if hasattr(arguments, "out"):
             raise ValueError(f"--resume {resume} continues the run in its folder: leave --out {arguments.out} out")
         known = SlidesConfig.from_json(resume / run_folder.CONFIG)
+        if known.job != job:
+            raise ValueError(f"{resume} is a run of `slides {known.job}`, not of `slides {job}`: resume it with that")
         config, run = dataclasses.replace(known, **given), resume
         baseline = baseline or (resume / BASELINE).is_dir()
     runs = {"encoder": run}

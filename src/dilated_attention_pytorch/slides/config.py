@@ -21,7 +21,6 @@ from dilated_attention_pytorch.measuring import usable_cores
 from dilated_attention_pytorch.models.config import EncoderConfig, EncoderPositions, Pooling
 from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
 from dilated_attention_pytorch.slides.table import Study, Task
-from dilated_attention_pytorch.train.config import identity
 from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, Precision
 from dilated_attention_pytorch.train.ranks import find_device
 from dilated_attention_pytorch.train.stages import decayed_rate
@@ -140,10 +139,6 @@ class SlidesConfig:
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Linear warm-up, then a cosine down to a tenth."""
         return decayed_rate(self.learning_rate, step, steps, math.ceil(self.warmup * steps))
-
-    def is_same_run(self, other: SlidesConfig) -> bool:
-        """Whether both describe one run, perhaps carried out in another way."""
-        return identity(self) == identity(other)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

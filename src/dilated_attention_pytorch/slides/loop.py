@@ -40,6 +40,7 @@ from dilated_attention_pytorch.slides.pretraining import OF_ONE_TASK, MaskedEnco
 from dilated_attention_pytorch.slides.table import Case, Split, Study, check_splits, read_study, split_by_patient
 from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.checkpoint import Checkpointer
+from dilated_attention_pytorch.train.config import identity
 from dilated_attention_pytorch.train.loop import interrupts
 from dilated_attention_pytorch.train.memory import make_optimizer, make_scaler, prepare, set_learning_rate
 from dilated_attention_pytorch.train.ranks import Ranks, Stopped, find_device
@@ -63,8 +64,12 @@ def run_study(
     if known.exists():
         if has_begun and not resume:
             raise FileExistsError(f"{run} already holds a run: continue it with --resume, or choose another --out")
-        if not config.is_same_run(SlidesConfig.from_json(known)) and has_begun:
-            raise FileExistsError(f"{run} holds a run with other settings: choose another --out")
+        before, now = identity(SlidesConfig.from_json(known)), identity(config)
+        if has_begun and (other := [name for name in now if now[name] != before[name]]):
+            raise FileExistsError(
+                f"{run} holds a run with other settings ({', '.join(other)}): leave them as they were, or begin a run "
+                "with another --out"
+            )
     elif resume:
         raise FileNotFoundError(f"nothing to resume in {run}: it has no {known.name}")
     task = config.task if config.job == "train" else None
