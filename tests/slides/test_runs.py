@@ -185,6 +185,19 @@ def test_a_resumed_run_equals_one_that_never_stopped(study, tmp_path, monkeypatc
         assert (tmp_path / "whole" / name).read_text() == (tmp_path / "stopped" / name).read_text()
 
 
+def test_a_run_that_stops_before_its_baseline_trains_it_when_resumed(study, tmp_path, monkeypatch) -> None:
+    def stop(fold) -> None:
+        raise Stopped(15)
+
+    given = config(study, epochs=1)
+    flags = ["--table", given.table, "--features", given.features, "--epochs", "1", "--num-layers", "1"]
+    monkeypatch.setattr(loop._Fold, "train", stop)
+    assert main(["slides", "train", *flags, "--device", "cpu", "--baseline", "--out", str(tmp_path / "run")]) == 143
+    monkeypatch.undo()
+    assert main(["slides", "train", "--resume", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run/without-attention/results.json").is_file()
+
+
 def test_folds_test_every_slide_once_and_training_stops_early(study, tmp_path) -> None:
     # A rate at which nothing is learned: the validation loss hardly falls.
     settings = config(study, folds=3, epochs=9, patience=1, learning_rate=0.3, clip_norm=100.0)

@@ -30,7 +30,7 @@ from dilated_attention_pytorch.slides.report import compared, fold_folders, writ
 from dilated_attention_pytorch.slides.table import read_study, tell_measured
 from dilated_attention_pytorch.train import run_folder
 from dilated_attention_pytorch.train.command import without_none
-from dilated_attention_pytorch.train.ranks import find_device
+from dilated_attention_pytorch.train.ranks import Stopped, find_device
 
 _ONLY_TRAIN = {"task", "class_weights", "folds", "pooling"}
 _ONLY_PRETRAIN = {"mask_share", "mask_block"}
@@ -136,7 +136,12 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
         config, run = dataclasses.replace(known, **given), resume
         baseline = baseline or (resume / BASELINE).is_dir()
     runs = {"encoder": run}
-    run_study(config, run, resume=resume is not None)
+    try:
+        run_study(config, run, resume=resume is not None)
+    except Stopped:
+        if baseline:
+            (run / BASELINE).mkdir(exist_ok=True)  # so that --resume trains it too
+        raise
     if baseline:
         # With segments of one row a row sees itself alone; the rest of the model is the same.
         alone: dict[str, Any] = {"segment_lengths": (1,), "dilation_rates": (1,), "pooling": "mean"}
