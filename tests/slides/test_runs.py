@@ -459,6 +459,10 @@ def test_embeddings_and_maps_have_the_width_of_tiles_of_the_run(study, tmp_path,
         assert tiles[0]["geometry"]["coordinates"][0][1] == [width, 0.0]
     assert not torch.allclose(embedding(64.0), embedding(128.0), atol=1e-5)
     assert "measured" not in capsys.readouterr().out
+    loop.run_study(config(study, epochs=1, tile_pixels=64.0), tmp_path / "fold-7")  # a run of that name, not a fold
+    assert loop.run_config(tmp_path / "fold-7").tile_pixels == 64
+    assert "features; classes a, b\nmodel" in (said := capsys.readouterr().out)
+    assert "pooling mean, positions coordinates\n" in said
     model.save_pretrained(tmp_path / "alone")
     assert main(["slides", "map", "alone", *flags, "--slide", "s3"]) == 0
     assert "tiles    256 pixels in 1 file: measured" in capsys.readouterr().out

@@ -194,8 +194,10 @@ class _Fold:
         counts = ", ".join(f"{len(bags)} {split}" for split, bags in self.bags.items())
         pattern = f"{self.model.config.segment_lengths} / {self.model.config.dilation_rates}"
         run_folder.record_start(run, self.start, self.device.type, parameters=parameters, slides=counts)
-        print(f"study    {counts}; {study.longest:,} rows at most, {study.dim} features")
-        print(f"model    {parameters / 1e6:.2f}M parameters, {pattern}, pooling {self.model.config.pooling}")
+        classes = f"; classes {', '.join(study.classes)}" if study.classes else ""  # a label such as NA is one of them
+        how = f"pooling {self.model.config.pooling}, positions {self.model.config.positions}"
+        print(f"study    {counts}; {study.longest:,} rows at most, {study.dim} features{classes}")
+        print(f"model    {parameters / 1e6:.2f}M parameters, {pattern}, {how}")
         print(f"run      {run}{f', from step {self.start}' if self.start else ''} on {self.device}", flush=True)
 
     def train(self) -> None:
@@ -363,7 +365,7 @@ def model_folder(path: Path) -> Path:
 def run_config(path: Path) -> SlidesConfig | None:
     """The settings of the run that a folder, as `model_folder` takes it, belongs to; None of weights alone."""
     fold = model_folder(path).resolve().parent
-    run = fold.parent if fold.name.startswith("fold-") else fold
+    run = fold if (fold / run_folder.CONFIG).is_file() else fold.parent
     is_run = (fold / STUDY).is_file() and (run / run_folder.CONFIG).is_file()
     return SlidesConfig.from_json(run / run_folder.CONFIG) if is_run else None
 
