@@ -38,6 +38,10 @@ def test_the_width_of_a_tile_is_stated_noted_or_measured(tmp_path) -> None:
         write_bag(path, tile=2048, **attributes)
         assert read_bag(path).coordinates[1, 0] == 2048 / tile * 256
     assert read_bag(path, tile_pixels=100).coordinates[1, 0] == 20.48 * 256
+    with pytest.raises(ValueError, match="tile_pixels must be a finite number above 0, got 0"):
+        read_bag(path, tile_pixels=0)
+    write_bag(path, tile=2048, patch_size_level0=-1)  # unknown
+    assert read_bag(path).tile_pixels == 2048
     assert read_bag(path, coordinates=False).coordinates is None
 
 
@@ -153,6 +157,10 @@ def test_a_study_reads_labels_patients_and_sizes(tmp_path) -> None:
         (["slide,label", "s0,a", "s1,"], r"line 3: slide 's1' has no label, which classification needs"),
         (["slide,label", "s0,a", "s1,b", "s0,b"], r"slide 's0' is on lines 2 and 4"),
         (["name,label", "s0,a"], "has no column 'slide': its columns are name, label"),
+        (
+            ["slide;label", "s0;a"],
+            "its columns are slide;label; put commas between columns, and name one slide, slide_id",
+        ),
         (["slide,label,Label", "s0,a,b", "s1,b,a"], "has 2 columns 'label': leave one of them"),
         (["slide,label,split", "s0,a,trian"], "split must be one of train, validation, test, got 'trian'"),
         (["slide,label,split", "s0,a,train", "s1,b,"], "'s1' has no split, and others have one"),

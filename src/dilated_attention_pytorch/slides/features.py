@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core.checks import import_optional
+from dilated_attention_pytorch.core.checks import POSITIVE, checked, import_optional
 
 SUFFIXES = (".h5", ".pt", ".npy")
 TILE = 256.0  # pixels of a tile in the coordinates of a `Bag`
@@ -88,6 +88,7 @@ def look_at(
         return found._replace(measured=pixels if is_measured else 0.0)
 
 
+@checked(tile_pixels=POSITIVE)
 def read_bag(path: Path, tile_pixels: float | None = None, *, coordinates: bool = True) -> Bag:
     """The rows of the bag in a file, checked.
 
@@ -190,7 +191,7 @@ def _noted_tile(noted: dict[str, Any]) -> float:
             first = float(value if not hasattr(value, "__len__") or isinstance(value, str) else value[0])
         except (TypeError, ValueError, IndexError):
             return 0.0
-        return first if math.isfinite(first) else 0.0
+        return first if 0 < first < math.inf else 0.0
 
     return number("patch_size_level0") or number("patch_size") * number("downsample")
 

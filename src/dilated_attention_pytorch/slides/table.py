@@ -162,7 +162,10 @@ def _read_rows(table: Path) -> list[tuple[int, dict[str, str]]]:
         raise ValueError(f"{table} is not a CSV table: {error}") from None
     columns = {ours: column for ours, theirs in _COLUMNS.items() if (column := _column(table, names, theirs))}
     if "slide" not in columns:
-        raise ValueError(f"{table} has no column 'slide': its columns are {', '.join(map(str, names)) or 'none'}")
+        raise ValueError(
+            f"{table} has no column 'slide': its columns are {', '.join(map(str, names)) or 'none'}; put commas "
+            f"between columns, and name one {', '.join(_COLUMNS['slide'][:-1])} or {_COLUMNS['slide'][-1]}"
+        )
     return [(line, {ours: (row[column] or "").strip() for ours, column in columns.items()}) for line, row in lines]
 
 
