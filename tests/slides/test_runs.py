@@ -469,6 +469,21 @@ def test_embeddings_and_maps_have_the_width_of_tiles_of_the_run(study, tmp_path,
     assert main(["slides", "map", "alone", *flags, "--slide", "s3", "--tile-pixels", "-1"]) == 1
 
 
+def test_tiles_are_as_wide_as_in_files_whatever_the_model_states(study, tmp_path) -> None:
+    fields = {"input_dim": DIM, "d_model": 16, "num_heads": 2, "num_layers": 1, "max_length": 64}
+    model = LongNetEncoder(**fields, positions="coordinates", tile_size=1.0).eval()  # columns and rows of tiles
+    model.save_pretrained(tmp_path / "model")
+    bag = read_bag(study / "features/s3.npy")
+    expected = model.embed(bag.features[None], bag.coordinates[None] / 256)[0].detach().numpy()
+    flags = ["--features", str(study / "features"), "--device", "cpu"]
+    assert main(["slides", "embed", str(tmp_path / "model"), *flags, "--out", str(tmp_path / "all.npy")]) == 0
+    number = (tmp_path / "all.txt").read_text().split().index("s3")
+    numpy.testing.assert_allclose(numpy.load(tmp_path / "all.npy")[number], expected, atol=1e-5)
+    free = {"d_model": None, "num_layers": None, "num_heads": None, "start": str(tmp_path / "model"), "epochs": 1}
+    loop.run_study(config(study, **free), tmp_path / "run")
+    assert LongNetEncoder.from_pretrained(tmp_path / "run/model").config.tile_size == 256
+
+
 def test_embed_leaves_broken_files_out_if_asked(study, tmp_path, capsys) -> None:
     shutil.copytree(study / "features", tmp_path / "features")
     (tmp_path / "features/s3.npy").write_bytes(b"no array")

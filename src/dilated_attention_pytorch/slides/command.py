@@ -23,7 +23,7 @@ from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
 from dilated_attention_pytorch.slides.batches import Bags, make_batches, read_batches
 from dilated_attention_pytorch.slides.config import SlidesConfig
-from dilated_attention_pytorch.slides.features import find_file, look_at, read_bag
+from dilated_attention_pytorch.slides.features import TILE, find_file, look_at, read_bag
 from dilated_attention_pytorch.slides.loop import MODEL, model_folder, run_config, run_study
 from dilated_attention_pytorch.slides.maps import Kind, tile_weights, write_map
 from dilated_attention_pytorch.slides.report import compared, fold_folders, write_report
@@ -160,7 +160,9 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
 
 
 def _load(run: Path, device: str) -> LongNetEncoder:
-    return LongNetEncoder.from_pretrained(model_folder(run)).to(find_device(device)).eval()
+    model = LongNetEncoder.from_pretrained(model_folder(run)).to(find_device(device)).eval()
+    model.config = dataclasses.replace(model.config, tile_size=TILE)  # as wide as `read_bag` makes tiles
+    return model
 
 
 def _check_size(model: LongNetEncoder, path: Path, dim: int) -> None:

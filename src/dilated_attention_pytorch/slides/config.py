@@ -20,6 +20,7 @@ from dilated_attention_pytorch.core.settings import setting
 from dilated_attention_pytorch.measuring import usable_cores
 from dilated_attention_pytorch.models.config import EncoderConfig, EncoderPositions, Pooling
 from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
+from dilated_attention_pytorch.slides.features import TILE
 from dilated_attention_pytorch.slides.table import Study, Task
 from dilated_attention_pytorch.train.memory import Checkpointing, MemoryOptions, Precision
 from dilated_attention_pytorch.train.ranks import find_device
@@ -162,7 +163,8 @@ def fields_of(start: Path | Mapping[str, Tensor] | None) -> dict[str, Any]:
         return {}
     if isinstance(start, Path):
         known = dataclasses.asdict(EncoderConfig.from_json(start / MODEL_CONFIG))
-        return known | {"cls_rows": known["cls_rows"] or None}  # so that --pooling cls can have its own
+        # Without CLS rows, so that --pooling cls can have its own; and tiles as wide as `read_bag` makes them.
+        return known | {"cls_rows": known["cls_rows"] or None, "tile_size": TILE}
     layers = {name.split(".")[2] for name in start if name.startswith("encoder.layers.")}
     return {
         "d_model": start["patch_embed.proj.weight"].shape[0],
