@@ -23,7 +23,7 @@ from dilated_attention_pytorch.slides.features import read_bag
 from dilated_attention_pytorch.slides.maps import tile_weights
 from dilated_attention_pytorch.slides.objectives import cox_loss
 from dilated_attention_pytorch.slides.pretraining import MaskedEncoder
-from dilated_attention_pytorch.slides.report import compared, write_report
+from dilated_attention_pytorch.slides.report import compared, fold_folders, write_report
 from dilated_attention_pytorch.train.ranks import Stopped
 
 from .studies import DIM, small_study, write_bag
@@ -424,6 +424,13 @@ def test_figures_that_are_not_defined_are_null_and_left_out_of_the_mean(study, t
     assert f"{(known[0] + known[2]) / 2:.3f}" in compared({"encoder": tmp_path / "run"})
     page = write_report(tmp_path / "run", worst=0).read_text()
     assert f"<strong>{(known[0] + known[2]) / 2:.3f}</strong>" in page
+
+
+def test_folds_come_in_the_order_of_their_numbers(tmp_path) -> None:
+    for number in range(12):
+        (tmp_path / f"fold-{number}").mkdir()
+        (tmp_path / f"fold-{number}" / loop.PREDICTIONS).touch()
+    assert [folder.name for folder in fold_folders(tmp_path)] == [f"fold-{number}" for number in range(12)]
 
 
 def test_maps_refuse_outputs_that_the_model_lacks(study) -> None:

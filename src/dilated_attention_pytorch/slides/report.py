@@ -45,7 +45,8 @@ class Prediction(NamedTuple):
 
 def fold_folders(run: Path) -> list[Path]:
     """The folders of the folds of a run that have results, or the run itself."""
-    found = [folder for folder in [run, *sorted(run.glob("fold-*"))] if (folder / PREDICTIONS).is_file()]
+    folds = sorted(run.glob("fold-*"), key=lambda folder: (len(folder.name), folder.name))  # fold-10 after fold-9
+    found = [folder for folder in [run, *folds] if (folder / PREDICTIONS).is_file()]
     if not found:
         raise FileNotFoundError(f"{run} has no {PREDICTIONS}: it is not a finished run of `slides train`")
     return found
