@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import io
 import math
+import shlex
 import time
 import warnings
 from collections.abc import Sequence
@@ -156,7 +157,7 @@ def _train(job: str, arguments: argparse.Namespace) -> None:
             run_study(beside, run / BASELINE, resume=again, say=lambda line: None)  # the files were told of above
     if job == "train":
         print(compared(runs))
-    print(f"next     dilated-attention slides {'report' if job == 'train' else 'train --from'} {run}")
+    print(f"next     dilated-attention slides {'report' if job == 'train' else 'train --from'} {shlex.quote(str(run))}")
 
 
 def _load(run: Path, device: str) -> LongNetEncoder:
@@ -187,8 +188,8 @@ def _tile_pixels(arguments: argparse.Namespace) -> float | None:
 def _embed(arguments: argparse.Namespace) -> None:
     if arguments.out.suffix not in (".npy", ".h5"):
         raise ValueError(f"embeddings are written as .npy or .h5, got {str(arguments.out)!r}")
-    names_file = arguments.out.with_suffix(".txt") if arguments.out.suffix == ".npy" else arguments.out
-    for path in (arguments.out, names_file):
+    names_file = [arguments.out.with_suffix(".txt")] if arguments.out.suffix == ".npy" else []
+    for path in (arguments.out, *names_file):
         if path.exists():
             raise FileExistsError(f"{path} exists: choose another --out")
     check_whole("--max-tiles", arguments.max_tiles, least=1)
