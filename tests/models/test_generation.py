@@ -424,6 +424,20 @@ def _end() -> str:
     raise EOFError
 
 
+def test_the_command_takes_a_closed_input_as_an_empty_one_and_names_a_file_that_is_no_text(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    model_of().float().save_pretrained(tmp_path / "run")
+    (tmp_path / "picture").write_bytes(b"\xff\xd8")
+    monkeypatch.setattr("sys.stdin", None)
+    command = ["generate", str(tmp_path / "run"), "--max-new-tokens", "1", "--device", "cpu"]
+    assert main([*command, "--interactive"]) == 0
+    assert main([*command, "--prompt", "-"]) == 1
+    assert "a prompt needs at least one character" in capsys.readouterr().err
+    assert main([*command, "--prompt-file", str(tmp_path / "picture")]) == 1
+    assert "picture is not text in UTF-8" in capsys.readouterr().err
+
+
 def test_generation_under_autocast_keeps_keys_in_its_dtype() -> None:
     model, prompt = model_of().float(), torch.randint(256, (1, 7))
     with torch.autocast("cpu", torch.bfloat16):

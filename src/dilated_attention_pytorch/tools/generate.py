@@ -44,9 +44,12 @@ def generate(arguments: argparse.Namespace) -> None:
 
 def _prompt(arguments: argparse.Namespace) -> str | None:
     if arguments.prompt_file is not None:
-        prompt = arguments.prompt_file.read_text(encoding="utf-8")
+        try:
+            prompt = arguments.prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{arguments.prompt_file} is not text in UTF-8: {error}") from None
     elif arguments.prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = "" if sys.stdin is None else sys.stdin.read()
     elif arguments.prompt is None and arguments.interactive:
         return None
     elif arguments.prompt is None:
@@ -59,8 +62,8 @@ def _prompt(arguments: argparse.Namespace) -> str | None:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, until the end of input."""
-    while True:
+    """What the user types, until the end of input; nothing if it is closed."""
+    while sys.stdin is not None:
         try:
             yield input("> " if sys.stdin.isatty() else "")
         except EOFError:
