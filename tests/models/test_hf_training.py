@@ -424,3 +424,14 @@ def test_a_longnets_cache_that_missed_tokens_is_refused_until_it_is_reset() -> N
         model(x, past_key_values=cache)
     cache.reset()
     torch.testing.assert_close(model(x, past_key_values=cache).logits, model(x).logits)
+
+
+@torch.no_grad()
+def test_a_crop_that_one_pattern_of_a_staggered_longnet_refuses_changes_no_layer() -> None:
+    model, x = longnet(stagger=True), torch.randint(3, 60, (1, 40))
+    cache = dilated_cache(model, 1)
+    model(x[:, :23], past_key_values=cache)
+    with pytest.raises(ValueError, match="rewinding row 0 by 5 tokens, from 23 to 18, needs rows"):
+        cache.crop(-5)
+    assert len({int(layer.held.lengths) for layer in cache.layers}) == 1
+    torch.testing.assert_close(model(x[:, 23:], past_key_values=cache).logits, model(x).logits[:, 23:])

@@ -182,13 +182,19 @@ class DilatedKVCache:
 
     def rewind(self, tokens: int | Tensor) -> None:
         """Take back the last tokens: one number for all rows, or `(B,)`; waits for the device."""
+        back, remaining = self.check_rewind(tokens)
+        self._note_longest()
+        self.lengths.sub_(back)
+        self._count(remaining)
+
+    def check_rewind(self, tokens: int | Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Raise unless `rewind` can take back these tokens; returns their number and what remains, per row."""
         if isinstance(tokens, Tensor) and tokens.dim():
             self._check_per_row("tokens", tokens)
         else:
             tokens = check_whole("tokens", tokens, least=0, most=MOST_TOKENS)
         back = torch.as_tensor(tokens, device=self.lengths.device).expand(self.batch)
-        self._note_longest()
-        found = list(zip(back.tolist(), self.lengths.tolist(), self._longest.tolist()))
+        found = list(zip(back.tolist(), self.lengths.tolist(), self._longest.maximum(self.lengths).tolist()))
         for b, (count, length, longest) in enumerate(found):
             if not 0 <= count <= max(length, 0):
                 raise ValueError(f"row {b} of the cache has {max(length, 0)} tokens to rewind, got {count}")
@@ -200,8 +206,7 @@ class DilatedKVCache:
                         f"make the cache with rewindable={longest - length + count} (it has {self.rewindable}), or "
                         "reset it and run the tokens again"
                     )
-        self.lengths.sub_(back)
-        self._count(tuple(length - count for count, length, _ in found))
+        return back, tuple(length - count for count, length, _ in found)
 
     def take_back(self, tokens: int) -> None:
         """Rewind all rows by at most `rewindable` tokens that the last calls added; does not wait for the device."""

@@ -314,9 +314,11 @@ class DilatedCache(Cache):
         count = self.layers[0].count
         back = -tokens_to_remove if tokens_to_remove <= 0 else max(int(count.tokens()) - tokens_to_remove, 0)
         if back and not count.is_empty:
-            for layer in self.layers:
-                if layer.held is not None:
-                    layer.held.rewind(back)
+            caches = [layer.held for layer in self.layers if layer.held is not None]
+            for one in {held.spec: held for held in caches}.values():  # all patterns, before any layer changes
+                one.check_rewind(back)
+            for held in caches:
+                held.rewind(back)
             count.take_back(back)
 
 
