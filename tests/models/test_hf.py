@@ -159,6 +159,8 @@ def test_layers_whose_window_is_replaced_keep_their_positions(name, tmp_path) ->
         said = generate(dilated, long, use_cache=False)
         for cache in ({}, {"cache_implementation": "static"}, {"past_key_values": dilated_cache(dilated, 2)}):
             assert torch.equal(generate(dilated, long, **cache), said), cache
+        one = tokens(2, 1)  # a prompt of a single token
+        assert torch.equal(generate(dilated, one, past_key_values=dilated_cache(dilated, 2)), generate(dilated, one))
         positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
         packed = dilated(x[:1], position_ids=positions).logits
         torch.testing.assert_close(packed[:, 12:], dilated(x[:1, 12:]).logits)

@@ -114,11 +114,12 @@ def dilated_mask(
     unsupported = _without_numbers(_UNSUPPORTED, device)
     if local_size is not None and is_no_window(local_size):
         # A window has a new function each time. A mask that transformers may leave out is plainly causal or
-        # bidirectional; beside a cache, which has no packed documents, one that never sees ahead is causal too.
+        # bidirectional; beside a cache or of one token, where no documents are packed, one that never sees ahead is
+        # causal too.
         if allow_is_bidirectional_skip:
             mask_function = bidirectional_mask_function
         elif allow_is_causal_skip or (
-            (not first or q_length != kv_length)
+            (not first or q_length == 1 or q_length != kv_length)
             and not _sees_ahead(mask_function, batch_size, q_length, q_offset, device)
         ):
             mask_function = causal_mask_function
