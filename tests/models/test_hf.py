@@ -620,6 +620,26 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         dilated_attention_forward(attention, q, q[:, :, :20], q[:, :, :20], None)
 
 
+@pytest.mark.parametrize("name", ["Bart", "Bert", "GPT2"])
+def test_cross_attention_is_refused_even_between_sequences_of_one_length(name) -> None:
+    sizes = {**SIZES, "hidden_size": 16, "num_attention_heads": 2, "decoder_start_token_id": 1}
+    x, config_class = tokens(2, 30), getattr(transformers, f"{name}Config")
+    if name == "Bart":
+        sizes |= {f"{part}_{of}": 2 for part in ("encoder", "decoder") for of in ("layers", "attention_heads")}
+        config = config_class(**sizes, d_model=16)
+        model = transformers.BartForConditionalGeneration(use_dilated_attention(config, SEGMENTS, RATES))
+        other = {"decoder_input_ids": x}
+        assert model.get_encoder()(x).last_hidden_state.shape == (2, 30, 16)
+    else:
+        config = config_class(**sizes, is_decoder=True, add_cross_attention=True)
+        model_class = getattr(transformers, {"Bert": "BertLMHeadModel", "GPT2": "GPT2LMHeadModel"}[name])
+        model = model_class(use_dilated_attention(config, SEGMENTS, RATES))
+        other = {"encoder_hidden_states": torch.randn(2, 30, 16)}
+        assert model(x).logits.shape == (2, 30, 64)
+    with refused("cannot honour cross-attention, as in (BartAttention|BertCrossAttention|GPT2Attention)"):
+        model(x, **other)
+
+
 def test_masks_that_are_not_of_whole_documents_are_refused_where_they_are_used() -> None:
     def ahead(batch_row, head, query, key):
         return (key <= query) | ((query == 4) & (key == 5))

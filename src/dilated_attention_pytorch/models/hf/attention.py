@@ -66,7 +66,7 @@ def dilated_attention_forward(
     The pattern is `module.config.dilated_attention`; `attention_mask` is one of `dilated_mask`'s.
     """
     config = getattr(module, "config", None)
-    _refuse_what_cannot_be_honoured(config, query, keywords)
+    _refuse_what_cannot_be_honoured(module, config, query, keywords)
     spec = read_pattern(config)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True) is not False)
@@ -156,7 +156,19 @@ def _of_one_document(q: Tensor, facts: MaskFacts, keywords: dict[str, Any]) -> T
     return of_one_document(q, positions) if states_documents and not facts.is_by_mask else q
 
 
-def _refuse_what_cannot_be_honoured(config: Any, query: Tensor, keywords: dict[str, Any]) -> None:
+def _is_cross_attention(module: nn.Module) -> bool:
+    """Whether a module attends to another sequence, which may be as long as its own: models name or mark it so."""
+    if "CrossAttention" in type(module).__name__ or getattr(module, "is_cross_attention", False):
+        return True
+    return bool(getattr(module, "is_decoder", False)) and not getattr(module, "is_causal", True)
+
+
+def _refuse_what_cannot_be_honoured(module: nn.Module, config: Any, query: Tensor, keywords: dict[str, Any]) -> None:
+    if _is_cross_attention(module):
+        raise ValueError(
+            f'attn_implementation="dilated" cannot honour cross-attention, as in {type(module).__name__}: queries and '
+            "keys must be of one sequence; keep this model's own attention, or use its encoder alone"
+        )
     for name, way_out in _CANNOT_HONOUR.items():
         wanted = keywords.get(name)
         if name == "sliding_window" and is_no_window(wanted):
