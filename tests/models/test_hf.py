@@ -710,6 +710,23 @@ def test_transformers_that_is_too_old_is_refused(monkeypatch) -> None:
         importlib.reload(dilated_attention_pytorch.models.hf)
 
 
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "DiffLlamaForCausalLM"])
+def test_a_model_that_attends_twice_to_the_same_keys_needs_another_cache(name) -> None:
+    sizes = {**SIZES, "num_key_value_heads": 2}
+    if name.startswith("Gemma"):
+        sizes |= {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "head_dim": 8}
+        sizes |= {"activation_sparsity_pattern": [0.0] * 2, "intermediate_size": [48] * 2}
+        sizes |= {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+        config = transformers.Gemma3nTextConfig(**sizes)
+    else:
+        config = transformers.DiffLlamaConfig(**sizes)
+    model = getattr(transformers, name)(use_dilated_attention(config, SEGMENTS, RATES)).double().eval()
+    x = tokens(1, 20)
+    with refused("attends twice to the same new keys, as where layers share them"):
+        generate(model, x, past_key_values=dilated_cache(model, 1))
+    assert torch.equal(generate(model, x), generate(model, x, use_cache=False))
+
+
 def test_a_bounded_cache_refuses_what_it_is_not_for() -> None:
     model, x = build("llama"), tokens(2, 30)
     with refused("cache is for a batch of 3, the input is for 2"), torch.no_grad():

@@ -172,6 +172,11 @@ class DilatedLayer(CacheLayerMixin):
         """The rows `(B, m, H, D)` of the tokens that `update` announced."""
         if spec != self.spec:
             raise ValueError(f"the cache is for {self.spec}, this attention has {spec}: make it with dilated_cache")
+        if not self._awaits_attention:
+            raise ValueError(
+                "this model attends twice to the same new keys, as where layers share them, and a bounded cache takes "
+                "them once: use another cache"
+            )
         self.go_on(facts, query.shape[1])
         assert self.held is not None
         rows = self.held.attend(query, key, value, scale=scale)
