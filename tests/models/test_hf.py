@@ -544,13 +544,14 @@ def test_a_compiled_model_computes_the_same() -> None:
     mask[0, :7] = 0
     positions = torch.cat([torch.arange(12), torch.arange(18)]).expand(2, -1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for inputs in ({"attention_mask": mask}, {"position_ids": positions}):
+    packed = {"position_ids": positions}
+    for inputs in ({"attention_mask": mask, "use_cache": False}, {**packed, "use_cache": False}, packed):
         model.zero_grad()
-        expected = model(x, **inputs, use_cache=False).logits
+        expected = model(x, **inputs).logits
         expected.square().sum().backward()
         gradients = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
-        got = compiled(x, **inputs, use_cache=False).logits
+        got = compiled(x, **inputs).logits
         got.square().sum().backward()
         torch.testing.assert_close(got, expected)
         for p, theirs in zip(model.parameters(), gradients, strict=True):

@@ -138,8 +138,6 @@ def _stated_documents(batch: int, tokens: int, facts: MaskFacts, keywords: dict[
         )
     if facts.documents is not None or facts.is_by_mask:
         return facts.documents
-    if facts.is_whole and torch.compiler.is_compiling():  # each layer would read the positions again
-        return None
     if positions is not None and positions.dim() == 2 and positions.shape[1] == tokens > 1:
         return plans.remember_of(
             "lengths", positions, (batch, tokens), lambda: packed_by_positions(positions.expand(batch, tokens))
