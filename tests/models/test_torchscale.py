@@ -420,6 +420,8 @@ def test_weights_are_laid_over_the_slide() -> None:
     torch.testing.assert_close(found[..., 3, :], weights[..., 2:])
     with pytest.raises(ValueError, match=r"leave it out: weights\[..., 1:\]"):
         on_slide(weights, coords[1:])
+    with pytest.raises(ValueError, match="at least one tile"):
+        on_slide(weights[..., :0], coords[:0])
 
 
 def as_ours(**changes):

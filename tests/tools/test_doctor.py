@@ -136,7 +136,7 @@ def test_a_missing_extra_is_named_with_the_line_that_gets_it(monkeypatch) -> Non
 def test_without_packaging_its_extra_is_what_is_missing(monkeypatch) -> None:
     monkeypatch.setattr(room, "find_spec", lambda name: None)
     (found,) = [one for one in doctor().findings if "the extra" in one.measured]
-    assert "the extra tools is incomplete: packaging is missing" in found.measured
+    assert "the extra tools lacks packaging" in found.measured
 
 
 def test_what_is_required_of_another_python_or_system_is_not_missing(monkeypatch) -> None:

@@ -48,6 +48,8 @@ def on_slide(weights: Tensor, coordinates: Tensor, tile_size: int = 256) -> Tens
             f"there must be a pair of coordinates for each tile, got {tuple(coordinates.shape)} for "
             f"{weights.shape[-1]} weights; token 0 is the CLS token, so leave it out: weights[..., 1:]"
         )
+    if not len(coordinates):
+        raise ValueError("a map needs at least one tile, got none")
     grid = torch.floor(coordinates.double() / tile_size).long().to(weights.device)
     column, row = (grid - grid.amin(0)).unbind(1)
     rows, columns = int(row.max()) + 1, int(column.max()) + 1

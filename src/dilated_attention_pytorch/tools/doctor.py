@@ -85,7 +85,7 @@ def _installation() -> Iterator[Finding]:
     checkout = _checkout()
     for extra, missing in missing_extras().items():
         command = install_extra(extra) + (f", here {checkout}" if checkout is not None else "")
-        yield option(f"the extra {extra} is incomplete: {', '.join(missing)} is missing", command)
+        yield option(f"the extra {extra} lacks {', '.join(missing)}", command)
     if torch.__version__ < "2.6":
         yield broken(f"this is PyTorch {torch.__version__}, below 2.6", "pip install -U torch")
     shared = Path("/dev/shm")

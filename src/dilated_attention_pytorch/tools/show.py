@@ -135,14 +135,17 @@ def summary(view: View) -> list[str]:
         for offset in row
     )
     every = view.heads * (n * (n + 1) // 2 if view.is_causal else n * n)
-    flops = 4 * pairs * view.head_dim
+    flops, others = 4 * pairs * view.head_dim, f"dense attention takes {every / pairs:.2f}x"
+    kept = []
+    if view.sparse is not None:
+        kept = [f"kept             {pairs / whole:.2%} of what the branches show without the block pattern"]
+        others += f", the branches without the block pattern {whole / pairs:.2f}x"
     return [
         f"rows covered     {(seen > 0).double().mean().item():.2%} of all rows and heads",
         f"pairs seen       {pairs / every:.2%} of dense attention's, counted once per branch",
-        f"kept             {pairs / whole:.2%} of what the branches show without a block pattern",
-        f"forward          {flops / 1e9:,.4g} GFLOP with heads of {view.head_dim}; "
-        f"the branches without a block pattern take {whole / pairs:.2f}x, dense attention {every / pairs:.2f}x",
-        f"keys a row sees  {int(seen.min()):,} at least, {pairs / seen.numel():,.1f} on average, "
+        *kept,
+        f"forward          {flops / 1e9:,.4g} GFLOP with heads of {view.head_dim}; {others}",
+        f"keys per row     {int(seen.min()):,} at least, {pairs / seen.numel():,.1f} on average, "
         f"{int(seen.max()):,} at most",
         *(
             f"{'reach' if not line else '':<17}{words}"
