@@ -521,7 +521,17 @@ def test_files_that_do_not_fit_a_model_are_named_before_the_work_begins(study, t
         write_bag(features / f"s{number}.npy", dim=DIM + 2)
     assert main(["slides", "map", *run, "--slide", "s4"]) == 1
     assert main(["slides", "embed", *run, "--out", str(tmp_path / "all.npy")]) == 1
-    assert capsys.readouterr().err.count(f".npy has features of size {DIM + 2}, the model takes {DIM}: use") == 2
+    errors = capsys.readouterr().err
+    assert errors.count(f".npy has features of size {DIM + 2}, the model takes {DIM}: use") == 2
+    assert main(["slides", "map", *run, "--slide", "../features/s4"]) == 1
+    assert "without folder and suffix, got '../features/s4'" in capsys.readouterr().err
+
+
+def test_embed_refuses_a_width_of_tiles_that_has_no_effect(study, tmp_path, capsys) -> None:
+    LongNetEncoder(input_dim=DIM, d_model=16, num_heads=2, num_layers=1, max_length=64).save_pretrained(tmp_path / "x")
+    flags = ["--features", str(study / "features"), "--out", str(tmp_path / "all.npy"), "--tile-pixels", "64"]
+    assert main(["slides", "embed", str(tmp_path / "x"), *flags]) == 1
+    assert "no effect on a model without positions from coordinates" in capsys.readouterr().err
 
 
 def test_the_gradient_is_clipped_at_any_norm_or_not_at_all(study) -> None:

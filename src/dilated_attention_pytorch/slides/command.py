@@ -196,6 +196,8 @@ def _embed(arguments: argparse.Namespace) -> None:
     model = _load(arguments.run, arguments.device)
     device = model.input.weight.device
     grids = model.config.grids if model.config.positions == "coordinates" else None
+    if grids is None and arguments.tile_pixels is not None:
+        raise ValueError("--tile-pixels has no effect on a model without positions from coordinates: leave it out")
     tile_pixels = _tile_pixels(arguments)
     study = read_study(
         arguments.table,

@@ -54,6 +54,8 @@ class Found(NamedTuple):
 
 def find_file(folder: Path, name: str) -> Path:
     """The file of a bag; an error if there is none, or more than one."""
+    if Path(name).name != name:
+        raise ValueError(f"a slide is named by its file, without folder and suffix, got {name!r}")
     found = [path for suffix in SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
     if len(found) > 1:
         raise BrokenFile(f"{name} has several files, {' and '.join(map(str, found))}: leave one of them in the folder")
