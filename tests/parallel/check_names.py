@@ -26,7 +26,14 @@ from dilated_attention_pytorch import (
     parallelize,
 )
 from dilated_attention_pytorch.core.pattern import training_bytes
-from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of, zigzag_lengths, zigzag_order
+from dilated_attention_pytorch.parallel import (
+    Shards,
+    even_lengths,
+    ranks_of,
+    sharded_dilated_attention,
+    zigzag_lengths,
+    zigzag_order,
+)
 
 SPEC = {"segment_lengths": [8, 16, 64], "dilation_rates": [1, 2, 4]}
 N, H, D = 50, 4, 8
@@ -253,15 +260,22 @@ def check_place(rank: int, size: int) -> None:
 
 
 def check_compiled(rank: int, size: int) -> None:
-    """Compiled code leaves its graph where ranks exchange messages, also in a module that was loaded."""
+    """Compiled code leaves its graph where ranks exchange messages, also in a module loaded or shared later."""
     shard = [part(x, rank, size) for x in whole()]
     module = RingDilatedAttention(**SPEC)
     for one in (module, pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(torch.compile(one, backend="eager")(*shard), module(*shard))
-    multihead = RingMultiheadDilatedAttention(32, 4, **SPEC)
     x = torch.randn(2, shard[0].shape[1], 32)
-    compiled = torch.compile(multihead, backend="eager")
-    torch.testing.assert_close(compiled(x, x, x)[0], multihead(x, x, x)[0])
+    alone = [dist.new_group([one]) for one in range(size)][rank]
+    torch.manual_seed(3)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("sequence",))
+    shared_later = parallelize(RingMultiheadDilatedAttention(32, 4, **SPEC, group=alone), mesh, shard_parameters=False)
+    for multihead in (RingMultiheadDilatedAttention(32, 4, **SPEC), shared_later):
+        compiled = torch.compile(multihead, backend="eager")
+        torch.testing.assert_close(compiled(x, x, x)[0], multihead(x, x, x)[0])
+    new = dist.new_group(list(range(size)))  # the compiled call is the first on it
+    found = torch.compile(sharded_dilated_attention, backend="eager")(*shard, **SPEC, group=new)
+    torch.testing.assert_close(found, module(*shard))
 
 
 def check_groups(rank: int, size: int) -> None:

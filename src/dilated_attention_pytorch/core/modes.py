@@ -6,15 +6,27 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _tf32_lock = threading.Lock()
+
+
+def untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`function`, which breaks the graph of a compiled caller and runs eagerly.
+
+    `torch.compiler.disable` would import the compiler now; this imports it when the function is first called.
+    """
+    return _disable_dynamo(function)
 
 
 def is_plain(*tensors: Tensor) -> bool:

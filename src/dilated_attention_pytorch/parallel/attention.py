@@ -19,7 +19,7 @@ from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.checks import check_instance, check_tensor, check_whole
 from dilated_attention_pytorch.core.dropout import draw_seed
-from dilated_attention_pytorch.core.modes import first_derivatives_only, refuse_tangents, tf32
+from dilated_attention_pytorch.core.modes import first_derivatives_only, refuse_tangents, tf32, untraced
 from dilated_attention_pytorch.core.plans import get_global_pattern_cache
 from dilated_attention_pytorch.core.pool import Loans
 from dilated_attention_pytorch.core.reach import warn_of_reach
@@ -109,6 +109,8 @@ def sharded_dilated_attention(
     """
     arguments: dict[str, Any] = locals()
     ranks = ranks_of(group, mesh, axis) if ranks is None else check_instance("ranks", ranks, RankGroup)
+    if torch.compiler.is_compiling() and ranks.size > 1:
+        return _untraced(**arguments)
     settings = {name: arguments[name] for name in _SETTINGS}
     lengths = {name: arguments[name] for name in _LENGTHS if arguments[name] is not None}
     if ranks.size == 1:
@@ -169,6 +171,9 @@ def sharded_dilated_attention(
         plan = shard_plan_for(ranks, shard_call, resources)
     out, lse = _Sharded.apply(query, key, value, seed, plan, resources, ranks, agreed)
     return (out, lse) if return_lse else out
+
+
+_untraced = untraced(sharded_dilated_attention)
 
 
 def _check_across_ranks(

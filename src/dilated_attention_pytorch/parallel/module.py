@@ -7,8 +7,7 @@ the whole sequence, `key_padding_mask` the rank's own tokens.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import SIZE, check_tensor, checked
+from dilated_attention_pytorch.core.modes import untraced
 from dilated_attention_pytorch.nn.attention import DilatedAttention
 from dilated_attention_pytorch.parallel.attention import sharded_dilated_attention
 from dilated_attention_pytorch.parallel.group import ALONE, Place
@@ -63,14 +63,6 @@ class AcrossRanks(DilatedAttention):
         for place in (sequence, heads):
             if place is not None:
                 place.ranks()  # errors come when the module is made
-        self._leaves_graphs = self._is_shared
-        if self._leaves_graphs:
-            _make_untraced()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._leaves_graphs:
-            _make_untraced()
 
     @classmethod
     def of(cls, plain: DilatedAttention, **places: Any) -> AcrossRanks:
@@ -99,20 +91,18 @@ class AcrossRanks(DilatedAttention):
             self._memory_pool.release_idle()
 
     def _check_call(self, query: Tensor, is_causal: bool, attn_mask: Tensor | None) -> None:
-        if self._leaves_graphs and torch.compiler.is_compiling():
-            return _untraced["_check_call"](self, query, is_causal, attn_mask)
+        if torch.compiler.is_compiling() and self._is_shared:
+            return _check_call(self, query, is_causal, attn_mask)
         with self._told_to_all() if self._is_shared else nullcontext():
             super()._check_call(query, is_causal, attn_mask)
 
     def _lengths(self, query: Tensor, **stated: Tensor | None) -> dict[str, Any]:
-        if self._leaves_graphs and torch.compiler.is_compiling():
-            return _untraced["_lengths"](self, query, **stated)
         return stated if self._is_shared else super()._lengths(query, **stated)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **lengths: Any) -> Tensor:
         """The rank's rows `(B, L, H, D)` from its shard of query, key and value."""
-        if self._leaves_graphs and torch.compiler.is_compiling():
-            return _untraced["attend"](self, query, key, value, is_causal=is_causal, **lengths)
+        if torch.compiler.is_compiling() and self._is_shared:
+            return _attend(self, query, key, value, is_causal=is_causal, **lengths)
         if not self._is_shared:
             return super().attend(query, key, value, is_causal=is_causal, **lengths)
         sequence = ALONE if self.sequence is None else self.sequence.ranks()
@@ -147,11 +137,5 @@ class AcrossRanks(DilatedAttention):
             raise
 
 
-_untraced: dict[str, Callable[..., Any]] = {}
-
-
-@functools.cache
-def _make_untraced() -> None:
-    """Break compiled graphs where messages are exchanged. Called only when needed, because it imports the compiler."""
-    for name in ("_check_call", "_lengths", "attend"):
-        _untraced[name] = torch.compiler.disable(getattr(AcrossRanks, name))
+# Compiled graphs break where messages are exchanged.
+_check_call, _attend = untraced(AcrossRanks._check_call), untraced(AcrossRanks.attend)
