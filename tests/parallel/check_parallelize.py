@@ -27,6 +27,7 @@ from dilated_attention_pytorch import (
     parallelize,
     patch_gigapath,
 )
+from dilated_attention_pytorch.models.hf import LongNetConfig, LongNetForCausalLM
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.transformer import FeedForward
 from dilated_attention_pytorch.parallel import Shards, even_lengths, ranks_of
@@ -142,6 +143,10 @@ def check_saving(mesh: DeviceMesh) -> None:
     assert all(map(torch.equal, loaded.parameters(), plain.parameters()))
     with pytest.raises(ValueError, match="save it with save_pretrained"):
         model.generate(torch.zeros(1, 4, dtype=torch.int64), 2)
+    config = LongNetConfig(**FLAT)
+    parallelize(built(LongNetForCausalLM, config=config), mesh).save_pretrained(where[0])
+    loaded = LongNetForCausalLM.from_pretrained(where[0])
+    assert all(map(torch.equal, loaded.parameters(), built(LongNetForCausalLM, config=config).parameters()))
     (Path(where[0]) / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
         model.save_pretrained(Path(where[0]) / "file")

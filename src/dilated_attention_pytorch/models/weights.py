@@ -48,6 +48,13 @@ def save_weights(model: nn.Module, config: str, folder: Path) -> None:
     """Write the weights of a model. If ranks shard its parameters, all of them call this, and the first one writes."""
     if not is_sharded(model):
         return save_tensors(_without_ties(model), config, folder)
+    write_on_first_rank(
+        model, lambda whole: save_tensors({name: whole[name] for name in untied_names(model)}, config, folder)
+    )
+
+
+def write_on_first_rank(model: nn.Module, write: Callable[[dict[str, Any]], object]) -> None:
+    """Gather the weights that ranks shard, on all of them, and let the first rank write; its error is raised on all."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     whole: dict[str, Any] = get_model_state_dict(
@@ -56,7 +63,7 @@ def save_weights(model: nn.Module, config: str, folder: Path) -> None:
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            save_tensors({name: whole[name] for name in untied_names(model)}, config, folder)
+            write(whole)
         except Exception as error:
             outcome = [error]
     dist.broadcast_object_list(outcome)

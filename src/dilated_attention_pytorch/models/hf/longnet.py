@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import os
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ from dilated_attention_pytorch.models.hf.masks import (
 )
 from dilated_attention_pytorch.models.hf.pattern import FIELD, pattern_values, read_pattern
 from dilated_attention_pytorch.models.longnet import LongNetLM, soft_cap
+from dilated_attention_pytorch.models.weights import is_sharded, write_on_first_rank
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache, reordered
 from dilated_attention_pytorch.nn.transformer import DilatedTransformerEncoderLayer
 
@@ -141,6 +144,14 @@ class LongNetPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: layers initialise themselves after MAGNETO, and weights that a file lacks are an error."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """As in transformers; if ranks shard the parameters, all of them make this call, and the first one writes."""
+        save = functools.partial(super().save_pretrained, save_directory, **kwargs)
+        if is_sharded(self) and kwargs.get("state_dict") is None:
+            write_on_first_rank(self, lambda whole: save(state_dict=whole))
+        else:
+            save()
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
