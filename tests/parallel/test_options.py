@@ -72,6 +72,8 @@ def test_options_are_frozen_and_survive_a_file(tmp_path) -> None:
     (tmp_path / "options.json").write_text('{"zero_level": 2}')
     with pytest.raises(ValueError, match=r"options.json does not hold the options of a run: .*zero_level"):
         RunOptions.from_json(tmp_path / "options.json")
+    with pytest.raises(FileNotFoundError, match=r"no file .*other.json: it should hold the text of options.to_json"):
+        RunOptions.from_json(tmp_path / "other.json")
 
 
 def test_the_enterprise_module_returns_a_tensor_and_carries_its_options() -> None:

@@ -235,6 +235,8 @@ class RunOptions:
     def from_json(cls, path: Path) -> RunOptions:
         try:
             return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"no file {path}: it should hold the text of options.to_json()") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} does not hold the options of a run: {error}") from None
 
