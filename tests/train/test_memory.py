@@ -653,6 +653,11 @@ def test_options_of_the_wrong_kind_are_refused(change, message) -> None:
         MemoryOptions(**change)
 
 
+def test_a_compiler_that_is_not_here_is_an_error_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match=r"one that torch.compile knows, got 'foo': choose one of .*inductor"):
+        prepare(small_model(), MemoryOptions(compile=True, compile_backend="foo"))
+
+
 def test_a_model_is_prepared_once_and_before_it_is_wrapped() -> None:
     model = prepare(small_model(), MemoryOptions(mlp_tile=8))
     with pytest.raises(ValueError, match="prepare a model only once"):

@@ -194,6 +194,11 @@ def prepare(model: Prepared, options: MemoryOptions) -> Prepared:
     if options.mlp_tile and not tile_feed_forwards(model, options.mlp_tile):
         raise ValueError("mlp_tile finds no feed-forward network that is not tiled yet: prepare a model only once")
     if options.compile:
+        if options.compile_backend not in torch.compiler.list_backends(exclude_tags=()):
+            raise ValueError(
+                f"compile_backend must be one that torch.compile knows, got {options.compile_backend!r}: choose one of "
+                f"{', '.join(torch.compiler.list_backends())}"
+            )
         mode = None if options.compile_mode == "default" else options.compile_mode
         chosen = _inductor_options() if mode is None and options.compile_backend == "inductor" else {}
         for layer in _layers(model):
