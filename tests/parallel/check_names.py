@@ -301,8 +301,9 @@ def check_groups(rank: int, size: int) -> None:
     check_rows(DistributedImprovedDilatedAttention(**SPEC, group=group), plain, rank % 2, 2)
     with pytest.raises(ValueError, match="say that none do: change one of them"):
         DistributedImprovedDilatedAttention(**SPEC, group=group, sequence_parallel=False)
-    with pytest.raises(ValueError, match="sequence_parallel=4 contradicts a group of 2 ranks"):
-        RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, group=group, sequence_parallel=4)
+    for stated in (4, 1, False):
+        with pytest.raises(ValueError, match=f"sequence_parallel={stated} contradicts a group of 2 ranks"):
+            RingAdvancedDistributedDilatedAttention(32, 4, **SPEC, group=group, sequence_parallel=stated)
     with pytest.raises(ValueError, match=r"an axis named 'tensor', got .*data.*sequence"):
         DistributedImprovedDilatedAttention(**SPEC, model_parallel=True, mesh=mesh)
 

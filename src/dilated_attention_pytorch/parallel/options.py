@@ -172,11 +172,11 @@ class RunOptions:
                     f"the ranks of a group share a sequence, got model_parallel={self.model_parallel} beside it: pass "
                     "mesh=init_device_mesh(..., mesh_dim_names=('sequence', 'tensor'))"
                 )
-            size = ranks_of(group).size
-            if self.sequence_parallel not in (None, True, size):
+            size, stated = ranks_of(group).size, self.sequence_parallel
+            if stated is not None and stated is not True and size != (stated or 1):
                 raise ValueError(
-                    f"sequence_parallel={self.sequence_parallel} contradicts a group of {size} ranks that share a "
-                    "sequence: change one of them"
+                    f"sequence_parallel={stated} contradicts a group of {size} ranks that share a sequence: change one "
+                    "of them"
                 )
         else:
             if mesh is None:
