@@ -15,7 +15,7 @@ from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES, SparsePa
 from dilated_attention_pytorch.core.call import Call
 from dilated_attention_pytorch.core.entries import Entry
 from dilated_attention_pytorch.core.pattern import dense_mask
-from dilated_attention_pytorch.core.plans import PatternCache
+from dilated_attention_pytorch.core.plans import PatternCache, reset_global_pattern_cache
 from dilated_attention_pytorch.core.spec import DilatedSpec
 
 from ..thorough import examples
@@ -254,6 +254,20 @@ def test_lengths_are_read_on_their_device_only(pattern, is_causal) -> None:
         patch.setattr(torch, "autocast", lambda *device, **settings: nullcontext())
         layout = layout_of(call, q, k, None, torch.empty(5, 2, dtype=torch.int64, device="meta"))
     assert {x.device.type for branch in layout.branches for x in branch if isinstance(x, torch.Tensor)} == {"meta"}
+
+
+@pytest.mark.parametrize("pattern", PATTERN_TYPES)
+def test_the_default_device_does_not_matter(pattern) -> None:
+    call = Call.of([64, 96], [1, 3], sparse=SparsePatternConfig(pattern, 0.3, 4))
+    q, k, spans = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8), torch.tensor([[0, 101], [30, 150]])
+    for lengths in (None, spans):
+        expected = layout_of(call, q, k, None, lengths)
+        reset_global_pattern_cache()  # which remembers what `random` has drawn
+        with torch.device("meta"):
+            found = layout_of(call, q, k, None, lengths)
+        for ours, theirs in zip(found.branches, expected.branches):
+            assert all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(ours, theirs))
+            assert ours.keys.device == CPU
 
 
 def test_documents_worked_out_apart_are_the_same(monkeypatch) -> None:

@@ -4,6 +4,7 @@ import pickle
 import warnings
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,12 @@ def test_a_spec_that_leaves_rows_uncovered_warns_once_with_their_share(monkeypat
         warnings.simplefilter("error")
         DilatedSpec.of([8, 16], [2, 4])
         DilatedSpec.of([8, 16], [1, 4])
+
+
+def test_a_spec_with_uncovered_rows_is_made_on_any_default_device(monkeypatch) -> None:
+    monkeypatch.setattr(spec_module, "_warned", set())
+    with torch.device("meta"), pytest.warns(ReachWarning, match="50% of the"):
+        DilatedSpec.of([8, 16], [2, 4])
 
 
 def test_layouts_are_those_of_their_sources() -> None:

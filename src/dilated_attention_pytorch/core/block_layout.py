@@ -106,14 +106,14 @@ def allowed_pairs(
 
     Of a document with lengths, `first_segments` are the numbers of its first segment in each branch.
     """
-    allowed = torch.zeros(len(spec.branches), len(offsets[0]), n, n, dtype=torch.bool)
+    allowed = torch.zeros(len(spec.branches), len(offsets[0]), n, n, dtype=torch.bool, device="cpu")
     for index, head, segment, at in grids_of(spec, offsets, n):
-        tile = torch.arange(len(at)) // layout.block_size
+        tile = torch.arange(len(at), device="cpu") // layout.block_size
         branch = layout.branches[index]
         assert branch is not None
         segment += 0 if first_segments is None else first_segments[index]
         mask = branch.mask(b, segment, head, tiles_of(len(at), layout.block_size)).cpu()
-        positions = torch.tensor(at)
+        positions = torch.tensor(at, device="cpu")
         allowed[index, head, positions[:, None], positions] = mask[tile[:, None], tile]
     return allowed
 
@@ -136,7 +136,7 @@ def keys_seen(
             f"layout and spec must have equally many branches, got {len(layout.branches)} and {len(spec.branches)}: "
             "make the layout with layout_for(spec, ...)"
         )
-    seen = torch.zeros(n, len(offsets[0]), dtype=torch.long)
+    seen = torch.zeros(n, len(offsets[0]), dtype=torch.long, device="cpu")
     size = layout.block_size
     known: dict[tuple[int, int, int], Tensor] = {}
     for index, head, segment, at in grids_of(spec, offsets, n):
@@ -146,9 +146,9 @@ def keys_seen(
         if grid not in known:
             tiles = tiles_of(len(at), size)
             mask = branch.mask(0, segment, head, tiles).cpu()
-            keys = torch.full((tiles,), size)
+            keys = torch.full((tiles,), size, device="cpu")
             keys[-1] = len(at) - (tiles - 1) * size
-            row = torch.arange(len(at))
+            row = torch.arange(len(at), device="cpu")
             known[grid] = (mask * keys).sum(-1)[row // size]
             if is_causal:  # in its own tile a row sees the keys up to its own position
                 known[grid] = known[grid] - keys[row // size] + row % size + 1
@@ -239,18 +239,18 @@ def layout_for(
         width = max(kept.shape[1] for kept, _ in chosen)
         kept = torch.cat([F.pad(kept, (0, width - kept.shape[1])) for kept, _ in chosen])
         counts = torch.cat([count for _, count in chosen])
-        first = torch.cat([torch.full((size,), starts[size]) for size in sizes])
-        grids = torch.tensor([[starts.get(size, 0) for size in row] for row in tiles.tolist()])
+        first = torch.cat([torch.full((size,), starts[size], device="cpu") for size in sizes])
+        grids = torch.tensor([[starts.get(size, 0) for size in row] for row in tiles.tolist()], device="cpu")
         branches.append(_compressed(grids, 0, first, kept, counts, int(counts.sum()), config, device))
     return BlockLayout(config.block_size, tuple(branches))
 
 
 def tiles_by_position(config: SparsePatternConfig, tiles: int, branch: int, is_causal: bool) -> tuple[Tensor, Tensor]:
     """The kept key tiles of every row of a grid, padded with `tiles`, and how many each row keeps."""
-    size = torch.tensor([[tiles]])
+    size = torch.tensor([[tiles]], device="cpu")
     chosen = [
         choose_tiles(config, preference(config, tiles, rows, branch), rows, size, is_causal)
-        for rows in torch.arange(tiles).split(max(1, TILES_AT_ONCE // tiles))
+        for rows in torch.arange(tiles, device="cpu").split(max(1, TILES_AT_ONCE // tiles))
     ]
     kept, counts = map(torch.cat, zip(*chosen))
     return kept, counts
@@ -258,7 +258,7 @@ def tiles_by_position(config: SparsePatternConfig, tiles: int, branch: int, is_c
 
 def _tiles(branch: Branch, offsets: tuple[int | None, ...], tokens: int, block_size: int) -> Tensor:
     """`(S, H)`: how many tiles each segment has for each head; 0 where a head is absent or has no rows."""
-    absent = torch.zeros(len(range(0, tokens, branch.segment_length)), dtype=torch.int64)
+    absent = torch.zeros(len(range(0, tokens, branch.segment_length)), dtype=torch.int64, device="cpu")
     rows = [absent if o is None else _rows_on_grid(branch, o, tokens, absent.device) for o in offsets]
     return tiles_of(torch.stack(rows, 1), block_size)
 
@@ -306,7 +306,7 @@ def _layout_from_content(call: Call, config: SparsePatternConfig, query: Tensor,
         if T == 0:
             branches.append(None)
             continue
-        K = int(budget(config, torch.tensor(T)))
+        K = int(budget(config, torch.tensor(T, device="cpu")))
         kept = torch.full((B, S, kv_heads, group, T, K), T, device=device)
         counts = torch.zeros((B, S, kv_heads, group, T), dtype=torch.int64, device=device)
         for offset, heads in heads_by_offset(offsets):
@@ -360,7 +360,8 @@ def _branch_of_documents(
 
 def _most_kept(config: SparsePatternConfig, rows: int, tiles: int, is_causal: bool) -> int:
     """The most tiles that `rows` rows of grids of up to `tiles` tiles can keep, in whole grids as far as possible."""
-    kept = budget(config, visible_tiles(torch.arange(tiles), torch.tensor([[tiles]]), is_causal)).cumsum(-1)
+    rows_of_grid, size = torch.arange(tiles, device="cpu"), torch.tensor([[tiles]], device="cpu")
+    kept = budget(config, visible_tiles(rows_of_grid, size, is_causal)).cumsum(-1)
     whole, rest = divmod(rows, tiles)
     return whole * int(kept[-1]) + (int(kept[rest - 1]) if rest else 0)
 

@@ -146,7 +146,8 @@ def preference(config: SparsePatternConfig, tiles: int, rows: Tensor, branch: in
     if config.pattern_type == "random":
         # One generator per row, so that a row's tiles do not depend on how many rows are drawn at once.
         generators = [torch.Generator().manual_seed(_mixed((config.seed, branch, row))) for row in rows.tolist()]
-        return torch.stack([torch.randint(1 << 30, (tiles,), generator=generator) for generator in generators])
+        drawn = [torch.randint(1 << 30, (tiles,), generator=one, device="cpu") for one in generators]
+        return torch.stack(drawn)
     if config.pattern_type == "hierarchical":
         weight = column & -column
         weight[:1].fill_(1 << tiles.bit_length())  # 0 is a multiple of every power; an index would wait for the device
@@ -196,7 +197,7 @@ def choose_tiles(
     within = torch.where(rank == 3, preferred, 0) * (2 * T + 2) + 2 * distance + (j > i)
     order = torch.where(visible, rank, 4) * _CLASS + within
     counts = torch.minimum(budget(config, visible_tiles(rows, tiles, is_causal)), visible.sum(-1))
-    most = int(budget(config, torch.tensor(T)))
+    most = int(budget(config, torch.tensor(T, device="cpu")))
     kept = order.argsort(dim=-1, stable=True)[..., :most]
     kept = torch.where(torch.arange(most, device=rows.device) < counts[..., None], kept, T)
     return kept.sort(dim=-1).values, counts

@@ -109,7 +109,7 @@ def _drawn(config: SparsePatternConfig, most: int, branch: int, device: torch.de
     """
 
     def draw() -> Tensor:
-        return preference(config, most, torch.arange(most), branch).to(device, torch.int32)
+        return preference(config, most, torch.arange(most, device="cpu"), branch).to(device, torch.int32)
 
     return plans.remember("block layout", ("random", config.seed, branch, most, device), draw)
 

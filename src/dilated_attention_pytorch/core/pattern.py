@@ -98,7 +98,7 @@ def dense_mask(
 def covered_rows(spec: DilatedSpec, offsets: OffsetTable, n: int) -> Tensor:
     """`(n, heads)` bool: whether any branch covers row `p` of head `h`."""
     check_table(spec, offsets)
-    positions = torch.arange(n)
+    positions = torch.arange(n, device="cpu")
     per_branch = [
         torch.stack([on_grid(branch, offset, positions) for offset in row], dim=-1)
         for branch, row in zip(spec.branches, offsets)
