@@ -65,6 +65,8 @@ def test_documented_keywords_construct_and_run(pattern_type) -> None:
 def test_a_budget_that_nothing_asks_for_is_refused() -> None:
     with pytest.raises(TypeError, match="tiles travel by gather: leave it out"):
         BlockSparseRingDilatedAttention([256], [1], memory_budget=1)
+    with pytest.raises(TypeError, match="BlockSparseRingDilatedAttention has no scheme: tiles travel by gather"):
+        BlockSparseRingDilatedAttention([256], [1], scheme="ring")
 
 
 def test_by_default_a_tenth_of_tiles_of_128_is_kept() -> None:

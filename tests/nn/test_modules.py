@@ -286,6 +286,12 @@ def test_arguments_that_only_dense_attention_has_are_refused_with_the_reason(nam
         MultiheadDilatedAttention(32, 4, [8], [1], **{name: 8})
 
 
+@pytest.mark.parametrize(("name", "way_out"), [("attention_dropout", "pass dropout"), ("allow_tf32", "pass use_tf32")])
+def test_other_names_of_a_setting_are_refused_with_the_name_to_use(name, way_out) -> None:
+    with pytest.raises(TypeError, match=f"ImprovedDilatedAttention has no {name}: {way_out}"):
+        ImprovedDilatedAttention([8], [1], **{name: 0})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import (
+    BlockSparseRingDilatedAttention,
     DilatedAttention,
     DistributedImprovedDilatedAttention,
     RingDilatedAttention,
@@ -32,6 +33,14 @@ def test_without_a_process_group_a_ring_is_its_plain_class() -> None:
 def test_a_ring_of_more_ranks_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="got ring_size=8 and 1 rank: start as many processes with torchrun"):
         RingDilatedAttentionV3([8], [1], ring_size=8)
+
+
+@pytest.mark.parametrize(
+    "kind", [RingDilatedAttention, DistributedImprovedDilatedAttention, BlockSparseRingDilatedAttention]
+)
+def test_the_other_name_of_dropout_is_refused_with_the_name_to_use(kind) -> None:
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no attention_dropout: pass dropout"):
+        kind([8], [1], attention_dropout=0.1)
 
 
 def test_rings_share_schedules_and_tables_unless_told_otherwise() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict
 
@@ -263,8 +263,15 @@ class ImprovedDilatedAttention(DilatedAttention):
         use_tf32: bool = True,
         **settings: Any,
     ) -> None:
+        refuse_settings(self, settings, attention_dropout="pass dropout", allow_tf32="pass use_tf32")
         super().__init__(segment_lengths, dilation_rates, attention_dropout=dropout, allow_tf32=use_tf32, **settings)
         self.use_tf32 = use_tf32
+
+
+def refuse_settings(module: nn.Module, settings: Collection[str], **instead: str) -> None:
+    """Refuse keywords that a module does not take, and say what to do instead."""
+    for name in instead.keys() & settings:
+        raise TypeError(f"{type(module).__name__} has no {name}: {instead[name]}")
 
 
 @contextmanager

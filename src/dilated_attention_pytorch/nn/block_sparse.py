@@ -8,7 +8,7 @@ from typing import Any
 from dilated_attention_pytorch.core.block_pattern import SparsePatternConfig
 from dilated_attention_pytorch.core.checks import checked
 from dilated_attention_pytorch.functional import check_sparse_config
-from dilated_attention_pytorch.nn.attention import DilatedAttention
+from dilated_attention_pytorch.nn.attention import DilatedAttention, refuse_settings
 from dilated_attention_pytorch.nn.multihead import MultiheadDilatedAttention
 
 
@@ -41,6 +41,7 @@ class BlockSparseDilatedAttention(DilatedAttention):
         use_pattern_cache: bool = True,
         **settings: Any,
     ) -> None:
+        refuse_settings(self, settings, attention_dropout="pass dropout")
         super().__init__(
             segment_lengths, dilation_rates, attention_dropout=dropout, use_pattern_cache=use_pattern_cache, **settings
         )

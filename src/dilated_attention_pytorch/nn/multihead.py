@@ -16,6 +16,7 @@ from dilated_attention_pytorch.nn.attention import (
     DilatedAttention,
     ImprovedDilatedAttention,
     SharesResources,
+    refuse_settings,
 )
 from dilated_attention_pytorch.nn.kv_cache import DilatedKVCache
 from dilated_attention_pytorch.nn.positions import Rotation, rotate
@@ -102,8 +103,7 @@ class MultiheadDilatedAttention(SharesResources, nn.Module):
         **settings: Unpack[AttentionSettings],
     ) -> None:
         super().__init__()
-        for name in settings.keys() & _NOT_HERE:
-            raise TypeError(f"{type(self).__name__} has no {name}: {_NOT_HERE[name]}")
+        refuse_settings(self, settings, **_NOT_HERE)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_divides("num_heads", num_heads, "embed_dim", embed_dim)
         check_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)

@@ -16,7 +16,7 @@ from dilated_attention_pytorch.core.optimized_pattern_cache import get_optimized
 from dilated_attention_pytorch.core.pattern import training_bytes
 from dilated_attention_pytorch.core.plans import PatternCache
 from dilated_attention_pytorch.core.profile import Profile
-from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention
+from dilated_attention_pytorch.nn.attention import DilatedAttention, ImprovedDilatedAttention, refuse_settings
 from dilated_attention_pytorch.nn.block_sparse import BlockSparseDilatedAttention, BlockSparseMultiheadDilatedAttention
 from dilated_attention_pytorch.nn.factories import ATTENTION_TYPES
 from dilated_attention_pytorch.nn.multihead import ImprovedMultiheadDilatedAttention, MultiheadDilatedAttention
@@ -72,6 +72,7 @@ class RingDilatedAttention(AcrossRanks):
     ) -> None:
         if block_size is not None:
             raise ValueError(f"kernels choose their own tiles, got block_size={block_size}: leave block_size out")
+        refuse_settings(self, settings, attention_dropout="pass dropout")
         place = Place(group, mesh, axis, ring_size)
         super().__init__(
             segment_lengths, dilation_rates, attention_dropout=dropout, sequence=place, scheme=scheme, **settings
@@ -398,8 +399,8 @@ class BlockSparseRingDilatedAttention(AcrossRanks, BlockSparseDilatedAttention):
         axis: str = "sequence",
         **settings: Any,
     ) -> None:
-        if "memory_budget" in settings:
-            raise TypeError("memory_budget is for choosing a scheme, and tiles travel by gather: leave it out")
+        reason = "tiles travel by gather: leave it out"
+        refuse_settings(self, settings, memory_budget=reason, scheme=reason)
         place = Place(group, mesh, axis, ring_size)
         settings |= {"sparse_config": sparse_config, "dropout": dropout}
         super().__init__(segment_lengths, dilation_rates, sequence=place, scheme="gather", **settings)
