@@ -121,7 +121,9 @@ def test_no_branches_connect_everything_in_the_grouped_layout() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("layout", ["interleaved", "blocked", "grouped"])
-@pytest.mark.parametrize("branches", [([8, 16], [1, 2]), ([6, 10, 25], [1, 3, 4]), ([5], [2]), ([64], [5])])
+@pytest.mark.parametrize(
+    "branches", [([8, 16], [1, 2]), ([6, 10, 25], [1, 3, 4]), ([5], [2]), ([64], [5]), ([8, 2], [1, 2**48])]
+)
 def test_reach_is_what_the_graph_says(branches, layout, is_causal) -> None:
     spec, n, heads = DilatedSpec.of(*branches, layout), 61, 3
     sees = dense_mask(spec, spec.offsets(heads), n, is_causal=is_causal).flatten(0, 1).any(0).float() + torch.eye(n)

@@ -61,10 +61,12 @@ def reach_shares(
         before = seen
         seen = before.clone()
         for branch, row in zip(spec.branches, offsets):
-            rate = branch.dilation_rate
-            on_grid = torch.zeros(rate, dtype=torch.bool)
-            on_grid[[o for o in row if o is not None]] = True
-            seen |= _through(before, min(branch.segment_length, tokens), on_grid, is_causal)
+            w = min(branch.segment_length, tokens)
+            on_grid = torch.zeros(
+                min(branch.dilation_rate, w), dtype=torch.bool
+            )  # a rate above w keeps one row, as w does
+            on_grid[[o for o in row if o is not None and o < w]] = True
+            seen |= _through(before, w, on_grid, is_causal)
         settled, sums = sums, seen.sum(1)
         found[depth] = sums
         if torch.equal(settled, sums):
