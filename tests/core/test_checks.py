@@ -68,6 +68,7 @@ def everything(
         ({"model": len}, "model must be a torch.nn.Module"),
         ({"sizes": 4}, "sizes must be a sequence such as a list or a tuple, got 4"),
         ({"sizes": "48"}, "sizes must be a sequence"),
+        ({"sizes": {8, 4}}, "sizes must be a sequence"),  # which has no order
         ({"sizes": [4, 1.5]}, r"sizes\[1\] must be a whole number, got 1.5"),
         ({"either": 4}, "either must be a Tensor or a Sequence, got 4"),
         ({"table": [1]}, "table must be a Mapping, got a list"),

@@ -188,7 +188,7 @@ def check_sequence(name: str, value: Any, each: Check | None = None) -> Sequence
     TypeError: rows[1] must be a whole number, got 1.5
     """
     scalar = isinstance(value, Tensor) and not value.dim()
-    if isinstance(value, (str, bytes, Mapping)) or scalar or not isinstance(value, Collection):
+    if isinstance(value, (str, bytes, Mapping, set, frozenset)) or scalar or not isinstance(value, Collection):
         raise _refused(TypeError, name, "a sequence such as a list or a tuple", value)
     if each is None:
         return value  # type: ignore[return-value]
