@@ -62,9 +62,8 @@ def reach_shares(
         seen = before.clone()
         for branch, row in zip(spec.branches, offsets):
             w = min(branch.segment_length, tokens)
-            on_grid = torch.zeros(
-                min(branch.dilation_rate, w), dtype=torch.bool
-            )  # a rate above w keeps one row, as w does
+            period = min(branch.dilation_rate, w)  # a rate above w keeps one row per segment, as w does
+            on_grid = torch.zeros(period, dtype=torch.bool)
             on_grid[[o for o in row if o is not None and o < w]] = True
             seen |= _through(before, w, on_grid, is_causal)
         settled, sums = sums, seen.sum(1)
