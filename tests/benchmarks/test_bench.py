@@ -168,7 +168,6 @@ def test_tuning_is_a_command_with_and_without_a_checkout(run, capsys) -> None:
     assert "tune measures kernels on a GPU" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_line_that_was_cut_off_is_named_and_spoils_no_later_one(tmp_path) -> None:
     results = tmp_path / "results.jsonl"
     append_line(results, {"machine": {"gpu": "A"}})
@@ -180,6 +179,7 @@ def test_a_line_that_was_cut_off_is_named_and_spoils_no_later_one(tmp_path) -> N
         read_records(results)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused(capsys) -> None:
     assert main(["short", "--device", "cuda"]) == 1
     assert "leave it out, or pass --device cpu" in capsys.readouterr().err
