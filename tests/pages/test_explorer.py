@@ -375,6 +375,9 @@ def test_every_branch_tick_and_control_is_in_sight_and_the_page_scrolls_over_the
           const before = tasks.matrix;
           dispatchEvent(new Event("resize")); // of the height alone
           log.kept = tasks.matrix === before;
+          Object.defineProperty(window, "devicePixelRatio", { value: 2 * devicePixelRatio }); // as when zoomed in
+          dispatchEvent(new Event("resize"));
+          log.sharp = tasks.matrix !== before;
           const frame = document.createElement("iframe");
           frame.style.width = "420px";
           frame.srcdoc = document.documentElement.outerHTML.replace(/<script>\\s*\\(async[\\s\\S]*?<\\/script>/, "");
@@ -394,5 +397,6 @@ def test_every_branch_tick_and_control_is_in_sight_and_the_page_scrolls_over_the
     assert found["panel"][0] <= found["panel"][1]
     assert found["wheel"] == [False, True, True]
     assert found["kept"]
+    assert found["sharp"]
     assert found["ticks"] == [3, True]
     assert found["block"] == ["512", None]

@@ -416,7 +416,8 @@ const MOST_CELLS = 512;
 const cellsOf = (canvas, tokens) =>
   Math.min(tokens, MOST_CELLS, Math.max(64, Math.floor(canvas.clientWidth * devicePixelRatio)));
 
-let drawn = null, drawnWidth = 0; // the cells of the matrix, without the mark of the row
+let drawn = null, drawnPixels = 0; // the cells of the matrix, without the mark of the row
+const matrixPixels = () => $("matrix").clientWidth * devicePixelRatio;
 
 function* matrixLines() {
   const cells = cellsOf($("matrix"), view.span), palette = colours();
@@ -439,7 +440,7 @@ function* matrixLines() {
 function drawMatrix() {
   ticks($("ticks-left"), view.top, "top"); // whose width leaves the rest to the picture
   ticks($("ticks-below"), view.left, "left");
-  drawnWidth = $("matrix").clientWidth;
+  drawnPixels = matrixPixels();
   run("matrix", matrixLines());
   const range = (start) => `${number(start)} to ${number(start + view.span - 1)}`;
   const label = `Which keys rows ${range(view.top)} see, of keys ${range(view.left)}, in head ${head}`;
@@ -753,8 +754,8 @@ function begin() {
   listenToMatrix();
   const redraw = () => (drawMatrix(), pick(row));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  // On a telephone, scrolling changes the height of the window alone.
-  addEventListener("resize", () => drawnWidth === $("matrix").clientWidth || redraw());
+  // On a telephone, scrolling changes the height of the window alone. Zooming may change only the ratio of pixels.
+  addEventListener("resize", () => drawnPixels === matrixPixels() || redraw());
   addEventListener("hashchange", () => readState(location.hash));
   if (!readState(location.hash)) startFrom(Object.keys(PRESETS)[0]);
 }
