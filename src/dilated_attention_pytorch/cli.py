@@ -159,7 +159,7 @@ def _report(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.slides.loop import STUDY
     from dilated_attention_pytorch.train.report import write_run_report
 
-    if any(arguments.run.glob(STUDY)) or any(arguments.run.glob(f"*/{STUDY}")):
+    if any(arguments.run.glob(STUDY)) or any(arguments.run.glob(f"fold-*/{STUDY}")):
         raise ValueError(f"{arguments.run} is a run of slides: use `slides report {arguments.run}`")
     print(write_run_report(arguments.run, arguments.out))
 

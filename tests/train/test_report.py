@@ -250,3 +250,7 @@ def test_a_run_of_slides_has_a_report_of_its_own(tmp_path, capsys) -> None:
     assert main(["report", str(tmp_path)]) == 1
     assert f"{tmp_path} is a run of slides: use `slides report {tmp_path}`" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+    (tmp_path / "runs").mkdir()
+    tmp_path.joinpath("fold-0").rename(tmp_path / "runs/slides")  # a folder of runs is not one of them
+    assert main(["report", str(tmp_path / "runs")]) == 1
+    assert "is not the folder of a run" in capsys.readouterr().err
