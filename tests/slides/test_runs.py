@@ -391,7 +391,7 @@ def test_a_resumed_run_may_have_moved_but_not_have_other_slides(study, tmp_path,
     resume = ["slides", "train", "--resume", str(tmp_path / "run")]
     for wrong, told in (
         (["--out", "other"], "leave --out other out"),
-        (["--epochs", "3", "--seed", "1"], "other settings (epochs, seed): leave them as they were"),
+        (["--epochs", "3", "--from", "x"], "other settings (--from, --epochs): leave them as they were"),
     ):
         assert main([*resume, *flags, *wrong]) == 1
         assert told in capsys.readouterr().err

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -71,7 +71,9 @@ class SlidesConfig:
     mask_share: float = setting(0.5, "share of the rows to hide and predict", range={"above": 0, "below": 1})
     mask_block: int = setting(16, "consecutive rows that are hidden together", range=COUNT)
     folds: int = setting(0, "folds by patient; 0: the table's splits, or one fold of five", range=_FROM_ZERO)
-    tile_pixels: float | None = setting(None, "width of a tile in the coordinates' pixels (default: that in the file)")
+    tile_pixels: float | None = setting(
+        None, "width of a tile in the coordinates' pixels (default: as noted, or measured)"
+    )
     skip_broken: bool = setting(False, "leave out slides whose file cannot be used (default: off)")
     precision: Precision | None = setting(None, "precision of products (default: bf16 on a GPU, fp32 on a CPU)")
     checkpointing: Checkpointing = setting("none", "recompute layers in backward", may_change=True)
@@ -120,8 +122,9 @@ class SlidesConfig:
             wrong = {name: value for name, value in stated.items() if value != start[name]}
             if wrong:
                 found = ", ".join(f"{name} {_shown(start[name])}, not {_shown(wrong[name])}" for name in wrong)
-                flags = ", ".join("--" + name.replace("_", "-") for name in wrong)
-                raise ValueError(f"the model of --from has {found}: leave {flags} out, or start without --from")
+                raise ValueError(
+                    f"the model of --from has {found}: leave {flags_of(wrong)} out, or start without --from"
+                )
             own = {"pooling": "mean", **start}
         else:
             own = {
@@ -177,6 +180,12 @@ def fields_of(start: Path | Mapping[str, Tensor] | None) -> dict[str, Any]:
         "positions": "coordinates",
         "cls_rows": 1,
     }
+
+
+def flags_of(names: Iterable[str]) -> str:
+    """The flags of some settings of `SlidesConfig`."""
+    metadata = {field.name: field.metadata for field in dataclasses.fields(SlidesConfig)}
+    return ", ".join("--" + (metadata[name].get("flag") or name).replace("_", "-") for name in names)
 
 
 def _shown(value: Any) -> str:

@@ -76,7 +76,7 @@ def look_at(
         found = _checked(path, features, coords)
         if coords is None and needs_coordinates:
             raise BrokenFile(
-                f"{path} has no coords, which positions of coordinates need: add them, or train with --positions none"
+                f"{path} has no coords, which positions from coordinates need: add them, or train with --positions none"
             )
         if coords is None or grids is None:
             return found

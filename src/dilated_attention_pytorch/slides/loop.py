@@ -34,7 +34,7 @@ from dilated_attention_pytorch.models.torchscale import load_torchscale_weights
 from dilated_attention_pytorch.models.weights import CONFIG as MODEL_CONFIG
 from dilated_attention_pytorch.models.weights import WEIGHTS, misfits
 from dilated_attention_pytorch.slides.batches import Bags, Batch, epoch_order, make_batches, read_batches
-from dilated_attention_pytorch.slides.config import SlidesConfig, fields_of
+from dilated_attention_pytorch.slides.config import SlidesConfig, fields_of, flags_of
 from dilated_attention_pytorch.slides.objectives import Objective
 from dilated_attention_pytorch.slides.pretraining import OF_ONE_TASK, MaskedEncoder
 from dilated_attention_pytorch.slides.table import Case, Split, Study, check_splits, read_study, split_by_patient
@@ -67,7 +67,7 @@ def run_study(
         before, now = identity(SlidesConfig.from_json(known)), identity(config)
         if has_begun and (other := [name for name in now if now[name] != before[name]]):
             raise FileExistsError(
-                f"{run} holds a run with other settings ({', '.join(other)}): leave them as they were, or begin a run "
+                f"{run} holds a run with other settings ({flags_of(other)}): leave them as they were, or begin a run "
                 "with another --out"
             )
     elif resume:
