@@ -434,6 +434,16 @@ def test_the_first_signal_says_what_happens_and_what_a_second_ctrl_c_does(capfd)
     assert capfd.readouterr().err == ""
 
 
+def test_a_run_is_stopped_and_saved_though_nobody_reads_its_errors(monkeypatch) -> None:
+    def write(*_) -> None:  # as after Ctrl-C has also ended the `tee` behind a pipe
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patch, loop.interrupts(patient=False) as signals:
+        patch.setattr(loop.os, "write", write)
+        signal.raise_signal(signal.SIGINT)
+        assert signals == [signal.SIGINT]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, text, capsys, monkeypatch) -> None:
     monkeypatch.setattr(Stepper, "loss", lambda self, *_: self.model.norm.weight.sum() * torch.nan)
     assert run("--data", text, "--out", tmp_path / "run", "--steps", 6, *FLAGS, "--skip-broken-steps", 0) == 1

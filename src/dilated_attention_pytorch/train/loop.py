@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -425,9 +425,11 @@ def interrupts(*, patient: bool) -> Iterator[list[int]]:
     def ask(number: int, _: object) -> None:
         if came[-1:] == [number] == [signal.SIGINT] and not patient:
             raise KeyboardInterrupt
-        if not (came or patient):  # a step may take minutes; print() in a handler may interrupt another print()
-            os.write(2, b"\nstops after this step and saves; a second Ctrl-C stops at once, without saving\n")
         came.append(number)
+        if len(came) == 1 and not patient:  # a step may take minutes
+            with suppress(OSError):  # Ctrl-C also ends the `tee` that reads this
+                # print() in a handler may interrupt another print().
+                os.write(2, b"\nstops after this step and saves; a second Ctrl-C stops at once, without saving\n")
 
     handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, ask) for number in handled}
