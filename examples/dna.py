@@ -36,7 +36,7 @@ def read_fasta(path: Path) -> dict[str, str]:
             found[header] = []
         elif line.strip():
             if header is None:
-                raise ValueError(f"{path} is no FASTA file: its first line must begin with '>'")
+                raise ValueError(f"{path} is not a FASTA file: its first line must begin with '>'")
             found[header].append(line.strip().upper())
     if not found:
         raise ValueError(f"{path} has no sequences: each begins with a line '>NAME label=LABEL'")

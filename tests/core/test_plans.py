@@ -335,7 +335,7 @@ def test_the_simple_cache_has_everything_from_the_start() -> None:
     assert cache.get("unknown") is None
     given = SimpleGPUCache({"mine": rows()})
     assert torch.equal(given.gpu_patterns["mine"], rows())
-    with pytest.raises(ValueError, match="is no key of a dilated pattern: pass the pattern itself"):
+    with pytest.raises(ValueError, match="is not the key of a dilated pattern: pass the pattern, as in"):
         SimpleGPUCache(["sparse_s8_tlocal_r0.100_b4"])
 
 

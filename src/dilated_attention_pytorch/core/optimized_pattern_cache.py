@@ -225,7 +225,7 @@ def generate_pattern(key: str) -> tuple[Tensor, ...]:
     """
     found = re.fullmatch(r"dilated_s(\d+)_seg\[([\d, ]+)\]_dil\[([\d, ]+)\]", key)
     if found is None:
-        raise ValueError(f"{key!r} is no key of a dilated pattern: pass the pattern itself, as in {{{key!r}: tensor}}")
+        raise ValueError(f"{key!r} is not the key of a dilated pattern: pass the pattern, as in {{{key!r}: tensor}}")
     lengths, rates = ([int(number) for number in found[i].split(",")] for i in (2, 3))
     positions = torch.arange(int(found[1]), device="cpu")
     return tuple(positions[on_grid(Branch(w, r), 0, positions)] for w, r in zip(lengths, rates))

@@ -67,7 +67,7 @@ def run_study(
         before, now = identity(SlidesConfig.from_json(known)), identity(config)
         if has_begun and (other := [name for name in now if now[name] != before[name]]):
             raise FileExistsError(
-                f"{run} holds a run with other settings ({flags_of(other)}): leave them as they were, or begin a run "
+                f"{run} holds a run with other settings ({flags_of(other)}): leave them as they were, or start a run "
                 "with another --out"
             )
     elif resume:

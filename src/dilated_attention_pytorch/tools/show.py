@@ -27,7 +27,7 @@ class View:
 
     spec: DilatedSpec
     tokens: int
-    heads: int = setting(4, "heads in all", range=COUNT)
+    heads: int = setting(4, "number of heads", range=COUNT)
     head: int = setting(0, "the head to draw")
     head_dim: int = setting(64, "features per head, for the FLOPs")
     is_causal: bool = setting(False, "a row sees only itself and earlier rows", flag="causal")

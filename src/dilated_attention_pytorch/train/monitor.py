@@ -72,7 +72,7 @@ class Monitors:
             if monitor not in self._failed:
                 self._failed.append(monitor)
                 why = f"{type(error).__name__}: {error}"
-                print(f"{type(monitor).__name__} lost figures ({why}); the run goes on", file=sys.stderr, flush=True)
+                print(f"{type(monitor).__name__} lost figures ({why}); the run continues", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Monitors:
         return self
