@@ -6,6 +6,7 @@ import argparse
 import importlib
 import io
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -160,7 +161,7 @@ def _report(arguments: argparse.Namespace) -> None:
     from dilated_attention_pytorch.train.report import write_run_report
 
     if any(arguments.run.glob(STUDY)) or any(arguments.run.glob(f"fold-*/{STUDY}")):
-        raise ValueError(f"{arguments.run} is a run of slides: use `slides report {arguments.run}`")
+        raise ValueError(f"{arguments.run} is a run of slides: use `slides report {shlex.quote(str(arguments.run))}`")
     print(write_run_report(arguments.run, arguments.out))
 
 

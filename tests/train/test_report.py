@@ -245,12 +245,12 @@ def test_a_page_is_written_whole_or_not_at_all(run, monkeypatch, capsys) -> None
 
 
 def test_a_run_of_slides_has_a_report_of_its_own(tmp_path, capsys) -> None:
-    (tmp_path / "fold-0").mkdir()
-    (tmp_path / "fold-0" / "study.json").write_text("{}")
-    assert main(["report", str(tmp_path)]) == 1
-    assert f"{tmp_path} is a run of slides: use `slides report {tmp_path}`" in capsys.readouterr().err
-    assert not (tmp_path / "report.html").exists()
-    (tmp_path / "runs").mkdir()
-    tmp_path.joinpath("fold-0").rename(tmp_path / "runs/slides")  # a folder of runs is not one of them
-    assert main(["report", str(tmp_path / "runs")]) == 1
+    slides = tmp_path / "my slides"
+    (slides / "fold-0").mkdir(parents=True)
+    (slides / "fold-0" / "study.json").write_text("{}")
+    assert main(["report", str(slides)]) == 1
+    assert f"{slides} is a run of slides: use `slides report '{slides}'`" in capsys.readouterr().err
+    assert not (slides / "report.html").exists()
+    (slides / "fold-0" / "study.json").rename(slides / "study.json")
+    assert main(["report", str(tmp_path)]) == 1  # a folder of runs is not one of them
     assert "is not the folder of a run" in capsys.readouterr().err
