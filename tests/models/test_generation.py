@@ -156,6 +156,13 @@ def graphs(monkeypatch) -> list[Recorded]:
     captured.forget_kept()
 
 
+def test_steps_that_are_not_recorded_do_not_look_through_the_model(monkeypatch) -> None:
+    walked: list[torch.nn.Module] = []
+    monkeypatch.setattr(captured, "stored_tensors", lambda model: walked.append(model) or [])
+    model_of().generate(torch.randint(256, (1, 7)), 2)
+    assert not walked
+
+
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 def test_later_calls_replay_the_graph_of_the_first(sampling, graphs, monkeypatch) -> None:
     model, prompt = model_of(), torch.randint(256, (2, 70))

@@ -13,8 +13,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,7 @@ def step_for(
     model: LongNetLM, cache: Sequence[DilatedKVCache], tokens: Tensor, m: int = 1
 ) -> Callable[[LongNetLM, Tensor, Sequence[DilatedKVCache]], Tensor]:
     """The step that continues a cache by `m` tokens at a time."""
-    contents = _Contents.of(model)
+    contents = _Contents(model)
     if not contents.can_be_recorded(tokens):
         return _plain_step
     steps = _steps.setdefault(cache[0], {})
@@ -129,15 +129,19 @@ def step_for(
     return steps[m]
 
 
-class _Contents(NamedTuple):
-    """The modules and tensors of a model, listed once: the walk takes the host longer than a step takes a GPU."""
+class _Contents:
+    """The modules and tensors of a model, listed when asked for: the walk takes longer than a step on a GPU."""
 
-    modules: list[nn.Module]
-    tensors: list[Tensor]
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
-    @classmethod
-    def of(cls, model: nn.Module) -> _Contents:
-        return cls([*model.modules()], [*stored_tensors(model)])
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        return [*self._model.modules()]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        return [*stored_tensors(self._model)]
 
     def can_be_recorded(self, tokens: Tensor) -> bool:
         """Whether everything is on one GPU, no module has hooks, and no other ranks may take part in a step."""
@@ -218,7 +222,7 @@ def lend_cache(
         return model.new_cache(batch, padding=padding, rewindable=rewindable)
 
     weight = model.embedding.weight
-    if not _Contents.of(model).can_be_recorded(weight):
+    if not _Contents(model).can_be_recorded(weight):
         return new()
     kept = _kept.setdefault(model, {})
     key = (batch, rewindable, model._cache_dtype(), weight.device, torch.is_inference_mode_enabled(), model.config)
