@@ -139,6 +139,8 @@ def test_longnet_saves_and_loads_through_the_auto_classes(tmp_path, options) -> 
     base = AutoModel.from_pretrained(tmp_path, dtype=torch.float64)
     assert isinstance(base, LongNetModel)
     torch.testing.assert_close(base(x).last_hidden_state, model.model(x).last_hidden_state)
+    model.save_pretrained(tmp_path / "elsewhere", False)  # not the main process
+    assert not (tmp_path / "elsewhere/model.safetensors").exists()
     LongNetModel(LongNetConfig(**{**SIZES, "num_layers": 1})).save_pretrained(tmp_path / "smaller")
     with pytest.raises(ValueError, match=r"the weights do not fit LongNetModel: .*layers\.1"):
         LongNetModel.from_pretrained(tmp_path / "smaller", num_layers=2)

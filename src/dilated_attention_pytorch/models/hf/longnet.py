@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import os
 import warnings
 import weakref
@@ -145,13 +144,25 @@ class LongNetPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: layers initialise themselves after MAGNETO, and weights that a file lacks are an error."""
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """As in transformers; if ranks shard the parameters, all of them make this call, and the first one writes."""
-        save = functools.partial(super().save_pretrained, save_directory, **kwargs)
-        if is_sharded(self) and kwargs.get("state_dict") is None:
-            write_on_first_rank(self, lambda whole: save(state_dict=whole))
+
+        def save(weights: dict[str, Any] | None) -> None:
+            super(LongNetPreTrainedModel, self).save_pretrained(
+                save_directory, is_main_process, weights, *args, **kwargs
+            )
+
+        if is_sharded(self) and state_dict is None:
+            write_on_first_rank(self, save)
         else:
-            save()
+            save(state_dict)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
