@@ -175,6 +175,8 @@ def test_a_length_chooses_branches_for_the_key_value_heads() -> None:
         use_dilated_attention(model, [16], [1], max_length=10)
     with pytest.raises(TypeError, match="state segment_lengths and dilation_rates, or max_length"):
         use_dilated_attention(model)
+    config = use_dilated_attention(transformers.PreTrainedConfig(), SEGMENTS, RATES)  # which states no heads
+    assert read_pattern(config) == DilatedSpec.of(SEGMENTS, RATES)
 
 
 def generate(model, x: torch.Tensor, **settings) -> torch.Tensor:

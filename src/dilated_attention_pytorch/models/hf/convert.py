@@ -46,7 +46,7 @@ def use_dilated_attention(
         raise TypeError(f"use_dilated_attention takes a model or a config of transformers, got {type(model).__name__}")
     text = config.get_text_config()
     require_interface(model if is_model else text)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = None if max_length is None else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     branches = stated_branches(segment_lengths, dilation_rates, max_length, heads=heads, head_layout=head_layout)
     spec = DilatedSpec.of(*branches, head_layout)  # before anything is changed
     windows = _windows(text)
