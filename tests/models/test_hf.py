@@ -713,6 +713,13 @@ def test_transformers_that_is_too_old_is_refused(monkeypatch) -> None:
         importlib.reload(dilated_attention_pytorch.models.hf)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this PyTorch has no tag for such operators")
+@pytest.mark.parametrize("name", ["checked_spans", "documents_of", "of_one_document", "attend_cached_chunk"])
+def test_an_operator_that_reads_values_stays_out_of_recorded_graphs(name) -> None:
+    operator = getattr(torch.ops.dilated_attention_pytorch, name).default
+    assert {torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag} <= {*operator.tags}
+
+
 @pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "DiffLlamaForCausalLM"])
 def test_a_model_that_attends_twice_to_the_same_keys_needs_another_cache(name) -> None:
     sizes = {**SIZES, "num_key_value_heads": 2}

@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+# Keywords of an operator that reads values on the host, which it cannot do while a CUDA graph is recorded: a compiled
+# graph leaves it out of its recordings. Older PyTorch has no tag for this.
+READS_VALUES: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _tf32_lock = threading.Lock()
 

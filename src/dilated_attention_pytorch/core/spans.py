@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch.core.checks import MOST_TOKENS, check_tensor, check_whole, check_whole_numbers
+from dilated_attention_pytorch.core.modes import READS_VALUES
 from dilated_attention_pytorch.core.plans import Remembers, check_cache
 
 
@@ -77,7 +78,7 @@ def check_spans(spans: Tensor, batch: int) -> Tensor:
 
 
 # An operator of its own, so that reading the values does not break a compiled graph.
-@torch.library.custom_op("dilated_attention_pytorch::checked_spans", mutates_args=())
+@torch.library.custom_op("dilated_attention_pytorch::checked_spans", mutates_args=(), **READS_VALUES)
 def checked_spans(lengths: Tensor, kind: str, tokens: int) -> Tensor:
     if kind == "key_padding_mask":
         return _spans_of_mask(lengths)

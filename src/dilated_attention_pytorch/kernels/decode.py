@@ -24,7 +24,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core.cache_rows import BranchRows, CacheRows, CacheState, rings_on
 from dilated_attention_pytorch.core.call import Call, Inputs, wide_dtype
 from dilated_attention_pytorch.core.merge import merge, merge_
-from dilated_attention_pytorch.core.modes import is_plain, refuse_tangents, tf32
+from dilated_attention_pytorch.core.modes import READS_VALUES, is_plain, refuse_tangents, tf32
 from dilated_attention_pytorch.core.pattern import common_period, heads_by_offset, visible
 from dilated_attention_pytorch.core.pool import Take
 from dilated_attention_pytorch.core.resources import NO_RESOURCES, Resources
@@ -113,9 +113,7 @@ def _traced_op(name: str, **settings: Any) -> Any:
 
 
 attend_cached_op = _traced_op("attend_cached")
-# The host reads the lengths, which it cannot do while a CUDA graph is recorded. Older PyTorch has no tag for this.
-_unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-attend_cached_chunk_op = _traced_op("attend_cached_chunk", **({} if _unsafe is None else {"tags": (_unsafe,)}))
+attend_cached_chunk_op = _traced_op("attend_cached_chunk", **READS_VALUES)
 
 
 def _attend_cached(new: NewTokens, state: CacheState, call: Call, resources: Resources) -> tuple[Tensor, Tensor]:

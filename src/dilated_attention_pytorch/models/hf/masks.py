@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from dilated_attention_pytorch.core.modes import READS_VALUES
 from dilated_attention_pytorch.core.spans import document_spans
 from dilated_attention_pytorch.models.hf.pattern import is_no_window, require_interface
 
@@ -269,7 +270,7 @@ def _documents(joined: Tensor) -> Tensor:
 
 
 # In a trace the number of documents must not depend on values: empty documents after the last token fill it up.
-@torch.library.custom_op("dilated_attention_pytorch::documents_of", mutates_args=())
+@torch.library.custom_op("dilated_attention_pytorch::documents_of", mutates_args=(), **READS_VALUES)
 def documents_of(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
     if not _is_packed(ahead, reaches):
         read_mask(_without_numbers(_UNSUPPORTED))
@@ -285,7 +286,7 @@ def _(joined: Tensor, ahead: Tensor, reaches: Tensor) -> Tensor:
 
 
 # A compiled model cannot read values while it is traced, so packed documents beside a cache are refused as it runs.
-@torch.library.custom_op("dilated_attention_pytorch::of_one_document", mutates_args=())
+@torch.library.custom_op("dilated_attention_pytorch::of_one_document", mutates_args=(), **READS_VALUES)
 def of_one_document(x: Tensor, position_ids: Tensor) -> Tensor:
     """A copy of `x`, unless positions begin again within rows."""
     if bool((position_ids.diff(dim=-1) != 1).any()):
