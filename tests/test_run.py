@@ -159,9 +159,20 @@ def test_sigterm_reaches_the_command_and_its_status_comes_back(command) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no broken pipes")
-def test_output_that_nobody_reads_on_is_no_error() -> None:
+def test_output_that_nobody_reads_on_is_no_error_but_another_broken_pipe_is() -> None:
     command = [sys.executable, "-m", "dilated_attention_pytorch.cli", "train", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 128 + signal.SIGPIPE
+    program = """
+from dilated_attention_pytorch import cli
+
+def stop(*given):
+    raise BrokenPipeError("the pipe of a worker")
+
+cli._run_from_checkout = stop
+raise SystemExit(cli.main(["recall"]))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (1, "dilated-attention: the pipe of a worker\n")

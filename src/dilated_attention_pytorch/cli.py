@@ -6,6 +6,7 @@ import argparse
 import importlib
 import io
 import os
+import select
 import shlex
 import sys
 import traceback
@@ -34,16 +35,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_from_checkout(*given)
         arguments = _parser().parse_args(given)
         status: int | None = arguments.command(arguments)
-    except BrokenPipeError:  # the reader of the output, such as `head`, has stopped reading
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # SIGPIPE
     except (OSError, ValueError, FloatingPointError, ImportError) as error:
+        if isinstance(error, BrokenPipeError) and _is_output_closed():
+            return 128 + 13  # SIGPIPE
         if _tells_errors(given):
             print(f"dilated-attention: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as stop:
         return getattr(stop, "status", 130)
     return status or 0
+
+
+def _is_output_closed() -> bool:
+    """Whether the reader of the output, such as `head`, has stopped reading; then the rest of the output is dropped.
+
+    Otherwise another pipe has broken, such as that of a worker.
+    """
+    if not hasattr(select, "poll"):  # as on Windows
+        return False
+    output, poll = sys.stdout.fileno(), select.poll()
+    poll.register(output, 0)
+    if is_closed := any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return is_closed
 
 
 def _tells_errors(given: Sequence[str]) -> bool:
