@@ -17,6 +17,7 @@ KINDS = {
     "staggered": "dilated, staggered",
     "doubled": "dilated, doubled",
     "windowed": "window and dilated",
+    "paired": "dilated, paired",
 }
 
 

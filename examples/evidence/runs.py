@@ -20,7 +20,7 @@ from examples.evidence.patterns import LAST, WindowedDilatedAttention, some_bran
 from examples.recall import narrowest_window, pairs_per_head, sliding_window, window_pairs
 
 Kind = Literal["dense", "dilated", "window"]
-Near = Literal["segments", "staggered", "doubled", "windowed"]
+Near = Literal["segments", "staggered", "doubled", "paired", "windowed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,9 @@ class Run:
     `is_causal` adds the branches of `branches_for(is_causal=True)`. `extra` runs take place only if they are named.
 
     `near` is how a dilated model sees its nearest tokens: in the segments of `branches_for`; in segments that are
-    longer in every other layer; in a second branch of rate 1 with shorter segments, too; or in a sliding window, in
-    place of all branches but the last and at their cost.
+    longer in every other layer; in a second branch of rate 1 with shorter segments, too; in these two branches, in
+    place of all branches but the last, whose rate is then at least 8; or in a sliding window, in place of all branches
+    but the last and at their cost.
     """
 
     name: str
@@ -144,6 +145,8 @@ class Run:
         lengths, rates = branches_for(tokens, self.scale.num_heads, shortest=shortest, is_causal=self.is_causal)
         if self.near == "doubled":
             lengths, rates = (shortest * 11 // 16, *lengths), (1, *rates)
+        elif self.near == "paired":
+            lengths, rates = (shortest * 11 // 16, shortest, lengths[-1]), (1, 1, max(8, rates[-1]))
         return some_branches(DilatedSpec.of(lengths, rates, self.head_layout), slice(None if self.reaches else -1))
 
     def attention(
@@ -263,6 +266,7 @@ def all_runs(scale: Scale) -> list[Run]:
         at("dilated", long, "local", reaches=False, once=True),
         *(at("dilated", n, "staggered", near="staggered", extra=True) for n in (middle, long)),
         *(at("dilated", n, "doubled", near="doubled", extra=True) for n in (middle, long)),
+        *(at("dilated", n, "paired", near="paired", extra=True) for n in (middle, long)),
         *(at("dilated", n, "windowed", near="windowed", extra=True) for n in (middle, long)),
         at("dilated", long, "causal", is_causal=True, once=True, extra=True),
         at("dilated", long, "qk-norm", qk_norm=True, once=True, extra=True),

@@ -19,6 +19,7 @@ from examples.evidence import __main__ as command
 from examples.evidence import measures, report, training
 from examples.evidence.corpus import open_corpus, write_corpus
 from examples.evidence.patterns import WindowedDilatedAttention
+from examples.evidence.results import KINDS
 from examples.evidence.runs import FULL, TINY, all_runs, find_run
 
 SMALL = dataclasses.replace(
@@ -112,6 +113,9 @@ def test_the_runs_are_those_of_the_experiment() -> None:
     layers = [runs["staggered-8K"].attention(8192, layer).segment_lengths for layer in range(3)]
     assert layers == [(2048, 4096, 8192), (2944, 5888, 11_776), (2048, 4096, 8192)]
     assert runs["doubled-8K"].spec().segment_lengths == (1408, 2048, 4096, 8192)
+    paired = runs["paired-8K"].spec()
+    assert (paired.segment_lengths, paired.dilation_rates) == ((1408, 2048, 8192), (1, 1, 8))
+    assert runs["paired-8K"].keys_per_row == pytest.approx(runs["dilated-8K"].keys_per_row, rel=0.02)
     assert 1 <= runs["windowed-8K"].keys_per_row / runs["dilated-8K"].keys_per_row < 1.07
 
 
@@ -309,9 +313,7 @@ def test_curves_are_compared_at_the_same_seconds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize(
-    "name", ["dense-128", "dilated-128", "window-128", "converted-128", "staggered-128", "doubled-128", "windowed-128"]
-)
+@pytest.mark.parametrize("name", [f"{kind}-128" for kind in (*KINDS, "converted")])
 def test_on_a_gpu_every_kind_of_attention_trains_compiled_and_is_measured(name, tokens, tmp_path) -> None:
     run = find_run(name, dataclasses.replace(SMALL, d_model=256, steps=10))
     model, progress = training.train(run, 0, tokens, tmp_path, "cuda", math.inf)
