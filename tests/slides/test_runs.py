@@ -44,10 +44,61 @@ def study(tmp_path_factory):
     return folder
 
 
-def test_survival_needs_batches_of_several_slides(study, tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"--max-tiles 8 and --batch-size .* every slide is alone"):
-        loop.run_study(config(study, task="survival", max_tiles=8), tmp_path / "run")
+def test_survival_needs_steps_of_several_slides(study, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"--max-tiles 8 and --batch-size .* each slide is alone"):
+        loop.run_study(config(study, task="survival", max_tiles=8, accumulate=1), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_survival_compares_all_slides_of_a_step(study, tmp_path, monkeypatch) -> None:
+    class Taken(Exception):
+        pass
+
+    def gradients(model) -> list[torch.Tensor]:
+        found = [x.grad.clone() for x in model.parameters() if x.grad is not None]
+        model.zero_grad()
+        return found
+
+    def begin(self, losses) -> None:
+        value = 0.0
+        for loss in losses:
+            loss.backward()
+            value += loss.item()
+        model, found = self._model, gradients(self._model)
+        risks = torch.cat([model(**batch.inputs)[:, 0] for batch in taken])
+        targets = torch.cat([batch.targets for batch in taken])
+        expected = cox_loss(risks, targets[:, 0], targets[:, 1]) / len(targets)
+        expected.backward()
+        assert value == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(found, gradients(model), rtol=1e-3, atol=1e-6)
+        raise Taken
+
+    taken, losses_of = [], loop._Fold._losses
+    monkeypatch.setattr(
+        loop._Fold, "_losses", lambda fold, batches, step: taken.extend(batches) or losses_of(fold, batches, step)
+    )
+    monkeypatch.setattr(loop.Update, "begin", begin)
+    with pytest.raises(Taken):
+        loop.run_study(config(study, task="survival", max_tiles=8, accumulate=64, dropout=0.0), tmp_path / "run")
+    assert len(taken) > 8
+    assert all(len(batch.numbers) == 1 for batch in taken)
+
+
+def test_survival_draws_the_same_dropout_in_both_passes_of_a_step(study, tmp_path, monkeypatch) -> None:
+    found, loss_of = [], loop._Fold._loss
+
+    def noted(fold, batch, draw):
+        loss, outputs = loss_of(fold, batch, draw)
+        if fold.model.training:
+            found.append(outputs.detach())
+        return loss, outputs
+
+    monkeypatch.setattr(loop._Fold, "_loss", noted)
+    sizes = {"max_tiles": 8, "accumulate": 64, "dropout": 0.3, "epochs": 1}
+    loop.run_study(config(study, task="survival", **sizes), tmp_path / "run")
+    half = len(found) // 2
+    assert half > 8
+    torch.testing.assert_close(found[:half], found[half:], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("task", ["classification", "survival", "regression"])

@@ -65,7 +65,7 @@ class SlidesConfig:
     )
     max_tiles: int = setting(32_768, "rows to pack into one micro-batch", range=COUNT)
     batch_size: int = setting(16, "most slides of a micro-batch", range=COUNT)
-    accumulate: int = setting(1, "micro-batches per step", range=COUNT)
+    accumulate: int | None = setting(None, "micro-batches per step (default: 1; survival: for 32 slides)", range=COUNT)
     class_weights: bool = setting(True, "weight classes so that all count alike (default: on)")
     patience: int = setting(0, "epochs without a lower validation loss that end training; 0: never", range=_FROM_ZERO)
     mask_share: float = setting(0.5, "share of the rows to hide and predict", range={"above": 0, "below": 1})

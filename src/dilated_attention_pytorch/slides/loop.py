@@ -97,8 +97,7 @@ def run_study(
     wanted: tuple[Split, ...] = ("train", "validation", "test") if task else ("train", "validation")
     for folder, one in folders.items():
         check_splits(one, wanted, folder.name if config.folds else "")
-        if task == "survival":
-            _check_batch_sizes(config, [case.found.rows for case in one.of("train")])
+        _batches_per_step(config, [case.found.rows for case in one.of("train")])
         if has_begun and (folder / STUDY).is_file():
             _check_same_slides(folder, one)
     with keeping_threads():
@@ -129,14 +128,20 @@ def _splits_of(study: Study) -> dict[str, str | None]:
     return {case.name: case.split for case in study.cases}
 
 
-def _check_batch_sizes(config: SlidesConfig, lengths: Sequence[int]) -> None:
-    """Refuse batches of one slide each: Cox's loss compares an event with the others of its batch."""
-    if max(map(len, make_batches(lengths, config.max_tiles, config.batch_size))) < 2:
+def _batches_per_step(config: SlidesConfig, lengths: Sequence[int]) -> int:
+    """As stated, else one; for survival as many as have 32 slides on average, because Cox's loss compares them.
+
+    Raises if survival's slides would all be alone in their step.
+    """
+    if config.job != "train" or config.task != "survival":
+        return config.accumulate or 1
+    batches = make_batches(lengths, config.max_tiles, config.batch_size)
+    if config.accumulate == 1 and max(map(len, batches)) < 2:
         raise ValueError(
-            f"survival compares the slides of a batch, and with --max-tiles {config.max_tiles:,} and --batch-size "
-            f"{config.batch_size} every slide is alone, so nothing would be learned: raise them (slides share a batch "
-            "if their numbers of tiles lie between the same powers of two)"
+            f"survival compares the slides of a step, and with --accumulate 1, --max-tiles {config.max_tiles:,} and "
+            f"--batch-size {config.batch_size} each slide is alone, so nothing would be learned: leave --accumulate out"
         )
+    return config.accumulate or math.ceil(32 * len(batches) / len(lengths))
 
 
 def _run_folds(
@@ -184,7 +189,8 @@ class _Fold:
         }
         self.lengths = [case.found.rows for case in self.bags["train"].cases]
         batches = make_batches(self.lengths, config.max_tiles, config.batch_size)
-        self.steps_per_epoch = math.ceil(len(batches) / config.accumulate)
+        self.batches_per_step = _batches_per_step(config, self.lengths)
+        self.steps_per_epoch = math.ceil(len(batches) / self.batches_per_step)
         self.steps = config.epochs * self.steps_per_epoch
         self.start = self.checkpointer.restore() if run_folder.list_checkpoints(run) else 0
         self.records = [one for one in run_folder.read_metrics(run) if one["step"] <= self.start] if self.start else []
@@ -246,17 +252,37 @@ class _Fold:
         for epoch in range(done // self.steps_per_epoch, config.epochs):
             seed = config.seed * 1_000_003 + epoch
             order = epoch_order(self.lengths, config.max_tiles, config.batch_size, seed)
-            first = max(0, done - epoch * self.steps_per_epoch) * config.accumulate
+            first = max(0, done - epoch * self.steps_per_epoch) * self.batches_per_step
             reader = read_batches(self.bags["train"], order[first:], workers=config.readers)
-            for _ in range(first, len(order), config.accumulate):
-                first_batch, *others = (batch for _, batch in zip(range(config.accumulate), reader))
+            for _ in range(first, len(order), self.batches_per_step):
+                first_batch, *others = (batch for _, batch in zip(range(self.batches_per_step), reader))
                 yield [first_batch.to(self.device), *others]
 
     def _losses(self, batches: Sequence[Batch], step: int) -> Iterator[Tensor]:
         count = sum(len(batch.numbers) for batch in batches)
+        if self.objective is not None and self.objective.task == "survival" and len(batches) > 1:
+            yield from (loss / count for loss in self._joint_losses(batches))
+            return
         draw = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
         for batch in batches:
             yield self._loss(batch.to(self.device), draw)[0] / count
+
+    def _joint_losses(self, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """Losses of micro-batches whose sum has the value and the gradient of one loss over all their slides.
+
+        A first pass, without gradients, finds all outputs and the gradient of the loss with respect to each. The second
+        pass draws the same dropout.
+        """
+        assert self.objective is not None
+        draw = torch.Generator()  # only pretraining draws from it
+        with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            outputs = [self._loss(batch.to(self.device), draw)[1].float() for batch in batches]
+        found = torch.cat(outputs).requires_grad_()
+        total = self.objective.loss(found, torch.cat([batch.targets for batch in batches]).to(self.device))
+        (slopes,) = torch.autograd.grad(total, found)
+        for batch, before, slope in zip(batches, outputs, slopes.split([len(one) for one in outputs])):
+            now = self._loss(batch.to(self.device), draw)[1].float()
+            yield total.detach() / len(batches) + ((now - before) * slope).sum()
 
     def _loss(self, batch: Batch, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         """The summed loss of a batch, and the model's outputs."""
