@@ -343,7 +343,8 @@ def _check_for(kind: Any, limits: Mapping[str, float] = types.MappingProxyType({
         return _check_iterable
     if origin in (Mapping, dict, Callable):
         return functools.partial(check_instance, kind=origin)
-    if isinstance(kind, type) and not getattr(kind, "_is_protocol", False) and kind not in (object, Any):
+    is_class = origin is None and isinstance(kind, type)  # in Python 3.10, `type[X]` is an instance of `type`
+    if is_class and not getattr(kind, "_is_protocol", False) and kind not in (object, Any):
         return functools.partial(check_instance, kind=kind)
     return None
 

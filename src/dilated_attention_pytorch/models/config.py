@@ -187,6 +187,9 @@ class ModelConfig:
             raise ValueError(f"{source} is not a model config: {error}") from None
 
 
+# Not a string, as annotations here are: Python 3.10's `get_type_hints` refuses an `InitVar` in one.
+ModelConfig.__annotations__["max_length"] = InitVar[int | None]
+
 _LONGEST = 262_144  # rows that an encoder connects if neither its length nor its branches are stated
 # Fields of `ModelConfig` that have no meaning in an encoder.
 _NOT_OF_ENCODERS = ("vocab_size", "num_decoder_layers", "scale_base", "tie_weights", "logit_soft_cap")
