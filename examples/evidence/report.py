@@ -121,7 +121,8 @@ def _method(results: Results) -> Iterable[str]:
         "the branches of `branches_for` for the number of heads, the last of which spans the sequence; the *sliding "
         "window* has tiles, and the width at which it costs as many FLOPs as the dilated model of its length. "
         f"{_OPTIMIZERS[settings['optimizer']]}, peak learning rate {settings['learning_rate']:g}, cosine. Seeds "
-        "decide the weights and the order of the text; ± is half of the range over seeds."
+        "decide the weights and the order of the text; ± is half of the range over seeds. The time of a step is the "
+        "smallest over seeds, as some runs shared the GPU with other programs."
     )
     yield (
         f"Models of different lengths differ in one more thing. {settings['places']} steps read "
