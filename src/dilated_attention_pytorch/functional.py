@@ -133,7 +133,8 @@ def dilated_attention(
         segment_lengths, dilation_rates: one entry per branch; any positive numbers, for any N.
         is_causal: a row sees only keys at or before its own position.
         scale: factor of the scores; `D ** -0.5` by default.
-        dropout_p: probability of dropping an attention weight, drawn from PyTorch's generator.
+        dropout_p: probability of dropping an attention weight, drawn from PyTorch's generator. A key that several
+            branches show to a query is dropped in all of them or in none.
         head_layout: which rows of a segment each head reads: `interleaved` (the paper), `blocked` (torchscale) or
             `grouped` (each head belongs to one branch).
         seqlens: `(B,)`, the lengths of right-padded rows.

@@ -289,14 +289,16 @@ def test_random_draws_equal_the_reference_with_dropout_and_through_the_lse(part:
     check_exactly(draw)
 
 
+@pytest.mark.parametrize("pattern", [{}, NESTED], ids=["apart", "nested"])
 @pytest.mark.parametrize("lengths", ["whole", "packed"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_kernels_for_long_segments_drop_what_the_reference_drops(lengths, head_dim, plans) -> None:
+def test_kernels_for_long_segments_drop_what_the_reference_drops(lengths, head_dim, pattern, plans) -> None:
     batch = 1 if lengths == "packed" else LONG.batch
-    draw = variant(head_dim=head_dim, dropout_p=0.3, lengths=lengths, batch=batch, shards=3)
+    draw = variant(**pattern, head_dim=head_dim, dropout_p=0.3, lengths=lengths, batch=batch, shards=3)
     expected = run(draw, "reference", BF16, through_lse=False, device="cuda")
     found = run(draw, "triton", BF16, through_lse=False, device="cuda")
     plans.assert_hopper_ran()
+    assert all(branch.fold.is_plain == (pattern == {}) for plan in plans for branch in plan.branches)
     for name, x in expected.items():
         there = x.isfinite()
         error = (found[name].double() - x.double())[there].norm() / x.double()[there].norm()

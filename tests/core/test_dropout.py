@@ -13,7 +13,7 @@ TOKENS = 1500
 def deviations(dropout_p: float, first: int, **changes) -> torch.Tensor:
     """`(queries, keys)`: 1 for dropped, less its mean, in units of its standard deviation."""
     i, j = torch.arange(first, first + TOKENS)[:, None], torch.arange(first, first + TOKENS)[None, :]
-    settings = {"rows": i * 0, "heads": i * 0, "branch": 0} | changes
+    settings = {"rows": i * 0, "heads": i * 0} | changes
     kept = keep_mask(torch.tensor([first, 77]), dropout_p, queries=i, keys=j, **settings)
     return ((~kept).double() - dropout_p) / (dropout_p * (1 - dropout_p)) ** 0.5
 
@@ -32,13 +32,11 @@ def test_rows_and_keys_drop_like_independent_draws(dropout_p: float, first: int)
         assert together.abs().max() < 7
 
 
-@pytest.mark.parametrize(
-    "changes", [{"branch": 1}, {"heads": torch.ones(1, 1).long()}, {"rows": torch.ones(1, 1).long()}]
-)
-def test_masks_of_other_heads_branches_and_batch_rows_have_nothing_in_common(changes) -> None:
+@pytest.mark.parametrize("changes", [{"heads": torch.ones(1, 1).long()}, {"rows": torch.ones(1, 1).long()}])
+def test_masks_of_other_heads_and_batch_rows_have_nothing_in_common(changes) -> None:
     assert abs((deviations(0.3, 0) * deviations(0.3, 0, **changes)).mean()) * TOKENS < 4
 
 
 def test_all_but_certain_dropout_still_keeps_something() -> None:
     i = torch.arange(3000)[:, None]
-    assert keep_mask(torch.tensor([1, 2]), 1 - 1e-12, rows=i * 0, heads=i * 0, branch=0, queries=i, keys=i.T).sum() <= 1
+    assert keep_mask(torch.tensor([1, 2]), 1 - 1e-12, rows=i * 0, heads=i * 0, queries=i, keys=i.T).sum() <= 1

@@ -37,9 +37,18 @@ def test_a_key_that_two_branches_show_counts_twice() -> None:
     assert out[0, 1, 0, 0].item() == pytest.approx((1 + 2) / 2)
 
 
+def test_dropout_drops_a_key_in_all_branches_that_show_it_or_in_none() -> None:
+    q, k = torch.zeros(2, 1, 8, 1, 8, dtype=torch.float64).unbind(0)
+    call = Call(spec=DilatedSpec.of([8, 8, 8], [1, 1, 1]), dropout_p=0.5)
+    seed = torch.tensor([3, 4])
+    # With scores of 0 and values of one feature per key, `out` is the weights: each 1/8, dropped or doubled.
+    weights, _ = reference_forward(q, k, torch.eye(8, dtype=torch.float64)[None, :, None], call, seed=seed)
+    assert weights.unique().tolist() == pytest.approx([0.0, 0.25])
+
+
 def test_dropped_weights_depend_on_every_coordinate() -> None:
     index = torch.arange(32)
-    common = {"seed": torch.tensor([1, 2]), "dropout_p": 0.5, "branch": 0}
+    common = {"seed": torch.tensor([1, 2]), "dropout_p": 0.5}
     grids = {
         name: torch.meshgrid(index, index, indexing="ij")[0 if name == "queries" else 1] for name in ("queries", "keys")
     }
@@ -48,7 +57,6 @@ def test_dropped_weights_depend_on_every_coordinate() -> None:
     others = [
         keep_mask(**common, rows=zero + 1, heads=zero, **grids),
         keep_mask(**common, rows=zero, heads=zero + 1, **grids),
-        keep_mask(**(common | {"branch": 1}), rows=zero, heads=zero, **grids),
         keep_mask(**(common | {"seed": torch.tensor([1, 3])}), rows=zero, heads=zero, **grids),
         base.T,
     ]

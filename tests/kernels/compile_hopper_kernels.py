@@ -1,8 +1,8 @@
 """Compile for compute capability 9.0 what launches of Hopper kernels would run.
 
 An argument is a case, `forward|backward,HEAD_DIM,MASK`. The mask is `whole`, `causal`, `kept`: causal with a block
-layout, `documents`: causal with lengths, `dropped`: causal with dropout, or `folded` and
-`causal-folded`: with branches folded into each other.
+layout, `documents`: causal with lengths, `dropped`: causal with dropout, or `folded`, `causal-folded` and
+`dropped-folded`: with branches folded into each other.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         index=0,
         plan=SimpleNamespace(
             documents=3 if mask == "documents" else None,
-            drops=mask == "dropped",
+            drops="dropped" in mask,
             threshold=1 << 29,
             keep_scale=1.1,
             call=SimpleNamespace(head_offset=0, first_position=0),

@@ -130,23 +130,19 @@ def _weights(q: Tensor, k: Tensor, call: Call, sees: Tensor) -> tuple[Tensor, Te
 
 
 def _dropout(call: Call, seed: Tensor | None, b: int, tokens: slice, weights: Tensor) -> Tensor:
-    """The factor of every weight: 0 if it is dropped, else 1 / (1 - p)."""
+    """The factor of every weight: 0 if it is dropped, else 1 / (1 - p). It is the same in all branches."""
     if seed is None:
         return torch.ones_like(weights)
     positions = torch.arange(tokens.start, tokens.stop, device=weights.device)
-    keeps = [
-        keep_mask(
-            seed,
-            call.dropout_p,
-            rows=torch.tensor(b, device=weights.device),
-            heads=call.head_offset + torch.arange(weights.shape[1], device=weights.device)[:, None, None],
-            branch=branch,
-            queries=positions[:, None],
-            keys=positions[None, :],
-        )
-        for branch in range(weights.shape[0])
-    ]
-    return torch.stack(keeps).double() / (1.0 - call.dropout_p)
+    kept = keep_mask(
+        seed,
+        call.dropout_p,
+        rows=torch.tensor(b, device=weights.device),
+        heads=call.head_offset + torch.arange(weights.shape[1], device=weights.device)[:, None, None],
+        queries=positions[:, None],
+        keys=positions[None, :],
+    )
+    return kept.double() / (1.0 - call.dropout_p)
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:

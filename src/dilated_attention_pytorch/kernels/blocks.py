@@ -39,7 +39,6 @@ broadcast to `(S, H, ..., rows, keys)`."""
 def keep_by_position(
     seed: Tensor,
     call: Call,
-    branch: int,
     *,
     batch_rows: Tensor,
     heads: Tensor,
@@ -59,7 +58,6 @@ def keep_by_position(
             call.dropout_p,
             rows=batch_rows[segments].view(-1, 1, *ones),
             heads=(heads + call.head_offset).view(-1, *ones),
-            branch=branch,
             queries=queries(segments, i),
             keys=keys(segments, j),
         )

@@ -148,7 +148,6 @@ def _keep(part: Part, call: Call, seed: Tensor, query_heads: Tensor, dtype: torc
     return blocks.keep_by_position(
         seed,
         call,
-        part.branch,
         batch_rows=part.batch_rows(seed.device),
         heads=query_heads,
         queries=positions,

@@ -216,7 +216,6 @@ class Exchange:
         return keep_by_position(
             x.seed,
             self.call,
-            self.index,
             batch_rows=positions([rows.rows], x.seed.device),
             heads=positions([rows.heads], x.seed.device) * self.wire.groups + group,
             queries=lambda _, numbers: queries(numbers),

@@ -64,7 +64,7 @@ def delta_kernel(
 @triton.jit
 def _visit_queries(
     dk, dv, k, v, q_base, do_base, q_stride, do_stride, lse_base, delta_base, keys, first, last, tiles, count, seed,
-    b, dropout_head, branch, key_word, position, rate, qk_scale, keep_scale, threshold, row_level, key_level, before,
+    b, dropout_head, key_word, position, rate, qk_scale, keep_scale, threshold, row_level, key_level, before,
     hole,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr, FOLDED: tl.constexpr,
@@ -96,7 +96,7 @@ def _visit_queries(
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         dropped = p
         if DROPOUT:
-            row_word = dropout_row_word(seed, b, dropout_head, branch, position + rows * rate)
+            row_word = dropout_row_word(seed, b, dropout_head, position + rows * rate)
             kept = keeps(row_word[None, :], key_word[:, None], threshold)
             dropped = tl.where(kept, p * keep_scale, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
@@ -144,7 +144,7 @@ def _visit_keys(
 def dkdv_kernel(
     Q, K, V, Do, Lse, Delta, Dk, Dv, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
-    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, scale, keep_scale,
     threshold, rows_per_batch_row, skipped, periods,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -210,19 +210,19 @@ def dkdv_kernel(
         if CAUSAL:
             dk, dv = _visit_queries(
                 dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, first_row, unmasked,
-                query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
+                query_tiles, count, seed, b, dropout_head, key_word, position, rate, scale * LOG2_E, keep_scale,
                 threshold, row_level, key_level, before, hole,
                 D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
             )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, unmasked, whole,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
+            query_tiles, count, seed, b, dropout_head, key_word, position, rate, scale * LOG2_E, keep_scale,
             threshold, row_level, key_level, before, hole,
             D, BLOCK_D, BLOCK_M, False, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
         )  # fmt: skip
         dk, dv = _visit_queries(
             dk, dv, k, v, q_base, do_base, rate * q_n, rate * do_n, lse_base, delta_base, keys, whole, last,
-            query_tiles, count, seed, b, dropout_head, branch, key_word, position, rate, scale * LOG2_E, keep_scale,
+            query_tiles, count, seed, b, dropout_head, key_word, position, rate, scale * LOG2_E, keep_scale,
             threshold, row_level, key_level, before, hole,
             D, BLOCK_D, BLOCK_M, True, CAUSAL, DROPOUT, PRECISION, PIECES, FOLDED,
         )  # fmt: skip
@@ -239,7 +239,7 @@ def dkdv_kernel(
 def dq_kernel(
     Q, K, V, Do, Lse, Delta, Dq, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h, do_b, do_n, do_h,
-    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, scale, keep_scale,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, scale, keep_scale,
     threshold, rows_per_batch_row, skipped, periods,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -264,7 +264,7 @@ def dq_kernel(
     delta = tl.load(Delta + at, mask=rows < count, other=0.0)
     row_word = rows.to(tl.uint32)
     if DROPOUT:
-        row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
+        row_word = dropout_row_word(seed, b, head + head_offset, position + rows * rate)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     start, whole, last = key_steps(
         grids, first, first_row, count, b, segment, head, H, rows_per_batch_row,

@@ -225,7 +225,7 @@ def _plain_step(kernel: Any, name: str, branch: PlannedBranch, scale: float, kep
         slots = triton.cdiv(works.capacity(branch), count)
     numbers = (
         *plan.strides, plan.N, plan.H, branch.w, branch.r, heads, branch.heads.start * group, count,
-        branch.slots_per_row, plan.call.head_offset, plan.call.first_position, branch.index, scale, plan.keep_scale,
+        branch.slots_per_row, plan.call.head_offset, plan.call.first_position, scale, plan.keep_scale,
         plan.threshold, 0 if kept is None else kept.rows_per_batch_row, branch.fold.skipped, branch.fold.periods,
     )  # fmt: skip
     # Without a layout the kernels take None in place of its lists; a launch is then spared their pointers.

@@ -76,7 +76,7 @@ def _visit_keys(
 def forward_kernel(
     Q, K, V, Out, Lse, lines, offsets, seed, grids, first, kept,
     q_b, q_n, q_h, k_b, k_n, k_h, v_b, v_n, v_h,
-    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, branch, qk_scale,
+    N, H, W, rate, heads, first_head, tiles, slots_per_row, head_offset, first_position, qk_scale,
     keep_scale, threshold, rows_per_batch_row, skipped, periods,
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, CONTINUES: tl.constexpr, LISTED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -108,7 +108,7 @@ def forward_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_word = rows.to(tl.uint32)
     if DROPOUT:
-        row_word = dropout_row_word(seed, b, head + head_offset, branch, position + rows * rate)
+        row_word = dropout_row_word(seed, b, head + head_offset, position + rows * rate)
 
     # Whole key tiles that need no mask, then the rest.
     start, whole, last = key_steps(

@@ -87,8 +87,8 @@ class Plan:
         table = call.offsets(self.H, key.shape[2])
         order, covers = _order(call, table, self.N, in_documents=spans is not None)
         folds = [Fold()] * len(table)
-        # Dropout draws for every branch on its own. Wider heads leave no registers for the weights of rows.
-        if covers and not drops and call.sparse is None and call.table is None and self.D <= 128:
+        # Wider heads leave no registers for the weights of rows.
+        if covers and call.sparse is None and call.table is None and self.D <= 128:
             folds = fold_branches(call.spec.branches, table, self.N)
             order = [index for index in order if not folds[index].is_empty]
         # A single folded branch is one launch, too, of Hopper's kernels.

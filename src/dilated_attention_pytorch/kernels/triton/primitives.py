@@ -12,7 +12,7 @@ import triton.language as tl
 # Numbers that vary from call to call: specialising on them (on being 1, or divisible by 16) would compile anew.
 UNSPECIALIZED = (
     "N", "H", "W", "rate", "heads", "first_head", "tiles", "slots_per_row", "head_offset",
-    "first_position", "branch", "threshold", "rows_per_batch_row", "skipped", "periods",
+    "first_position", "threshold", "rows_per_batch_row", "skipped", "periods",
 )  # fmt: skip
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -131,10 +131,10 @@ def mix(word):
 
 
 @triton.jit
-def dropout_row_word(seed, b, head, branch, queries):
+def dropout_row_word(seed, b, head, queries):
     """What the hash of every key of a query row starts from, `(rows,)`."""
     golden = tl.full([1], 0x9E3779B9, tl.uint32)
-    word = mix(tl.load(seed).to(tl.uint32) + golden * (branch + 1))
+    word = mix(tl.load(seed).to(tl.uint32) + golden)
     word = mix(word ^ mix(tl.load(seed + 1).to(tl.uint32) + golden))
     word = mix(word ^ mix(b.to(tl.uint32) + golden))
     word = mix(word ^ mix(head.to(tl.uint32) + golden))

@@ -83,12 +83,12 @@ def forward_kernel(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_word = tokens.to(tl.uint32)
+    if DROPOUT:
+        row_word = dropout_row_word(seed, b, head + head_offset, first_position + tokens)
     for i in range(branches):
         is_on, rate, token, count = _grid(table, i, H // GROUP, kv, remainder, first, N)
         if is_on:
-            row_word = tokens.to(tl.uint32)
-            if DROPOUT:
-                row_word = dropout_row_word(seed, b, head + head_offset, i, first_position + tokens)
             k_base = K + b * k_b + token * k_n + kv * k_h
             v_base = V + b * v_b + token * v_n + kv * v_h
             end = count
@@ -142,12 +142,12 @@ def dq_kernel(
     tl.store(Delta + at, delta, mask=tokens < N)
     lse = tl.load(Lse + at, mask=tokens < N, other=0.0) * LOG2_E
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_word = tokens.to(tl.uint32)
+    if DROPOUT:
+        row_word = dropout_row_word(seed, b, head + head_offset, first_position + tokens)
     for i in range(branches):
         is_on, rate, token, count = _grid(table, i, H // GROUP, kv, remainder, first, N)
         if is_on:
-            row_word = tokens.to(tl.uint32)
-            if DROPOUT:
-                row_word = dropout_row_word(seed, b, head + head_offset, i, first_position + tokens)
             k_base = K + b * k_b + token * k_n + kv * k_h
             v_base = V + b * v_b + token * v_n + kv * v_h
             end = count
@@ -218,7 +218,7 @@ def dkdv_kernel(
                     dp = tl.dot(v, do.T, input_precision=PRECISION)
                     kept_p = p
                     if DROPOUT:
-                        row_word = dropout_row_word(seed, b, head + head_offset, i, first_position + queries)
+                        row_word = dropout_row_word(seed, b, head + head_offset, first_position + queries)
                         kept = keeps(row_word[None, :], key_word[:, None], threshold)
                         kept_p = tl.where(kept, p * keep_scale, 0.0)
                         dp = tl.where(kept, dp * keep_scale, 0.0)

@@ -367,7 +367,7 @@ def _consume(
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.
-_VARYING = (*Sizes._fields, "turns_at", "rows_per_batch_row", "continues", *Dropout._fields[1:4], "threshold")
+_VARYING = (*Sizes._fields, "turns_at", "rows_per_batch_row", "continues", *Dropout._fields[1:3], "threshold")
 
 
 @gluon.jit(do_not_specialize=_VARYING)
@@ -376,7 +376,7 @@ def backward_kernel(
     Lse, Delta, Dq, Dk, Dv, Scratch, Lines, offsets, seed,
     Grids, First, Queries, QueryTurns, KeyFirst,
     N, H, W, rate, heads, first_head, rows, slots_per_row, units, teams, team_size, lag, group, skipped, periods,
-    turns_at, rows_per_batch_row, continues, head_offset, first_position, branch, threshold, keep_scale, scale,
+    turns_at, rows_per_batch_row, continues, head_offset, first_position, threshold, keep_scale, scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_M: gl.constexpr, KV_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
@@ -410,7 +410,7 @@ def backward_kernel(
         words = gl.allocate_shared_memory(gl.uint32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         factors = gl.allocate_shared_memory(gl.uint32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     inputs = _Inputs(q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, words, factors)
-    dropout = Dropout(seed, head_offset, first_position, branch, keep_scale, threshold)
+    dropout = Dropout(seed, head_offset, first_position, keep_scale, threshold)
     if DOCUMENTS:
         units = gl.load(Lines) * heads
     sizes = Sizes(

@@ -46,12 +46,11 @@ def copy_rows(source, b, token, row, head, N, rate, barrier, smem, ROWS: gl.cons
 
 
 class Dropout(NamedTuple):
-    """What decides which probabilities of a call's branch are dropped: see `core.dropout`."""
+    """What decides which probabilities of a call are dropped: see `core.dropout`."""
 
     seed: Any
     head_offset: Any
     first_position: Any
-    branch: Any
     keep_scale: Any
     threshold: Any
 
@@ -67,7 +66,7 @@ def mix(word):
 @gluon.jit
 def dropout_rows(dropout, b, head, tokens):
     """The words of query rows."""
-    word = mix(gl.load(dropout.seed).to(gl.uint32) + (dropout.branch + 1).to(gl.uint32) * GOLDEN)
+    word = mix(gl.load(dropout.seed).to(gl.uint32) + GOLDEN)
     word = mix(word ^ mix(gl.load(dropout.seed + 1).to(gl.uint32) + GOLDEN))
     word = mix(word ^ mix(b.to(gl.uint32) + GOLDEN))
     word = mix(word ^ mix((head + dropout.head_offset).to(gl.uint32) + GOLDEN))

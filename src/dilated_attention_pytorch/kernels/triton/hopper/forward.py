@@ -420,12 +420,12 @@ def _consume(
 
 
 # Numbers that vary from call to call: specialising on them would compile anew.
-@gluon.jit(do_not_specialize=(*Sizes._fields, "rows_per_batch_row", *Dropout._fields[1:4], "threshold"))
+@gluon.jit(do_not_specialize=(*Sizes._fields, "rows_per_batch_row", *Dropout._fields[1:3], "threshold"))
 def forward_kernel(
     q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, Out, Lse, Lines, offsets, seed,
     Grids, First, Kept,
     N, H, W, rate, heads, first_head, tiles, slots_per_row, batch, programs, group, skipped, periods,
-    rows_per_batch_row, head_offset, first_position, branch, threshold, keep_scale, qk_scale,
+    rows_per_batch_row, head_offset, first_position, threshold, keep_scale, qk_scale,
     D: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     REGISTERS: gl.constexpr, ORDERED: gl.constexpr, CAUSAL: gl.constexpr, CONTINUES: gl.constexpr,
     DOCUMENTS: gl.constexpr, SPARSE: gl.constexpr, DROPOUT: gl.constexpr, FOLDED: gl.constexpr,
@@ -459,7 +459,7 @@ def forward_kernel(
         words = gl.allocate_shared_memory(gl.uint32, [STAGES, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     orders = gl.allocate_shared_memory(gl.int32, [SLOTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     staged = (q_smem, k_smem, v_smem, words, orders)
-    dropout = Dropout(seed, head_offset, first_position, branch, keep_scale, threshold)
+    dropout = Dropout(seed, head_offset, first_position, keep_scale, threshold)
     sources = Rows(q_desc, q_tail), Rows(k_desc, k_tail), Rows(v_desc, v_tail)
     lists = Lists(offsets, offsets, offsets, N)
     if SPARSE:

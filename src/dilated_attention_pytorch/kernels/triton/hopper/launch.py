@@ -166,7 +166,7 @@ def backward_launch(
 def _dropout(branch) -> tuple[float, ...]:
     """What the kernels know of dropout besides its seed."""
     call = branch.plan.call
-    return call.head_offset, call.first_position, branch.index, branch.plan.threshold, branch.plan.keep_scale
+    return call.head_offset, call.first_position, branch.plan.threshold, branch.plan.keep_scale
 
 
 def _no_lists(kept: BranchLayout | None, count: int) -> tuple[None, ...]:
