@@ -174,7 +174,7 @@ def targets(rows: Sequence[Row]) -> Table:
             if any(target.applies_to(row) for row in rows):
                 table.rows.append([target.text, "", "", "", "not measured"])
             continue
-        met = "met" if judged.met == judged.cases else "not met"
+        met = "met" if judged.is_met else "not met"
         of = f"{judged.met} of {judged.cases}"
         table.rows.append([target.text, f"{judged.worst:.3g}", judged.case.title, of, met])
     return table
@@ -184,7 +184,7 @@ def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
     for target in TARGETS:
         if judged := judge(target, rows):
             worst = f"worst {judged.worst:.3g} ({judged.case.title})"
-            yield Verdict(judged.met == judged.cases, f"{target.text}; {worst}")
+            yield Verdict(judged.is_met, f"{target.text}; {worst}")
 
 
 def published(rows: Sequence[Row]) -> Table:

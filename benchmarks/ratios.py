@@ -146,7 +146,7 @@ RATIOS: dict[str, tuple[str, Ratio]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A limit on a ratio, for the cases that it applies to."""
+    """A limit on a ratio, for the cases that it applies to. Up to `most_near` of them may miss it by up to `near`."""
 
     text: str
     ratio: Ratio
@@ -154,6 +154,8 @@ class Target:
     cases: Callable[[Row], bool] = lambda row: True
     at_least: bool = True
     device: str = "cuda"
+    near: float = 0.0
+    most_near: int = 0
 
     def applies_to(self, row: Row) -> bool:
         return row.case.device == self.device and self.cases(row)
@@ -188,12 +190,15 @@ TARGETS = (
         lambda row: _is_gigapath_alone(row) and row.case.tokens >= 45_000,
     ),
     Target(
-        "a GPU, 131,072 tokens or more, a longest segment of all of them: dense attention's rate at the same FLOPs",
+        "a GPU, 131,072 tokens or more, a longest segment of all of them: dense attention's rate at the same FLOPs, "
+        "or 0.97 of it in up to 3 cases",
         rate,
         1.0,
         lambda row: (
             row.suite == "attention" and row.case.tokens >= 131_072 and max(row.case.segment_lengths) >= row.case.tokens
         ),
+        near=0.03,
+        most_near=3,
     ),
     Target(
         "a GPU, the kernels that run on any: 1.15 of the rate of PyTorch's flash kernel, or better",
@@ -263,12 +268,13 @@ def _is_gigapath_alone(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Judged:
-    """The worst value for a target, its case, and how many cases met the target."""
+    """The worst value for a target, its case, and how many cases met its limit; whether the target is met."""
 
     worst: float
     case: Case
     met: int
     cases: int
+    is_met: bool
 
 
 def judge(target: Target, rows: Sequence[Row]) -> Judged | None:
@@ -279,7 +285,9 @@ def judge(target: Target, rows: Sequence[Row]) -> Judged | None:
     if not values:
         return None
     worst, case = (min if target.at_least else max)(values, key=lambda pair: pair[0])
-    return Judged(worst, case, sum(target.met_by(value) for value, _ in values), len(values))
+    met = sum(target.met_by(value) for value, _ in values)
+    is_near = abs(worst - target.limit) <= target.near and len(values) - met <= target.most_near
+    return Judged(worst, case, met, len(values), met == len(values) or is_near)
 
 
 @dataclass(frozen=True)

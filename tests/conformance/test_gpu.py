@@ -83,6 +83,9 @@ def test_kernels_for_long_segments_keep_the_error_budget(name, plans) -> None:
 
 # Every branch is folded into the one before it, and the third lies in one segment.
 NESTED = {"segment_lengths": (512, 1024, 4000), "dilation_rates": (1, 2, 4)}
+FEW = {
+    "tokens": 24, "segment_lengths": (64, 256), "dilation_rates": (1, 2), "batch": 3, "lengths": "left-padded",
+}  # fmt: skip
 FOLDED_CASES = {
     "D=64": (BF16, variant(**NESTED, head_dim=64)),
     "D=64, not causal": (BF16, variant(**NESTED, head_dim=64, is_causal=False)),
@@ -95,6 +98,8 @@ FOLDED_CASES = {
         variant(head_dim=64, heads=8, kv_heads=8, segment_lengths=(1024, 3001), dilation_rates=(1, 8)),
     ),
     "float32": (FP32, variant(**NESTED, head_dim=64)),
+    "few tokens": (BF16, variant(**FEW, head_dim=64)),
+    "float32, few tokens": (FP32, variant(**FEW, head_dim=16)),
     "packed": (BF16, variant(**NESTED, head_dim=64, batch=1, lengths="packed")),
     "packed, not causal": (BF16, variant(**NESTED, head_dim=128, batch=1, lengths="packed", is_causal=False)),
     "right-padded, not causal": (
@@ -113,7 +118,7 @@ def test_folded_branches_keep_the_error_budget(name, kernels, plans) -> None:
         assert all(plan.short is not None for plan in plans)
         return
     assert all(plan.branches and not any(branch.fold.is_plain for branch in plan.branches) for plan in plans)
-    if kernels == "best" and dtype != FP32:
+    if kernels == "best" and dtype != FP32 and "few tokens" not in name:
         plans.assert_hopper_ran()
 
 

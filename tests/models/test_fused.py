@@ -23,6 +23,8 @@ MODELS = [
     {"activation": "relu", "dim_feedforward": 72, "norm": "rms", "head_layout": "blocked"},
 ]
 
+WIDE = {"d_model": 512, "num_heads": 4}
+
 
 def model_of(device: str, dtype: torch.dtype, **sizes) -> LongNetLM:
     torch.manual_seed(0)
@@ -88,12 +90,16 @@ def test_angles_are_exact_far_into_a_document(positions, device) -> None:
         (MODELS[0], 3, torch.float16, 1e-2),
         (MODELS[0], 1, torch.float32, 2e-3),
         (MODELS[1], 3, torch.float32, 2e-3),
+        *((WIDE, batch, torch.bfloat16, 6e-2) for batch in (1, 3)),
+        (WIDE, 1, torch.float32, 2e-3),
     ],
 )
 def test_a_fused_step_gives_the_logits_of_the_modules(sizes, batch, dtype, tolerance) -> None:
     long = {"d_model": 128, "segment_lengths": (512, 2048), "num_heads": 4} | sizes
-    if "d_model" in sizes:
+    if sizes.get("d_model") == 48:
         long |= {"d_model": 192, "num_heads": 3}
+    if "scale_base" in sizes:
+        long |= {"scale_base": 512.0}  # segments are longer than in the interpreter
     check(model_of("cuda", dtype, **long), batch, 20, "cuda", tolerance)
 
 
