@@ -31,7 +31,8 @@ _RECIPE = (
     "AdamW at 1.5e-3 and 5e-3. Muon at 1e-2 was the best; 8e-3, which is a little below it for longer runs, was not "
     "tried. Nothing was chosen for the dense model, which may do better with another rate. The first two runs, seed 0 "
     "of dilated-8K and dense-8K, updated one matrix at a time with Muon, and later ones update those of one shape "
-    "together: steps of the first two took longer for that, so compare their times with each other only."
+    "together: steps of the first two took longer for that, so compare their times with each other only. Seed 0 of "
+    "paired-8K shared the GPU with other programs, so its time is too long."
 )
 # What was done to a dilated model, as the names of runs begin.
 _TRIED = {
