@@ -289,6 +289,7 @@ def test_gaps_are_told_apart_by_the_place_in_a_segment() -> None:
         "settings": json.loads(json.dumps(dataclasses.asdict(FULL))),
         "seed": 0,
         "branches": [[2048, 8192], [1, 4]],
+        "step_seconds": 1.0,
     }
     dense = shared | {"run": "dense-8K", "positions": [1.0] * 64, "validation": 1.0}
     own = [1.0] * 16 + ([1.5] * 4 + [1.2] * 8 + [1.1] * 4) * 3
@@ -309,6 +310,12 @@ def test_curves_are_compared_at_the_same_seconds() -> None:
     assert "After 20 seconds dilated-8K needs 45.00 % (one seed) fewer" in report._same_seconds(
         results, "dilated-8K", "dense-8K"
     )
+
+
+def test_a_step_takes_as_long_as_with_the_seed_that_was_disturbed_least() -> None:
+    shared = {"settings": json.loads(json.dumps(dataclasses.asdict(FULL))), "run": "dense-8K"}
+    results = report.Results([shared | {"seed": seed, "step_seconds": 2.0 - seed} for seed in (0, 1)])
+    assert results.figures("dense-8K", lambda record: record["step_seconds"]).values == (1.0, 1.0)
 
 
 @pytest.mark.gpu
