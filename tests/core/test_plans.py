@@ -89,6 +89,17 @@ def test_the_least_recently_used_goes_first(cache) -> None:
     assert cache.get_stats()["evictions"] == 1
 
 
+@pytest.mark.parametrize(
+    ("pattern", "error"),
+    [(torch.eye(2).to_sparse(), r"must be dense.*to_dense\(\)"), (torch.empty(2, device="meta"), "must have values")],
+    ids=["sparse", "meta"],
+)
+def test_a_pattern_that_cannot_be_copied_is_refused(cache, pattern, error) -> None:
+    with pytest.raises(ValueError, match=error):
+        cache.put("key", pattern)
+    assert cache.get("key") is None
+
+
 def test_putting_a_key_again_replaces_it_and_evicts_nobody(cache) -> None:
     for key in "abcd":
         cache.put(key, rows())

@@ -46,6 +46,8 @@ class Entry:
         def keep(x: Tensor) -> Tensor:
             if x.is_meta:
                 raise ValueError("a pattern must have values to keep, got a tensor on the device meta")
+            if x.layout != torch.strided:
+                raise ValueError(f"a pattern must be dense, got a tensor of layout {x.layout}: pass its to_dense()")
             kept = x.detach().to("cpu", copy=True)
             return kept.pin_memory() if pinned else kept
 
