@@ -84,7 +84,8 @@ def _page(results: Results) -> Iterable[str]:
     yield (
         f"The curves, and so the comparison at the same seconds, are of {settings['validation_windows']} of the "
         f"{settings['windows']} held-out stretches that the table is of: compare curves with each other, not with the "
-        "table."
+        "table. The time of a step is the smallest over seeds, since some runs shared the GPU with other programs. "
+        "With one seed, it may be too long."
     )
     yield _cost_table(results)
     yield "## Where in the sequence"
@@ -122,8 +123,7 @@ def _method(results: Results) -> Iterable[str]:
         "the branches of `branches_for` for the number of heads, the last of which spans the sequence; the *sliding "
         "window* has tiles, and the width at which it costs as many FLOPs as the dilated model of its length. "
         f"{_OPTIMIZERS[settings['optimizer']]}, peak learning rate {settings['learning_rate']:g}, cosine. Seeds "
-        "decide the weights and the order of the text; ± is half of the range over seeds. The time of a step is the "
-        "smallest over seeds, as some runs shared the GPU with other programs."
+        "decide the weights and the order of the text; ± is half of the range over seeds."
     )
     yield (
         f"Models of different lengths differ in one more thing. {settings['places']} steps read "

@@ -52,7 +52,7 @@ class Results:
         self.runs: dict[str, dict[int, Record]] = {}
         for record in records:
             self.runs.setdefault(record["run"], {})[record["seed"]] = record
-        # What else the GPU did slows a step down, and the seed does not.
+        # Other programs on the GPU slow a step down; the seed does not.
         for seeds in self.runs.values():
             fastest = min(record["step_seconds"] for record in seeds.values())
             seeds.update({seed: {**record, "step_seconds": fastest} for seed, record in seeds.items()})

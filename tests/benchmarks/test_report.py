@@ -150,7 +150,7 @@ def test_one_case_is_enough_to_miss_a_target(tmp_path) -> None:
     assert f"| 0.9 | {other.title} | 1 of 2 | not met |" in (tmp_path / "page.md").read_text()
 
 
-@pytest.mark.parametrize(("rates", "is_met"), [([390.0], True), ([380.0], False), ([390.0] * 4, False)])
+@pytest.mark.parametrize(("rates", "is_met"), [([388.0], True), ([387.0], False), ([390.0] * 4, False)])
 def test_a_few_cases_may_be_a_little_off_full_reach(tmp_path, rates, is_met) -> None:
     cases = [case for case in CASES["attention"] if max(case.segment_lengths) >= case.tokens >= 131_072]
     lines = [line("attention", case, "dense, same FLOPs") for case in cases]

@@ -85,7 +85,6 @@ def main(direction: str, head_dim: str, mask: str) -> None:
         is_causal=mask not in ("whole", "folded"),
         fold=Fold(128, 6, (0, 1)) if "folded" in mask else Fold(),
         continues=True,
-        index=0,
         plan=SimpleNamespace(
             documents=3 if mask == "documents" else None,
             drops="dropped" in mask,

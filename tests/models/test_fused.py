@@ -96,8 +96,8 @@ def test_angles_are_exact_far_into_a_document(positions, device) -> None:
 )
 def test_a_fused_step_gives_the_logits_of_the_modules(sizes, batch, dtype, tolerance) -> None:
     long = {"d_model": 128, "segment_lengths": (512, 2048), "num_heads": 4} | sizes
-    if sizes.get("d_model") == 48:
-        long |= {"d_model": 192, "num_heads": 3}
+    if sizes.get("d_model") == 48:  # too narrow for a GPU, as the default is
+        long |= {"d_model": 192}
     if "scale_base" in sizes:
         long |= {"scale_base": 512.0}  # segments are longer than in the interpreter
     check(model_of("cuda", dtype, **long), batch, 20, "cuda", tolerance)
