@@ -78,16 +78,15 @@ def _visit_queries(
         rows = start + tl.arange(0, BLOCK_M)
         q = load_rows(q_base, rows, q_stride, D, BLOCK_D, count, MASKED)
         do = load_rows(do_base, rows, do_stride, D, BLOCK_D, count, MASKED)
+        s = tl.dot(k, q.T, input_precision=PRECISION)
         if MASKED:
             lse = tl.load(lse_base + rows.to(tl.int64) * rate, mask=rows < count, other=0.0) * LOG2_E
-            delta = tl.load(delta_base + rows.to(tl.int64) * rate, mask=rows < count, other=0.0)
         else:
             lse = tl.load(lse_base + rows.to(tl.int64) * rate) * LOG2_E
-            delta = tl.load(delta_base + rows.to(tl.int64) * rate)
-        s = tl.dot(k, q.T, input_precision=PRECISION) * qk_scale
+        below = lse[None, :]
         if FOLDED:
-            s += tl.minimum(key_level[:, None], row_level[None, :])
-        p = tl.exp2(s - lse[None, :])  # (keys, rows)
+            below -= tl.minimum(key_level[:, None], row_level[None, :])
+        p = tl.exp2(s * qk_scale - below)  # (keys, rows)
         if MASKED:
             sees = (keys[:, None] < count) & (rows[None, :] < count)
             if CAUSAL:
@@ -101,6 +100,10 @@ def _visit_queries(
             dropped = tl.where(kept, p * keep_scale, 0.0)
             dp = tl.where(kept, dp * keep_scale, 0.0)
         dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+        if MASKED:
+            delta = tl.load(delta_base + rows.to(tl.int64) * rate, mask=rows < count, other=0.0)
+        else:
+            delta = tl.load(delta_base + rows.to(tl.int64) * rate)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -122,10 +125,11 @@ def _visit_keys(
         keys = start + tl.arange(0, BLOCK_N)
         k = load_rows(k_base, keys, k_stride, D, BLOCK_D, count, MASKED)
         v = load_rows(v_base, keys, v_stride, D, BLOCK_D, count, MASKED)
-        s = tl.dot(q, k.T, input_precision=PRECISION) * qk_scale
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        below = lse[:, None]
         if FOLDED:
-            s += tl.minimum(row_level[:, None], key_level[None, :])
-        p = tl.exp2(s - lse[:, None])  # (rows, keys)
+            below -= tl.minimum(row_level[:, None], key_level[None, :])
+        p = tl.exp2(s * qk_scale - below)  # (rows, keys)
         if MASKED:
             sees = (keys[None, :] < count) & (rows[:, None] < count)
             if CAUSAL:

@@ -60,10 +60,12 @@ def row_levels(rows, phase, periods):
 
     The grids are nested, so a pair is on as many branches as whichever of its rows is on fewer.
     """
-    count = rows * 0
-    for exponent in tl.static_range(1, 4):
-        is_on = (periods & (1 << exponent) != 0) & (((rows - phase) & ((1 << exponent) - 1)) == 0)
-        count += is_on.to(tl.int32)
+    # No period is longer than 8. So the counts of eight rows, two bits each, are one number per program, and since a
+    # thread's columns of a tile are 8 apart, the compiler keeps few of their levels in registers.
+    counts = (periods >> 1 & 1) * 0x1111 + (periods >> 2 & 1) * 0x0101 + (periods >> 3 & 1)  # of rows from phase on
+    turn = (phase & 7) * 2
+    counts = counts << turn | counts >> (16 - turn)
+    count = counts >> (rows & 7) * 2 & 3
     return tl.where(count < 2, count.to(tl.float32), tl.where(count == 2, 1.5849625, 2.0))  # log2 of 1, 2, 3 and 4
 
 
