@@ -39,6 +39,7 @@ _TRIED = {
     "staggered": "every other layer has segments that are 23/16 as long, so that borders rarely meet",
     "doubled": "a second branch of rate 1 has segments that are 11/16 as long",
     "paired": "a second branch of rate 1 and a larger last rate take the place of the branches between",
+    "paired-staggered": "paired and staggered",
     "windowed": "a sliding window that costs as much takes the place of all branches but the last",
     "causal": "with the branches of `branches_for(is_causal=True)`",
     "qk-norm": "with queries and keys scaled by an RMS norm",

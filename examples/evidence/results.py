@@ -18,6 +18,7 @@ KINDS = {
     "doubled": "dilated, doubled",
     "windowed": "window and dilated",
     "paired": "dilated, paired",
+    "paired-staggered": "dilated, paired and staggered",
 }
 
 

@@ -20,7 +20,7 @@ from examples.evidence.patterns import LAST, WindowedDilatedAttention, some_bran
 from examples.recall import narrowest_window, pairs_per_head, sliding_window, window_pairs
 
 Kind = Literal["dense", "dilated", "window"]
-Near = Literal["segments", "staggered", "doubled", "paired", "windowed"]
+Near = Literal["segments", "doubled", "paired", "windowed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +108,10 @@ class Run:
     attention or length, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence, and
     `is_causal` adds the branches of `branches_for(is_causal=True)`. `extra` runs take place only if they are named.
 
-    `near` is how a dilated model sees its nearest tokens: in the segments of `branches_for`; in segments that are
-    longer in every other layer; in a second branch of rate 1 with shorter segments, too; in these two branches, in
-    place of all branches but the last, whose rate is then at least 8; or in a sliding window, in place of all branches
-    but the last and at their cost.
+    `near` is how a dilated model sees its nearest tokens: in the segments of `branches_for`; in a second branch of rate
+    1 with shorter segments, too; in these two branches, in place of all branches but the last, whose rate is then at
+    least 8; or in a sliding window, in place of all branches but the last and at their cost. With `stagger`, segments
+    are longer in every other layer.
     """
 
     name: str
@@ -123,6 +123,7 @@ class Run:
     reaches: bool = True
     is_causal: bool = False
     near: Near = "segments"
+    stagger: bool = False
     qk_norm: bool = False
     once: bool = False
     extra: bool = False
@@ -165,7 +166,7 @@ class Run:
             return WindowedDilatedAttention(spec, self.scale.window_tile, self._tiles_before)
         if without_reach:
             spec = some_branches(spec, slice(-1))
-        spec = spec.of_layer(layer, self.near == "staggered")
+        spec = spec.of_layer(layer, self.stagger)
         return DilatedAttention(spec.segment_lengths, spec.dilation_rates, head_layout=spec.head_layout)
 
     @property
@@ -203,7 +204,7 @@ class Run:
             segment_lengths=spec.segment_lengths,
             dilation_rates=spec.dilation_rates,
             head_layout=spec.head_layout,
-            stagger=self.near == "staggered",
+            stagger=self.stagger,
             qk_norm=self.qk_norm,
         )
 
@@ -264,9 +265,10 @@ def all_runs(scale: Scale) -> list[Run]:
         at("dilated", longest),
         at("dilated", long, "blocked", head_layout="blocked", once=True),
         at("dilated", long, "local", reaches=False, once=True),
-        *(at("dilated", n, "staggered", near="staggered", extra=True) for n in (middle, long)),
+        *(at("dilated", n, "staggered", stagger=True, extra=True) for n in (middle, long)),
         *(at("dilated", n, "doubled", near="doubled", extra=True) for n in (middle, long)),
         *(at("dilated", n, "paired", near="paired", extra=True) for n in (middle, long)),
+        *(at("dilated", n, "paired-staggered", near="paired", stagger=True, extra=True) for n in (middle, long)),
         *(at("dilated", n, "windowed", near="windowed", extra=True) for n in (middle, long)),
         at("dilated", long, "causal", is_causal=True, once=True, extra=True),
         at("dilated", long, "qk-norm", qk_norm=True, once=True, extra=True),

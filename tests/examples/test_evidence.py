@@ -116,6 +116,8 @@ def test_the_runs_are_those_of_the_experiment() -> None:
     paired = runs["paired-8K"].spec()
     assert (paired.segment_lengths, paired.dilation_rates) == ((1408, 2048, 8192), (1, 1, 8))
     assert runs["paired-8K"].keys_per_row == pytest.approx(runs["dilated-8K"].keys_per_row, rel=0.02)
+    layers = [runs["paired-staggered-8K"].attention(8192, layer).segment_lengths for layer in range(2)]
+    assert layers == [(1408, 2048, 8192), (2024, 2944, 11_776)]
     assert 1 <= runs["windowed-8K"].keys_per_row / runs["dilated-8K"].keys_per_row < 1.07
 
 
