@@ -11,7 +11,7 @@ from examples.evidence.results import KINDS, Results, at_length
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = dict(zip(KINDS, (COLOURS[name] for name in ("s1", "s0", "s2", "s3", "s5", "s4", "s6", "s7"))))
+_COLOURS = dict(zip(KINDS, (COLOURS[name] for name in ("s1", "s0", "s2", "s3", "s5", "s4", "s6", "s7")), strict=True))
 _LINES = (":", "--", "-", "-.")  # by length, from the shortest
 
 
