@@ -141,7 +141,9 @@ def run_evidence(arguments: argparse.Namespace) -> None:
                 lines = "".join(json.dumps(record) + "\n" for record in records)
                 write_whole(out / RECORDS, methodcaller("write_text", lines))
                 done.add((run.name, seed))
-            needed = {one.starts_as for one, other in pieces if other == seed and (one.name, seed) not in done}
+            # Also by runs of another call: to train it again would take minutes.
+            waiting = {*pieces, *((one, seed) for one in all_runs(scale) if seed in one.seeds and not one.extra)}
+            needed = {one.starts_as for one, other in waiting if other == seed and (one.name, seed) not in done}
             for name in (run.name, run.starts_as):
                 if name is not None and name not in needed:
                     drop_checkpoint(name, seed, out)

@@ -72,7 +72,7 @@ def cost(results: Results) -> Figure:
             points = [(some[0][0] * scale, sum(bits for _, bits in some) / len(some)) for some in zip(*curves)]
             label = _label(name) if index == 0 else None
             axes.plot(*zip(*points), label=label, linewidth=1.2, **_line(results, name))
-            shown += [bits for _, bits in points[len(points) // 4 :]]
+            shown += [bits for _, bits in points[len(points) // 2 :]]
         axes.set(xlabel=unit)
         axes.grid()
     if shown:

@@ -32,7 +32,7 @@ _RECIPE = (
     "tried. Nothing was chosen for the dense model, which may do better with another rate. The first two runs, seed 0 "
     "of dilated-8K and dense-8K, updated one matrix at a time with Muon, and later ones update those of one shape "
     "together: steps of the first two took longer for that, so compare their times with each other only. Seed 0 of "
-    "paired-8K shared the GPU with other programs, so its time is too long."
+    "paired-8K and of paired-staggered-8K shared the GPU with other programs, so their times are too long."
 )
 # What was done to a dilated model, as the names of runs begin.
 _TRIED = {
@@ -44,6 +44,9 @@ _TRIED = {
     "causal": "with the branches of `branches_for(is_causal=True)`",
     "qk-norm": "with queries and keys scaled by an RMS norm",
 }
+
+
+_PATTERNS = ("staggered", "doubled", "paired", "paired-staggered", "causal")  # those that are branches alone
 
 
 def write(folder: Path, records: Sequence[Record]) -> Path:
@@ -320,6 +323,11 @@ def _advice(results: Results) -> str:
             said.append(f"At {short(length)} a step of the dilated model is {speed} and it {learns}. {verdict}.")
         elif results.has(dilated):
             said.append(f"At {short(length)} only the dilated model was trained.")
+        others = [name for kind in _PATTERNS if results.has(name := results.name(kind, length), dense)]
+        gaps = {name: gap for name in others if (gap := results.difference(name, dense)).values}
+        if gaps:
+            best = min(gaps, key=lambda name: gaps[name].mean)
+            said.append(f"The best other branches at {short(length)}, {best}, need {_more(gaps[best])} than dense.")
         window = results.name("window", length)
         behind = results.difference(dilated, window) if results.has(dilated, window) else Figures(())
         if behind.values and behind.mean > 1.0:

@@ -15,9 +15,10 @@ import torch
 from dilated_attention_pytorch.files import sweep_partials, write_whole
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.train.data import Batch
+from dilated_attention_pytorch.train.loop import interrupts
 from dilated_attention_pytorch.train.memory import make_optimizer, prepare
 from dilated_attention_pytorch.train.presets import float32_products
-from dilated_attention_pytorch.train.ranks import Ranks
+from dilated_attention_pytorch.train.ranks import Ranks, Stopped
 from dilated_attention_pytorch.train.step import Stepper
 from examples.evidence.corpus import Tokens
 from examples.evidence.measures import throughout
@@ -47,7 +48,10 @@ class Progress:
 
 
 def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline: float) -> tuple[LongNetLM, Progress]:
-    """The trained model and its curve. Continues from a checkpoint in `out`, and saves one when time is up."""
+    """The trained model and its curve. Continues from a checkpoint in `out`, and saves one when it is stopped.
+
+    That is when time is up, and after Ctrl-C or SIGTERM.
+    """
     config, scale = run.config(seed, device), run.scale
     folder = out / f"{run.name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,11 +67,11 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
         progress.step = _load(out / f"{run.starts_as}-{seed}", model, optimizer, device).step
     saved = time.monotonic()
     batches = draw(run, seed, tokens, first=progress.step + 1)
-    with float32_products(device == "cuda"):
+    with float32_products(device == "cuda"), interrupts(patient=False) as came:
         for step in range(progress.step + 1, config.steps + 1):
-            if time.monotonic() > deadline:
+            if came or time.monotonic() > deadline:
                 _save(folder, model, optimizer, progress)
-                raise TimeIsUp
+                raise Stopped(came[0]) if came else TimeIsUp
             began = time.perf_counter()
             outcome = stepper.step(next(batches), step)()
             if outcome.is_broken:

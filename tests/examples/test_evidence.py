@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -182,6 +183,23 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tokens, tmp_path, monke
         assert torch.equal(weight, again.state_dict()[name]), name
 
 
+def test_a_run_that_a_signal_stops_is_saved_and_goes_on(tokens, tmp_path, monkeypatch) -> None:
+    run, validated, stopped_at = find_run("dilated-128", SMALL), training.throughout, []
+
+    def interrupt(*arguments):
+        if not stopped_at:
+            stopped_at.append(signal.raise_signal(signal.SIGTERM))
+        return validated(*arguments)
+
+    monkeypatch.setattr(training, "throughout", interrupt)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        training.train(run, 0, tokens, tmp_path / "stopped", "cpu", math.inf)
+    _, resumed = training.train(run, 0, tokens, tmp_path / "stopped", "cpu", math.inf)
+    _, whole = training.train(run, 0, tokens, tmp_path / "whole", "cpu", math.inf)
+    assert len(resumed.seconds) == len(whole.seconds) == SMALL.steps  # none twice
+    assert resumed.curve == whole.curve
+
+
 def test_bits_are_those_of_the_logits_and_the_removed_branch_changes_them(tokens) -> None:
     run = find_run("dilated-128", SMALL)
     torch.manual_seed(0)
@@ -218,7 +236,10 @@ def test_the_whole_command_runs_stops_continues_and_draws_its_page(text, tmp_pat
     assert command.main([*arguments, "--minutes", "1e-9"]) == 0
     assert "it shows the machinery, not the result" in (said := capsys.readouterr().out)
     assert "time is up: 0 results" in said
-    assert command.main([*arguments, "--only", "dense-32", "converted-128", "--seeds", "0"]) == 0
+    assert command.main([*arguments, "--only", "dense-32", "--seeds", "0"]) == 0
+    assert [path.parent.name for path in out.rglob("*.pt")] == ["dense-32-0"]  # converted-128 starts as it
+    assert command.main([*arguments, "--only", "converted-128", "--seeds", "0"]) == 0
+    assert not [*out.rglob("*.pt")]
     assert command.main(arguments) == 0
     records = command.read_records(out / command.RECORDS)
     names = [(record["run"], record["seed"]) for record in records]
