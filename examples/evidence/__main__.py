@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 1 after an error, which is printed."""
+    """Run the command; the exit status is 0, 1 after an error, which is printed, or 128 + the number of a signal."""
     arguments = parser().parse_args(argv)
     try:
         if arguments.report:
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             with keeping_threads():
                 run_evidence(arguments)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("evidence: stopped; the same command continues", file=sys.stderr)
-        return 130
+        return getattr(stop, "status", 130)
     except (OSError, ValueError, FloatingPointError, ModuleNotFoundError) as error:
         print(f"evidence: {error}", file=sys.stderr)
         return 1

@@ -44,9 +44,7 @@ _TRIED = {
     "causal": "with the branches of `branches_for(is_causal=True)`",
     "qk-norm": "with queries and keys scaled by an RMS norm",
 }
-
-
-_PATTERNS = ("staggered", "doubled", "paired", "paired-staggered", "causal")  # those that are branches alone
+_NOT_BRANCHES = ("windowed", "qk-norm")  # of these
 
 
 def write(folder: Path, records: Sequence[Record]) -> Path:
@@ -323,8 +321,9 @@ def _advice(results: Results) -> str:
             said.append(f"At {short(length)} a step of the dilated model is {speed} and it {learns}. {verdict}.")
         elif results.has(dilated):
             said.append(f"At {short(length)} only the dilated model was trained.")
-        others = [name for kind in _PATTERNS if results.has(name := results.name(kind, length), dense)]
-        gaps = {name: gap for name in others if (gap := results.difference(name, dense)).values}
+        others = [results.name(kind, length) for kind in _TRIED if kind not in _NOT_BRANCHES]
+        gaps = {name: results.difference(name, dense) for name in others if results.has(name, dense)}
+        gaps = {name: gap for name, gap in gaps.items() if gap.values}
         if gaps:
             best = min(gaps, key=lambda name: gaps[name].mean)
             said.append(f"The best other branches at {short(length)}, {best}, need {_more(gaps[best])} than dense.")

@@ -69,9 +69,9 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
     batches = draw(run, seed, tokens, first=progress.step + 1)
     with float32_products(device == "cuda"), interrupts(patient=False) as came:
         for step in range(progress.step + 1, config.steps + 1):
-            if came or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 _save(folder, model, optimizer, progress)
-                raise Stopped(came[0]) if came else TimeIsUp
+                raise TimeIsUp
             began = time.perf_counter()
             outcome = stepper.step(next(batches), step)()
             if outcome.is_broken:
@@ -87,9 +87,11 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
                     f"{progress.step_seconds:.3f} s per step, {left:.0f} s left",
                     flush=True,
                 )
-            if time.monotonic() - saved > _SAVE_EVERY or step == config.steps:
+            if came or time.monotonic() - saved > _SAVE_EVERY or step == config.steps:
                 _save(folder, model, optimizer, progress)
                 saved = time.monotonic()
+            if came:
+                raise Stopped(came[0])
     return model, progress
 
 

@@ -183,20 +183,22 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(tokens, tmp_path, monke
         assert torch.equal(weight, again.state_dict()[name]), name
 
 
-def test_a_run_that_a_signal_stops_is_saved_and_goes_on(tokens, tmp_path, monkeypatch) -> None:
-    run, validated, stopped_at = find_run("dilated-128", SMALL), training.throughout, []
+@pytest.mark.parametrize("stops_at", [1, 2])  # validations: in the middle, and after the last step
+def test_a_run_that_a_signal_stops_is_saved_and_goes_on(stops_at, tokens, tmp_path, monkeypatch) -> None:
+    run, throughout, validations = find_run("dilated-128", SMALL), training.throughout, []
+    _, whole = training.train(run, 0, tokens, tmp_path / "whole", "cpu", math.inf)
 
     def interrupt(*arguments):
-        if not stopped_at:
-            stopped_at.append(signal.raise_signal(signal.SIGTERM))
-        return validated(*arguments)
+        validations.append(arguments)
+        if len(validations) == stops_at:
+            signal.raise_signal(signal.SIGTERM)
+        return throughout(*arguments)
 
     monkeypatch.setattr(training, "throughout", interrupt)
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         training.train(run, 0, tokens, tmp_path / "stopped", "cpu", math.inf)
     _, resumed = training.train(run, 0, tokens, tmp_path / "stopped", "cpu", math.inf)
-    _, whole = training.train(run, 0, tokens, tmp_path / "whole", "cpu", math.inf)
-    assert len(resumed.seconds) == len(whole.seconds) == SMALL.steps  # none twice
+    assert len(validations) == SMALL.steps // SMALL.validate_every  # none twice
     assert resumed.curve == whole.curve
 
 
