@@ -7,12 +7,14 @@ the random draws, which compile many, are marked slow.
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from dilated_attention_pytorch.core.plans import get_global_pattern_cache
+from dilated_attention_pytorch.core.entries import lasting
+from dilated_attention_pytorch.core.plans import get_global_pattern_cache, reset_global_pattern_cache
 from dilated_attention_pytorch.functional import dilated_attention
 from dilated_attention_pytorch.kernels.triton import tuning
 from dilated_attention_pytorch.kernels.triton.tune import candidates
@@ -67,6 +69,14 @@ HOPPER_CASES = {
     "packed, D=128": (BF16, variant(head_dim=128, batch=1, lengths="packed")),
     "right-padded": (FP16, variant(head_dim=64, batch=3, lengths="right-padded")),
     "left-padded, not causal": (BF16, variant(head_dim=128, batch=3, lengths="left-padded", is_causal=False)),
+    "two branches of rate 1": (
+        BF16,
+        variant(head_dim=64, heads=8, kv_heads=8, segment_lengths=(703, 1024, 4096), dilation_rates=(1, 1, 8)),
+    ),
+    "two branches of rate 1, rounded most often": (
+        FP16,
+        variant(head_dim=128, heads=4, kv_heads=2, segment_lengths=(703, 1024, 4096), dilation_rates=(1, 1, 2)),
+    ),
     "rows on many branches": (
         FP16,
         variant(head_dim=64, segment_lengths=(256, 512, 1024, 2048), dilation_rates=(1, 1, 1, 1)),
@@ -213,6 +223,40 @@ def test_a_captured_graph_follows_new_lengths(kernels) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", ["whole", "documents", "short"])
+def test_a_captured_graph_keeps_what_it_reads_when_plans_are_forgotten(kind, kernels) -> None:
+    tokens = SHORT_PATTERN["tokens"] if kind == "short" else LONG.tokens
+    tensors, spans = [x[:1, :tokens].detach().requires_grad_() for x in inputs(0)], cuts(9, 0)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        if kind == "documents":
+            return of_documents(spans, *tensors)
+        pattern = SHORT_PATTERN if kind == "short" else dataclasses.asdict(LONG)
+        branches = {name: pattern[name] for name in ("segment_lengths", "dilation_rates")}
+        out = dilated_attention(*tensors[:3], **branches, is_causal=True, backend="triton")
+        return out, *torch.autograd.grad(out, tensors[:3], tensors[3])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles
+        expected = [x.clone() for x in results()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results()
+    reset_global_pattern_cache()
+    gc.collect()
+
+    def make() -> torch.Tensor:
+        return torch.full((100,), 1 << 20, dtype=torch.int32, device="cuda")
+
+    junk = [lasting(tensors[0].device, make) for _ in range(64)]  # in place of what was freed
+    graph.replay()
+    for one, other in zip(captured, expected):
+        assert torch.equal(one, other)
+    del junk
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_few_programs_do_the_work_of_many(is_causal, plans, monkeypatch) -> None:
     if planning.why_no_hopper(torch.device("cuda", torch.cuda.current_device())) is None:
@@ -239,6 +283,7 @@ def test_every_shape_that_tuning_tries_gives_the_same_bits(shape, is_causal, pla
 SHORT = variant(heads=4, tokens=700, segment_lengths=(256, 600), dilation_rates=(1, 2))
 PLAIN_CASES = {
     "bfloat16": (BF16, variant(head_dim=64)),
+    "two branches of rate 1": (BF16, variant(head_dim=64, segment_lengths=(703, 1024, 4096), dilation_rates=(1, 1, 2))),
     "float32": (FP32, dataclasses.replace(SHORT, head_dim=64)),
     "D=16": (BF16, dataclasses.replace(SHORT, head_dim=16)),
     "D=80": (FP16, dataclasses.replace(SHORT, head_dim=80, segment_lengths=(256,), dilation_rates=(1,))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable
@@ -70,7 +71,7 @@ class Entry:
 
 
 CLOCK = itertools.count()  # orders uses of entries
-_captured: dict[int, Entry] = {}  # what captured CUDA graphs read
+_captured: dict[int, Any] = {}  # what captured CUDA graphs read
 
 
 def copy_to(value: Any, device: Device) -> Any:
@@ -127,6 +128,20 @@ def lasting(device: torch.device, make: Callable[[], Value]) -> Value:
 
     with ThreadPoolExecutor(max_workers=1) as other:
         return other.submit(make_and_wait).result()
+
+
+@functools.cache
+def lasting_table(device: torch.device, rows: tuple[Any, ...]) -> Tensor:
+    """An int32 tensor that is never freed. Plans are, but a captured CUDA graph reads their tables at every replay."""
+    return lasting(device, lambda: torch.tensor(rows, dtype=torch.int32, device=device))
+
+
+def keep_while_read(x: Tensor) -> None:
+    """Keep what a kernel on the current stream reads: until the kernel is done, or for good in a captured graph."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured[id(x)] = x
+    elif x.is_cuda:
+        x.record_stream(torch.cuda.current_stream(x.device))
 
 
 class SameTensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dilated_attention_pytorch.core.entries import lasting, spans_key
+from dilated_attention_pytorch.core.entries import keep_while_read, lasting, spans_key
 from dilated_attention_pytorch.core.resources import Resources
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.primitives import is_in_document
@@ -74,6 +74,7 @@ class WorkLists:
 
     def _make(self, spans: Tensor) -> list[Tensor]:
         made = torch.empty((self._lines, 8), dtype=torch.int32, device=spans.device)
+        keep_while_read(self._table)
         self._launch(spans.contiguous(), made, self._table)
         starts = [self._starts[kind] for kind in self._kinds]
         return [made[start : start + 1 + kind[-1]] for kind, start in zip(self._kinds, starts)]

@@ -132,10 +132,7 @@ class _Compiled:
         self._rest = rest
         if kernel.run.global_scratch_size or kernel.run.profile_scratch_size:
             raise TypeError("such a kernel gets memory of its own at every launch")
-        self._launcher, self._views = copy.copy(kernel.run), []
-        self._noted: list[tuple[Any, ...]] = []
-        self._launcher.launch = lambda *arguments: self._noted.append(arguments)
-        self._launch = kernel.run.launch
+        self._launcher, self._launch, self._views = kernel.run, kernel.run.launch, []
         if views:
             self._launch, metadata = _below_descriptors(kernel.run)
             for view, count in views:
@@ -146,10 +143,10 @@ class _Compiled:
         """The launching function, what it takes before the stream, what returns the stream, and what comes after."""
         described = [_expanded(view(x), metadata) for (view, metadata), x in zip(self._views, tensors)]
         parts = [part for descriptors in described for part in descriptors]
-        stream = object()
-        self._noted.clear()
-        self._launcher(self._programs, 1, 1, stream, *self._head, *parts, *pointers[len(described) :], *self._rest)
-        (arguments,) = self._noted
+        launcher, noted, stream = copy.copy(self._launcher), [], object()  # of this call: other threads launch, too
+        launcher.launch = lambda *arguments: noted.append(arguments)
+        launcher(self._programs, 1, 1, stream, *self._head, *parts, *pointers[len(described) :], *self._rest)
+        (arguments,) = noted
         at = next(i for i, argument in enumerate(arguments) if argument is stream)
         return self._launch, arguments[:at], self._stream, arguments[at + 1 :]
 

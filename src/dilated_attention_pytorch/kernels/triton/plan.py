@@ -17,7 +17,7 @@ from torch import Tensor
 from dilated_attention_pytorch.core import environment, plans
 from dilated_attention_pytorch.core.call import Call, Inputs
 from dilated_attention_pytorch.core.dropout import threshold_of
-from dilated_attention_pytorch.core.entries import lasting
+from dilated_attention_pytorch.core.entries import lasting, lasting_table
 from dilated_attention_pytorch.core.folding import TILE, Fold, fold_branches
 from dilated_attention_pytorch.core.log import debugging, log
 from dilated_attention_pytorch.core.modes import tf32_is_on
@@ -202,8 +202,8 @@ class PlannedBranch:
         offsets = tuple(-1 if offset is None else offset for offset in row)
         if not fold.is_plain:
             offsets += fold.phases or (0,) * len(row)  # read after the offsets by the kernels of folded branches
-        self.offsets = _offsets_on(plan.device, offsets)  # of key/value heads
-        self.query_offsets = _offsets_on(plan.device, tuple(offset for offset in offsets for _ in range(plan.group)))
+        self.offsets = lasting_table(plan.device, offsets)  # of key/value heads
+        self.query_offsets = lasting_table(plan.device, tuple(offset for offset in offsets for _ in range(plan.group)))
         self.workspace_rows = 0
         self.teams: list[Any] = []  # of Hopper's backward
         self.hopper = _hopper_for(self, *tensors)
@@ -302,12 +302,6 @@ def why_no_hopper(device: torch.device) -> str | None:
 
 
 _GLUON = "triton.experimental.gluon.nvidia.hopper"
-
-
-# Never forgotten, as plans may be: a captured CUDA graph reads them whenever it is replayed.
-@functools.cache
-def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
-    return lasting(device, lambda: torch.tensor(offsets, dtype=torch.int32, device=device))
 
 
 def precision_of(tf32: bool) -> str:

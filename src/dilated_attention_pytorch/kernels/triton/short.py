@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilated_attention_pytorch.core.call import Call
-from dilated_attention_pytorch.core.entries import lasting
+from dilated_attention_pytorch.core.entries import lasting, lasting_table
 from dilated_attention_pytorch.core.spec import OffsetTable
 from dilated_attention_pytorch.kernels.triton.launching import Launch
 from dilated_attention_pytorch.kernels.triton.primitives import (
@@ -254,11 +254,11 @@ class Short:
     def __init__(self, plan: Any, table: OffsetTable, grad_lse: Tensor | None) -> None:
         call, kv_heads = plan.call, plan.H // plan.group
         self.plan = plan
-        rows = [
+        rows = tuple(
             (min(branch.segment_length, plan.N), branch.dilation_rate, *(-1 if x is None else x for x in offsets))
             for branch, offsets in zip(call.spec.branches, table)
-        ]
-        self.table = lasting(plan.device, lambda: torch.tensor(rows, dtype=torch.int32, device=plan.device))
+        )
+        self.table = lasting_table(plan.device, rows)
         self.classes = math.lcm(*call.spec.dilation_rates)
         # (B, N, H) as kernels write it, (B, H, N). A result like it needs no transposition, which takes a microsecond.
         self.like_lse = lasting(

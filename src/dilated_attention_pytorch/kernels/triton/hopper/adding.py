@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from dilated_attention_pytorch.kernels.triton.hopper.common import add_tile, wait_for_stores
+from dilated_attention_pytorch.kernels.triton.hopper.common import add_tile, order_copies_after_reads, wait_for_stores
 from dilated_attention_pytorch.kernels.triton.hopper.turns import (
     BLOCK_N,
     TURNS_PER_UNIT,
@@ -76,6 +76,7 @@ def add_dq(
                             gl.atomic_add(last_turn, 1, sem="release", scope="gpu")
                         while seen != epoch + turn:
                             seen = gl.atomic_add(pointer, 0, sem="acquire", scope="gpu")
+                        order_copies_after_reads()
                         mbarrier.wait(signals.dq_full.index(PARITY), walked >> 1 & 1)
                         if turn == 0:
                             tma.async_copy_shared_to_global(scratch_desc, [place, 0], dq_smem.index(PARITY))

@@ -158,8 +158,19 @@ def add_tile(desc, coordinates, smem, _semantic=None):
 @gluon.jit
 def wait_for_stores():
     """Wait until all that this warp started to store or add has arrived in memory, not only left shared memory."""
+    _by_each_lane("cp.async.bulk.wait_group 0;")
+    synchronize_threads()
+
+
+@gluon.jit
+def order_copies_after_reads():
+    """What this warp copies to memory from here on comes after what its reads and atomics have seen."""
+    _by_each_lane("fence.proxy.async.global;")
+
+
+@gluon.jit
+def _by_each_lane(INSTRUCTION: gl.constexpr):
     gl.static_assert(gl.num_warps() == 1)
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+    asm: gl.constexpr = INSTRUCTION + " mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [lane], dtype=gl.int32, is_pure=False, pack=1)
-    synchronize_threads()
