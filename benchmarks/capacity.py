@@ -13,7 +13,20 @@ from functools import partial
 import torch
 
 from benchmarks.charts import bars as draw_bars
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names, number, reason
+from benchmarks.suite import (
+    CAUSAL_BRANCHES,
+    EARLIER_BRANCHES,
+    Options,
+    Record,
+    Suite,
+    Table,
+    Verdict,
+    by_machine,
+    check_names,
+    number,
+    reason,
+    which_branches,
+)
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
 from dilated_attention_pytorch.core.spec import branches_for
 from dilated_attention_pytorch.measuring import host_memory
@@ -129,8 +142,8 @@ def _model(size: str, tokens: int) -> ModelConfig:
     """A model whose branches connect all of `tokens` tokens."""
     if size != "8b":
         return text_model(size, sequence_length=tokens)
-    lengths, rates = branches_for(tokens, _LLAMA.num_kv_heads)
-    return replace(_LLAMA, segment_lengths=lengths, dilation_rates=rates)
+    lengths, rates = branches_for(tokens, _LLAMA.num_kv_heads, is_causal=True)
+    return replace(_LLAMA, segment_lengths=lengths, dilation_rates=rates, stagger=True)
 
 
 def _measure(row: Attempts, options: Options) -> Iterator[Record]:
@@ -147,6 +160,7 @@ def _measure(row: Attempts, options: Options) -> Iterator[Record]:
             "cap_bytes": row.cap,
             "predicted_bytes": fit.footprint.peak,
             "options": asdict(fit.options),
+            "branches": CAUSAL_BRANCHES,
             **step_in_a_process(case, timeout=120 + 2 * row.seconds),
         }
         if row.kind != "dense":
@@ -224,10 +238,11 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
         key=lambda line: places[line["kind"], line["size"]],
     )
     for machine, mine in by_machine(whole):
+        dilated = [line for line in mine if line["kind"] != "dense"]
         words = (
             f"{machine}. One step each: forward, backward and update, on random tokens. The branches of every row "
-            "connect all of its tokens. `model` is what the memory model said before the step, `host GiB` what "
-            "offloading pins."
+            f"connect all of its tokens. {which_branches(dilated or mine)} `model` is what the memory model said "
+            "before the step, `host GiB` what offloading pins."
         )
         head = [
             "model", "what", "tokens", "tokens/s", "step, s", "peak GiB", "model, GiB", "model/peak", "host GiB",
@@ -253,5 +268,5 @@ SUITE = Suite(
     measure=_measure,
     tables=_tables,
     key=("size", "kind", "cap_bytes", "longest_segment"),
-    earlier={"longest_segment": 32_768},
+    earlier={"longest_segment": 32_768, "branches": EARLIER_BRANCHES},
 )

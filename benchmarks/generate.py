@@ -19,7 +19,20 @@ from torch._dynamo.utils import counters
 
 from benchmarks.harness import free_memory, measure, wait_for
 from benchmarks.peers import llama_like
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names, number, reason
+from benchmarks.suite import (
+    CAUSAL_BRANCHES,
+    EARLIER_BRANCHES,
+    Options,
+    Record,
+    Suite,
+    Table,
+    Verdict,
+    by_machine,
+    check_names,
+    number,
+    reason,
+    which_branches,
+)
 from dilated_attention_pytorch.models.captured import evaluating, forget_kept
 from dilated_attention_pytorch.models.config import ModelConfig
 from dilated_attention_pytorch.models.longnet import LongNetLM
@@ -78,6 +91,8 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
     if cuda and trial.size == BOUNDED_SIZE:
         config = replace(config, d_model=2048, num_heads=32, num_layers=8)
     record: Record = {"model": trial.model, "size": trial.size, "batch": trial.batch, "context": trial.context}
+    if trial.model not in (LLAMA, BOUNDED):
+        record["branches"] = CAUSAL_BRANCHES if config.stagger else config.pattern_in_words
     bandwidth = _bandwidth(options.device)
     torch.manual_seed(0)  # the same untrained weights in every run
     torch._dynamo.reset()  # else a second context would be compiled with dynamic shapes
@@ -250,6 +265,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
             for x in mine
             if "parity" in x
         ]
+        words = f"{words} {which_branches([x for x in mine if x['model'] not in (LLAMA, BOUNDED)] or mine)}"
         table = Table("Generating: a token of a whole model", [words, *dict.fromkeys(rounded)], head)
         for x in mine:
             first = [f"{x['size']}: {x['model']}", str(x["batch"]), f"{x['context']:,}"]
@@ -293,4 +309,5 @@ SUITE = Suite(
     tables=_tables,
     verdict=_verdict,
     key=("size", "model", "batch", "context"),
+    earlier={"branches": EARLIER_BRANCHES},
 )

@@ -14,7 +14,19 @@ import torch
 
 from benchmarks import step_ranks
 from benchmarks.harness import measure
-from benchmarks.suite import Options, Record, Suite, Table, Verdict, by_machine, check_names, number
+from benchmarks.suite import (
+    CAUSAL_BRANCHES,
+    EARLIER_BRANCHES,
+    Options,
+    Record,
+    Suite,
+    Table,
+    Verdict,
+    by_machine,
+    check_names,
+    number,
+    which_branches,
+)
 from benchmarks.training_step import OUT_OF_MEMORY, StepCase, step_in_a_process
 from dilated_attention_pytorch.core.pattern import forward_flops
 from dilated_attention_pytorch.core.spec import DilatedSpec
@@ -88,6 +100,7 @@ def _measure(trial: Trial | None, options: Options) -> Iterator[Record]:
     record: Record = {
         "model": trial.name, "size": trial.size, "tokens": case.tokens, "options": asdict(case.options),
         "ceiling": _ceiling(options.device), **found,
+        "branches": CAUSAL_BRANCHES if case.config.stagger else case.config.pattern_in_words,
     }  # fmt: skip
     if trial.name in (OURS, PLAIN):
         record["predicted_bytes"] = footprint(case.config, case.tokens, case.options).peak
@@ -112,11 +125,10 @@ def _ceiling(device: str) -> float:
 def _flops(case: StepCase, parameters: int) -> int:
     config = case.config
     whole = DilatedSpec.of([case.tokens], [1])
-    spec = whole if case.dense or case.llama else config.spec
-    attention = forward_flops(
-        spec, case.tokens, config.num_heads, config.head_dim, kv_heads=config.num_kv_heads, is_causal=True
-    )
-    return 6 * parameters * case.tokens + config.num_layers * attention * 7 // 2
+    specs = [whole if case.dense or case.llama else config.spec_of(layer) for layer in range(config.num_layers)]
+    sizes = case.tokens, config.num_heads, config.head_dim
+    attention = {spec: forward_flops(spec, *sizes, kv_heads=config.num_kv_heads, is_causal=True) for spec in {*specs}}
+    return 6 * parameters * case.tokens + sum(attention[spec] for spec in specs) * 7 // 2
 
 
 def _tables(records: Sequence[Record]) -> Iterator[Table]:
@@ -126,6 +138,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
     for machine, mine in by_machine([x for x in records if "ranks" not in x]):
         ceiling = max(x["ceiling"] for x in mine) / 1e12
         words = f"{machine}. One sequence per step, forward, backward and update. Ceiling: {ceiling:.3g} TFLOP/s."
+        words = f"{words} {which_branches([x for x in mine if x['model'] in (OURS, PLAIN)] or mine)}"
         table = Table("A training step", [words], head)
         for x in mine:
             options = MemoryOptions(**x["options"]).stated()
@@ -162,4 +175,5 @@ SUITE = Suite(
     tables=_tables,
     verdict=_verdict,
     key=("size", "tokens", "model", "ranks"),
+    earlier={"branches": EARLIER_BRANCHES},
 )

@@ -180,6 +180,20 @@ def by_machine(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
         yield name, [record for record in records if record["on_machine"] == name]
 
 
+EARLIER_BRANCHES = "`branches_for(tokens, heads)`"  # of presets whose records do not name them
+CAUSAL_BRANCHES = "`branches_for(tokens, heads, is_causal=True)`, 23/16 as long in every other layer"
+
+
+def which_branches(records: Sequence[Record]) -> str:
+    """A sentence on the branches of the dilated models of some records, each of which has a `size`."""
+    sizes: dict[str, dict[str, None]] = {}
+    for record in records:
+        sizes.setdefault(record["branches"], {})[record["size"]] = None
+    if len(sizes) == 1:
+        return f"Branches: {next(iter(sizes))}."
+    return f"Branches: {'; '.join(words + ' (' + ', '.join(names) + ')' for words, names in sizes.items())}."
+
+
 def check_names(flag: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     """Raise if a flag names something that the suite does not have."""
     if unknown := set(wanted) - {*known}:

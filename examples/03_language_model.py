@@ -17,7 +17,7 @@ data = torch.tensor(list((text * 12).encode()))
 TOKENS = 512
 
 # %% [markdown]
-# `is_causal=True` adds short branches of rate 1. Every token then depends on every earlier one within three layers.
+# `is_causal=True` makes two branches of rate 1. Every token then depends on every earlier one within three layers.
 
 # %%
 segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=64, is_causal=True)

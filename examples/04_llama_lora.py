@@ -44,13 +44,13 @@ train(llama, b"the quick brown fox jumps over the lazy dog. " * 20, steps=75, lr
 # rates whose grids these heads cover. For texts of many thousand tokens, leave out `shortest`.
 
 # %%
-segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=32, is_causal=True)
+segment_lengths, dilation_rates = branches_for(TOKENS, heads=4, shortest=64, is_causal=True)
 use_dilated_attention(llama, segment_lengths, dilation_rates)
 targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 model = get_peft_model(llama, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=targets))
 model.print_trainable_parameters()
 print(f"dilated attention, segments {segment_lengths}, rates {dilation_rates}, adapters alone, another text:")
-train(model, b"the lazy dog jumps over the quick brown fox. " * 20, steps=75, lr=1e-2)
+train(model, b"the lazy dog jumps over the quick brown fox. " * 20, steps=120, lr=1e-2)
 
 # %% [markdown]
 # Merge the adapters into the weights, and generate with a cache that does not grow with the text.

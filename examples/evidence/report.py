@@ -39,12 +39,15 @@ _TRIED = {
     "staggered": "every other layer has segments that are 23/16 as long, so that borders rarely meet",
     "doubled": "a second branch of rate 1 has segments that are 11/16 as long",
     "paired": "a second branch of rate 1 and a larger last rate take the place of the branches between",
-    "paired-staggered": "paired and staggered",
+    "paired-staggered": (
+        "two branches of rate 1 and the last one, with segments 23/16 as long in every other layer. Presets have "
+        "branches like these"
+    ),
     "windowed": "a sliding window that costs as much takes the place of all branches but the last",
-    "causal": "with the branches of `branches_for(is_causal=True)`",
     "qk-norm": "with queries and keys scaled by an RMS norm",
 }
-_NOT_BRANCHES = ("windowed", "qk-norm")  # of these
+_PRESETS = "paired-staggered"
+_NOT_BRANCHES = ("windowed", "qk-norm")  # of what was tried
 
 
 def write(folder: Path, records: Sequence[Record]) -> Path:
@@ -155,11 +158,13 @@ def _answers(results: Results) -> Iterable[str]:
     _, middle, long, longest = results.lengths
     name = results.name
     longest_ones = [name(kind, longest) for kind in ("dilated", "lengthened")]
-    yield "**The same tokens.** " + _sentences(
-        _compare(results, name("dilated", n), name("dense", n)) for n in (middle, long)
+    ours = ("dilated", _PRESETS)
+    yield f"**The same tokens.** *{_PRESETS.capitalize()}*: {_TRIED[_PRESETS]}. " + _sentences(
+        _compare(results, name(kind, n), name("dense", n)) for n in (middle, long) for kind in ours
     )
     yield "**The same seconds.** " + _sentences(
-        _same_seconds(results, name("dilated", n), name("dense", n)) for n in (middle, long)
+        _same_seconds(results, one, name("dense", n))
+        for n, one in ((middle, name("dilated", middle)), *((long, name(kind, long)) for kind in ours))
     )
     yield "**The same FLOPs.** " + _sentences(
         _compare(results, *pair) for n in (middle, long) for pair in _pairs_with_window(results, n)
@@ -170,7 +175,10 @@ def _answers(results: Results) -> Iterable[str]:
     )
     yield "**Segment borders.** " + _sentences(_borders(results, n) for n in (middle, long))
     yield "**The branch that spans the sequence.** " + _sentences(
-        [*(_reach(results, name("dilated", n)) for n in (middle, long, longest)), _trained_without(results, long)]
+        [
+            *(_reach(results, name(kind, n)) for kind in ours for n in (middle, long, longest)),
+            _trained_without(results, long),
+        ]
     )
     yield "**Converting a dense model.** " + _sentences([_continued(results, "converted", long)])
     yield "**Lengthening a model.** " + _sentences([_continued(results, "lengthened", longest)])
@@ -179,9 +187,11 @@ def _answers(results: Results) -> Iterable[str]:
     )
     tried = [(kind, n) for n in (middle, long) for kind in _TRIED if results.has(name(kind, n), name("dilated", n))]
     if tried:
-        what = " ".join(f"*{kind.capitalize()}*: {_TRIED[kind]}." for kind in dict(tried))
+        what = " ".join(f"*{kind.capitalize()}*: {_TRIED[kind]}." for kind in dict(tried) if kind != _PRESETS)
         yield f"**What could close the gap.** {what} " + _sentences(
-            _compare(results, name(kind, n), name(other, n)) for kind, n in tried for other in ("dilated", "dense")
+            _compare(results, name(kind, n), name(other, n))
+            for kind, n in tried
+            for other in (("dilated",) if kind == _PRESETS else ("dilated", "dense"))
         )
 
 
@@ -291,9 +301,11 @@ def _trained_without(results: Results, long: int) -> str | None:
 
 
 def _continued(results: Results, kind: str, length: int) -> str | None:
-    continued, whole = results.name(kind, length), results.name("dilated", length)
+    continued = results.name(kind, length)
     if not results.has(continued):
         return None
+    best, plain = (results.name(kind, length) for kind in (_PRESETS, "dilated"))
+    whole = best if results.has(best) else plain
     parent = results.one(continued)["starts_as"]
     said = (
         f"{parent}, switched to dilated attention at {short(length)} and trained for {results.one(continued)['steps']} "

@@ -105,13 +105,13 @@ class Run:
     """One model: its attention and the length of its sequences.
 
     `once` runs take the first seed only. `starts_as` names a run whose trained model this one continues with another
-    attention or length, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence, and
-    `is_causal` adds the branches of `branches_for(is_causal=True)`. `extra` runs take place only if they are named.
+    attention or length, for a tenth of the steps. `reaches=False` leaves out the branch that spans the sequence.
+    `extra` runs take place only if they are named.
 
     `near` is how a dilated model sees its nearest tokens: in the segments of `branches_for`; in a second branch of rate
-    1 with shorter segments, too; in these two branches, in place of all branches but the last, whose rate is then at
-    least 8; or in a sliding window, in place of all branches but the last and at their cost. With `stagger`, segments
-    are longer in every other layer.
+    1 with shorter segments, too; in these two branches and the last of `branches_for(is_causal=True)`; or in a sliding
+    window, in place of all branches but the last and at their cost. With `stagger`, segments are longer in every other
+    layer. Paired branches and `stagger` are nearly what presets have.
     """
 
     name: str
@@ -121,7 +121,6 @@ class Run:
     head_layout: HeadLayout = "interleaved"
     starts_as: str | None = None
     reaches: bool = True
-    is_causal: bool = False
     near: Near = "segments"
     stagger: bool = False
     qk_norm: bool = False
@@ -143,11 +142,12 @@ class Run:
         if self.kind != "dilated":
             return DilatedSpec.of([tokens], [1])
         shortest = self.scale.lengths[0]
-        lengths, rates = branches_for(tokens, self.scale.num_heads, shortest=shortest, is_causal=self.is_causal)
+        paired = self.near == "paired"
+        lengths, rates = branches_for(tokens, self.scale.num_heads, shortest=shortest, is_causal=paired)
         if self.near == "doubled":
             lengths, rates = (shortest * 11 // 16, *lengths), (1, *rates)
-        elif self.near == "paired":
-            lengths, rates = (shortest * 11 // 16, shortest, lengths[-1]), (1, 1, max(8, rates[-1]))
+        elif paired:
+            lengths, rates = (shortest * 11 // 16, shortest, lengths[-1]), (1, 1, rates[-1])
         return some_branches(DilatedSpec.of(lengths, rates, self.head_layout), slice(None if self.reaches else -1))
 
     def attention(
@@ -252,25 +252,25 @@ def all_runs(scale: Scale) -> list[Run]:
     """
     least, middle, long, longest = scale.lengths
     at = partial(_run, scale)
+    best: dict[str, Any] = {"near": "paired", "stagger": True}
     return [
         at("dense", least),
-        at("dilated", long, "converted", starts_as=f"dense-{short(least)}"),  # while that model is still there
+        at("dilated", long, "converted", starts_as=f"dense-{short(least)}", **best),  # while that model is still there
         at("dense", middle),
         at("dilated", middle),
         at("window", middle),
         at("dense", long),
         at("dilated", long),
-        at("dilated", longest, "lengthened", starts_as=f"dilated-{short(long)}"),
         at("window", long),
         at("dilated", longest),
+        *(at("dilated", n, "paired-staggered", **best) for n in (middle, long)),
+        at("dilated", longest, "lengthened", starts_as=f"paired-staggered-{short(long)}", **best),
         at("dilated", long, "blocked", head_layout="blocked", once=True),
-        at("dilated", long, "local", reaches=False, once=True),
+        at("dilated", long, "local", reaches=False, once=True, extra=True),
         *(at("dilated", n, "staggered", stagger=True, extra=True) for n in (middle, long)),
         *(at("dilated", n, "doubled", near="doubled", extra=True) for n in (middle, long)),
         *(at("dilated", n, "paired", near="paired", extra=True) for n in (middle, long)),
-        *(at("dilated", n, "paired-staggered", near="paired", stagger=True, extra=True) for n in (middle, long)),
         *(at("dilated", n, "windowed", near="windowed", extra=True) for n in (middle, long)),
-        at("dilated", long, "causal", is_causal=True, once=True, extra=True),
         at("dilated", long, "qk-norm", qk_norm=True, once=True, extra=True),
         at("dense", long, "dense-qk-norm", qk_norm=True, once=True, extra=True),
     ]

@@ -11,6 +11,7 @@ from dilated_attention_pytorch.core.pattern import (
     dense_mask,
     forward_flops,
     grid_rows,
+    rounds_little,
     segments,
     training_bytes,
     uncovered_share,
@@ -92,3 +93,9 @@ def test_bytes_are_linear_in_tokens() -> None:
 def test_uncovered_share_is_exact_where_it_is_known() -> None:
     assert uncovered_share(DilatedSpec.of([6], [2])) == 0.5
     assert uncovered_share(DilatedSpec.of([6, 6], [2, 3])) == pytest.approx(1 - (3 + 2 - 1) / 6)
+
+
+@pytest.mark.parametrize(("rates", "expected"), [((1, 1, 2), True), ((1, 2, 4), True), ((1, 1, 1), False)])
+def test_results_are_summed_in_their_own_dtype_up_to_two_and_a_half_branches_per_row(rates, expected) -> None:
+    spec = DilatedSpec.of([64] * len(rates), rates)
+    assert rounds_little(spec, spec.offsets(4)) is expected

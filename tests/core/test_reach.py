@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from pathlib import Path
 
@@ -94,6 +95,23 @@ def test_the_last_segment_covers_the_sequence_and_rates_stay_within_the_heads(to
 def test_with_12_heads_the_branches_are_those_of_the_paper() -> None:
     paper = ModelConfig()
     assert branches_for(32_768, heads=12) == (paper.segment_lengths, paper.dilation_rates)
+
+
+@pytest.mark.parametrize("tokens", [1, 2048, 2049, 8192, 32_768, 1_000_000, 10**8])
+@pytest.mark.parametrize("heads", [None, 1, 2, 4, 12, 32])
+def test_causal_branches_are_near_ones_whose_borders_do_not_meet_and_far_ones(tokens, heads) -> None:
+    lengths, rates = branches_for(tokens, heads, is_causal=True)
+    assert lengths[-1] >= tokens
+    assert list(lengths) == sorted(set(lengths))
+    near = [w for w, r in zip(lengths, rates) if r == 1]
+    assert math.lcm(*near) >= tokens
+    far = rates[len(near) :]
+    assert list(far) == sorted(set(far))
+    assert all(rate >= 8 for rate in far[:-1])
+    others = branches_for(tokens, heads)
+    larger = [] if heads is None else [r for r in range(1, 9) if heads % r == 0]
+    assert len(others[0]) == 1 or far[-1] == max(others[1][-1], *larger, 1)
+    assert sum(w / r**2 for w, r in zip(lengths, rates)) <= 1.7 * sum(w / r**2 for w, r in zip(*others))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +216,8 @@ def test_every_published_module_with_a_pattern_takes_a_length() -> None:
 def test_a_model_takes_a_length() -> None:
     sizes = {"d_model": 32, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
     model = LongNetLM(**sizes, max_length=10_000)
-    assert (model.config.segment_lengths, model.config.dilation_rates) == branches_for(10_000, heads=2)
+    causal = branches_for(10_000, heads=2, is_causal=True)
+    assert (model.config.segment_lengths, model.config.dilation_rates) == causal
     assert model.layers[0].self_attn.segment_lengths == model.config.segment_lengths
     with pytest.raises(TypeError, match="state one or the other"):
         ModelConfig(**sizes, segment_lengths=(16, 64), dilation_rates=(1, 2), max_length=10_000)

@@ -245,7 +245,7 @@ def test_the_whole_command_runs_stops_continues_and_draws_its_page(text, tmp_pat
     assert command.main(arguments) == 0
     records = command.read_records(out / command.RECORDS)
     names = [(record["run"], record["seed"]) for record in records]
-    assert len(names) == len({*names}) == 22
+    assert len(names) == len({*names}) == 25
     assert not [*out.rglob("*.pt")]
     for record in records:
         assert all(math.isfinite(one["bits"]) and one["bits"] > 0 for one in record["context"])

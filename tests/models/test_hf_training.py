@@ -249,7 +249,7 @@ def test_longnet_generates_the_same_in_chunks_and_from_drafts(schedule) -> None:
 
 def test_a_longnets_config_takes_a_length_instead_of_a_pattern() -> None:
     config = LongNetConfig(d_model=64, num_heads=4, max_length=100_000)
-    assert config.dilated_attention["segment_lengths"] == [2048, 4096, 131_072]
+    assert config.dilated_attention["segment_lengths"] == [1407, 2048, 131_072]
     with pytest.raises(TypeError, match="max_length=100000 takes the place of segment_lengths"):
         LongNetConfig(**SIZES, max_length=100_000)
 

@@ -363,7 +363,7 @@ def test_every_branch_tick_and_control_is_in_sight_and_the_page_scrolls_over_the
     found = evaluated(
         """{
           const wait = (ms) => new Promise((done) => setTimeout(done, ms)), log = {};
-          const tokens = 2 ** 20 - 1, branches = branchesFor(tokens, 48, true);
+          const tokens = 2 ** 20 - 1, branches = Array.from({ length: 9 }, (_, i) => ({ w: 4096 << i, r: 1 << i }));
           const many = { ...base, tokens, branches, heads: 48, causal: true };
           const sparse = { pattern: "strided", ratio: 0.1, block: 512, window: null, globals: null, seed: 0 };
           show(many);

@@ -74,14 +74,20 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(file, started) ->
     assert (by_flags.model.num_heads, by_flags.model.dropout, by_flags.model.d_model) == (4, 0.1, 32)
 
 
-def test_the_default_model_connects_the_length_that_is_stated(file, started) -> None:
+def test_the_default_model_connects_the_length_that_is_stated(tmp_path, started) -> None:
     main(["train", "--sequence-length", "3000", "--num-heads", "8"])
     main(["train", "--sequence-length", "3000", "--segment-lengths", "64", "512", "--dilation-rates", "1", "4"])
     main(["train", "--sequence-length", "100"])
-    followed, stated, short = started
-    assert (followed.model.segment_lengths, followed.model.dilation_rates) == ((64, 128, 256, 4096), (1, 2, 4, 8))
+    main(["train", "--sequence-length", "100000"])
+    xpos = tmp_path / "xpos.toml"
+    xpos.write_text('[model]\npositions = "xpos"\n')
+    main(["train", "--config", str(xpos), "--stagger"])
+    followed, stated, short, long, nested = started
+    assert (followed.model.segment_lengths, followed.model.dilation_rates) == ((87, 128, 4096), (1, 1, 8))
     assert stated.model.segment_lengths == (64, 512)
     assert short.model == SMALL_MODEL
+    assert (long.model.segment_lengths, long.model.dilation_rates) == ((351, 512, 131_072), (1, 1, 4))
+    assert (nested.model.segment_lengths, nested.model.dilation_rates) == ((64, 128, 512), (1, 2, 4))
 
 
 def test_flags_say_what_later_models_do_and_sizes_that_are_not_stated_follow(tmp_path, started) -> None:
@@ -106,8 +112,8 @@ def test_flags_say_what_later_models_do_and_sizes_that_are_not_stated_follow(tmp
     for model in (small, preset, stated):
         assert (model.norm, model.activation, model.num_kv_heads, model.qk_norm) == ("rms", "swiglu", 2, True)
         assert (model.tie_weights, model.logit_soft_cap) == (False, 15.0)
-    assert (small.dim_feedforward, small.dilation_rates) == (384, branches_for(512, 2, shortest=64)[1])
-    assert (preset.dim_feedforward, preset.dilation_rates) == (2048, branches_for(32_768, 2)[1])
+    assert (small.dim_feedforward, small.dilation_rates) == (384, branches_for(512, 2, shortest=64, is_causal=True)[1])
+    assert (preset.dim_feedforward, preset.dilation_rates) == (2048, branches_for(32_768, 2, is_causal=True)[1])
     assert parameter_count(preset) == pytest.approx(125e6, rel=0.05)
     assert (stated.dim_feedforward, stated.d_model) == (300, 64)
 
@@ -284,7 +290,7 @@ def test_help_has_headings_and_shows_defaults(monkeypatch, capsys) -> None:
         "--weight-decay": "0.1",
         "--no-keep-best": "off",
         "--sample-prompt": "'def '",
-        "--dilation-rates": "1 2 4",
+        "--dilation-rates": "1 1 4",
         "--d-model": "128",
         "--mlp-tile": "0",
     }.items():

@@ -31,6 +31,7 @@ from dilated_attention_pytorch import (
     update_attention_config,
 )
 from dilated_attention_pytorch.cli import main
+from dilated_attention_pytorch.core.spec import DilatedSpec
 from dilated_attention_pytorch.measuring import HostMemory
 from dilated_attention_pytorch.train import TrainConfig, command, presets
 from dilated_attention_pytorch.train.batching import collate
@@ -93,6 +94,27 @@ def test_presets_connect_the_whole_sequence(size, tokens) -> None:
 def test_what_a_preset_leaves_open_can_be_said() -> None:
     config = model_preset("125m", sequence_length=4096, num_layers=3, positions="xpos")
     assert (config.num_layers, config.positions, config.segment_lengths) == (3, "xpos", (2048, 4096))
+    assert not config.stagger
+
+
+def test_presets_stagger_the_branches_that_they_choose_and_no_stated_ones(monkeypatch) -> None:
+    config = model_preset("125m", sequence_length=8192)
+    assert config.spec == DilatedSpec.for_length(8192, 12, is_causal=True)
+    assert config.stagger
+    assert not model_preset("125m", stagger=False).stagger
+    stated = {"segment_lengths": (64, 512), "dilation_rates": (1, 4)}
+    assert not model_preset("125m", **stated).stagger
+    assert model_preset("125m", **stated, stagger=True).stagger
+    flags = "--preset 125m --hardware cpu --num-layers 2 --segments 64 512 --rates 1 4"
+    for more, staggers in (("", False), (" --stagger", True)):
+        config = config_of(monkeypatch, *(flags + more).split())
+        assert (config.model.spec, config.model.stagger) == (DilatedSpec.of([64, 512], [1, 4]), staggers)
+    config = config_of(monkeypatch, "--preset", "125m", "--hardware", "cpu", "--segments", "1407", "2048", "65536")
+    assert (config.model.dilation_rates, config.model.stagger) == ((1, 1, 12), False)
+    short = {"sequence_length": 64, "segment_lengths": (64,), "dilation_rates": (1,), "batch_size": 1, "steps": 1}
+    stated = {"preset": "125m", "hardware": "cpu", "stages": [Stage(**short, learning_rate=1.0)]}
+    assert not expand_presets(stated)["model"].stagger
+    assert expand_presets({**stated, "stagger": True})["model"].stagger
 
 
 # Presets by hardware
@@ -201,7 +223,7 @@ def test_the_flags_of_a_preset_make_a_run_and_other_flags_go_before(monkeypatch,
     stated = "--num-layers 2 --sequence-length 4096 --batch-size 3 --learning-rate 0.1 --device cpu"
     config = config_of(monkeypatch, "--preset", "125m", *stated.split())
     assert (config.model.num_layers, config.model.d_model) == (2, 768)
-    assert config.model.segment_lengths == (2048, 4096)
+    assert config.model.segment_lengths == (1407, 2048, 4096)
     assert (config.sequence_length, config.batch_size, config.learning_rate) == (4096, 3, 0.1)
     config = config_of(monkeypatch, "--hardware", "h200")
     assert (config.device, config.tf32, config.memory.precision) == ("cuda", True, "bf16")

@@ -200,14 +200,14 @@ def common_period(*specs: DilatedSpec) -> int:
 def rounds_little(spec: DilatedSpec, table: OffsetTable) -> bool:
     """Whether branches may add to a result in the inputs' dtype; otherwise they add in float32, which is rounded once.
 
-    Every branch that a row is on rounds the row. Up to two branches per row, on average over the rows of the head that
-    has the most, stay within the dtype's error budget.
+    Every branch that a row is on rounds the row. Up to two and a half branches per row, on average over the rows of the
+    head that has the most, stay within the dtype's error budget.
     """
     most = max(
         sum(1 / branch.dilation_rate for branch, offset in zip(spec.branches, offsets) if offset is not None)
         for offsets in zip(*table)
     )
-    return most <= 2
+    return most <= 2.5
 
 
 def most_scratch(tensor_bytes: int) -> int:

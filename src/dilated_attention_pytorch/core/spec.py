@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,6 +29,8 @@ HEAD_LAYOUTS: tuple[str, ...] = get_args(HeadLayout)
 OffsetTable = tuple[tuple["int | None", ...], ...]
 # segment lengths and dilation rates, one entry per branch
 Branches = tuple[tuple[int, ...], tuple[int, ...]]
+
+_FAR = 8  # causal models learned better with more near tokens in place of the branches with rates between 1 and this
 
 
 class ReachWarning(UserWarning):
@@ -204,10 +207,12 @@ def branches_for(tokens: int, heads: int | None = None, *, shortest: int = 2048,
             `shortest`, and the branches together compute about `2 * shortest` keys per row and head. Tokens between
             the grids then reach far through their neighbours only, which takes a third layer.
         shortest: the length of the first segments, a power of two.
-        is_causal: add short branches of rate 1 with other segment borders. Under causality the first token of a
-            segment sees its predecessor in a branch of rate 1 only; without them, the last tokens before a border of
-            the shortest segments never reach the first ones after it, at any depth. With them every row depends on
-            every earlier token, one layer later than without causality.
+        is_causal: the branches for causal attention. A causal row sees few tokens before it if its segment has just
+            begun, and the first one sees its predecessor in a branch of rate 1 only. So there is a second branch of
+            rate 1, whose segments are 11/16 as long and end elsewhere. From about `shortest^2 * 11 / 16` tokens on, 2.9
+            million by default, there is a third one, which is short. In turn, there is no branch with a rate between 1
+            and 8 except the last, whose rate is 8 or more if the heads allow. Every row depends on every earlier token,
+            one layer later than without causality.
 
     Returns:
         `(segment_lengths, dilation_rates)`, which a module takes as they are: `DilatedAttention(*branches_for(n))`.
@@ -216,8 +221,8 @@ def branches_for(tokens: int, heads: int | None = None, *, shortest: int = 2048,
     ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
     >>> branches_for(1_000_000, heads=12)
     ((2048, 4096, 8192, 16384, 1048576), (1, 2, 4, 6, 12))
-    >>> branches_for(20_000, is_causal=True)
-    ((129, 2048, 4096, 8192, 16384, 32768), (1, 1, 2, 4, 8, 16))
+    >>> branches_for(32_768, heads=12, is_causal=True)
+    ((1407, 2048, 32768), (1, 1, 12))
     """
     tokens = check_whole("tokens", tokens, least=1, most=MOST_TOKENS)
     shortest = check_whole("shortest", shortest, least=1, most=MOST_TOKENS)
@@ -236,15 +241,26 @@ def branches_for(tokens: int, heads: int | None = None, *, shortest: int = 2048,
         last *= 2
     lengths, kept = [*reaching[:-1], last], [branches[w] for w in reaching]
     if check_flag("is_causal", is_causal):
-        shared, between = lengths[0], []
-        odd = (shortest // 16 if heads is None else max(shortest // 16, kept[-1])) | 1
-        while shared < tokens:  # where borders of all branches of rate 1 meet first
-            if odd > 1 and math.gcd(odd, shared) == 1:
-                between.append(odd)
-                shared *= odd
-            odd += 2
-        lengths, kept = [*between, *lengths], [1] * len(between) + kept
+        far = [(w, r) for w, r in zip(lengths[:-1], kept) if r >= _FAR]
+        if len(lengths) > 1:
+            most = kept[-1] if heads is None else max(kept[-1], _FAR)
+            far.append((last, max(rate for rate in branches.values() if rate <= most)))
+        grids = far[-1][1] if far and heads is not None else 1  # a near segment has tokens of all of them
+        near = _near_lengths(lengths[0], tokens, shortest, grids)
+        lengths, kept = [*near, *(w for w, _ in far)], [*(1 for _ in near), *(r for _, r in far)]
     return tuple(lengths), tuple(kept)
+
+
+def _near_lengths(first: int, tokens: int, shortest: int, least: int) -> list[int]:
+    """Lengths of causal branches of rate 1: `first`, and odd ones until all of them share no border within `tokens`."""
+    near, shared = [first], first
+    odd_lengths = chain([max(shortest * 11 // 16 - 1, least) | 1], count(max(shortest // 16, least) | 1, 2))
+    while shared < tokens:
+        odd = next(odd_lengths)
+        if odd > 1 and math.gcd(odd, shared) == 1:
+            near.append(odd)
+            shared *= odd
+    return sorted(near)
 
 
 def stated_branches(
@@ -254,6 +270,7 @@ def stated_branches(
     *,
     heads: int | None = None,
     head_layout: str = "interleaved",
+    is_causal: bool = False,
 ) -> tuple[Sequence[int], Sequence[int]]:
     """The branches of a module, as stated or, by `max_length`, as `branches_for` chooses them."""
     if max_length is not None:
@@ -264,7 +281,7 @@ def stated_branches(
             )
         check_whole("max_length", max_length, least=1, most=MOST_TOKENS)
         refuse_grouped(head_layout)
-        return branches_for(max_length, heads)
+        return branches_for(max_length, heads, is_causal=is_causal)
     if segment_lengths is None or dilation_rates is None:
         raise TypeError(
             f"state segment_lengths and dilation_rates, or max_length to connect that many tokens; got "

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 from dilated_attention_pytorch.core.checks import COUNT, POSITIVE, SIZE, check_divides, check_fields
 from dilated_attention_pytorch.core.settings import setting
@@ -74,10 +74,11 @@ class ModelConfig:
     """Sizes of `LongNetLM` and `LongNet`; the defaults are the LongNet paper's base model.
 
     `num_layers` is the number of layers of `LongNetLM` and of `LongNet`'s encoder; `num_decoder_layers` that of
-    `LongNet`'s decoder, 0 for an encoder alone. `max_length` replaces `segment_lengths` and `dilation_rates`:
-    `branches_for` chooses branches that connect this many tokens. `dim_feedforward=0` means four times `d_model`, or
-    with `activation="swiglu"`, which has a third matrix, two thirds of that, rounded up to a multiple of 128.
-    `stagger` lengthens the segments of every other layer, as `DilatedSpec.staggered` does.
+    `LongNet`'s decoder, 0 for an encoder alone. `max_length` replaces `segment_lengths` and `dilation_rates`: they are
+    then those of `branches_for(max_length, heads, is_causal=True)`, which connect this many tokens, or with xPos those
+    of `branches_for(max_length, heads)`. `dim_feedforward=0` means four times `d_model`, or with `activation="swiglu"`,
+    which has a third matrix, two thirds of that, rounded up to a multiple of 128. `stagger` lengthens the segments of
+    every other layer, as `DilatedSpec.staggered` does.
 
     The defaults follow MAGNETO; `norm="rms"`, `activation="swiglu"`, `num_kv_heads`, `qk_norm` and `logit_soft_cap`
     are choices of later models. `qk_norm` scales queries and keys by an RMS norm over each head.
@@ -89,7 +90,7 @@ class ModelConfig:
     >>> ModelConfig(d_model=768, activation="swiglu", norm="rms", num_kv_heads=4, qk_norm=True).dim_feedforward
     2048
     >>> ModelConfig(d_model=128, num_heads=4, max_length=100_000).segment_lengths
-    (2048, 4096, 131072)
+    (1407, 2048, 131072)
     """
 
     vocab_size: int = 256
@@ -117,6 +118,7 @@ class ModelConfig:
         None, "cap logits at c: c * tanh(logits / c) (default: no cap)", range=POSITIVE
     )
     max_length: InitVar[int | None] = None
+    _is_causal: ClassVar[bool] = True
 
     def __post_init__(self, max_length: int | None) -> None:
         lengths: Sequence[int] | None = None if self.segment_lengths is _LENGTHS else self.segment_lengths
@@ -124,7 +126,11 @@ class ModelConfig:
         check_fields(self, num_decoder_layers=SIZE, dim_feedforward=SIZE, segment_lengths=COUNT, dilation_rates=COUNT)
         if max_length is not None:
             heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-            lengths, rates = stated_branches(lengths, rates, max_length, heads=heads, head_layout=self.head_layout)
+            # xPos decays anew where the borders of all branches meet, which those for causal attention rarely do.
+            is_causal = self._is_causal and self.positions != "xpos"
+            lengths, rates = stated_branches(
+                lengths, rates, max_length, heads=heads, head_layout=self.head_layout, is_causal=is_causal
+            )
             object.__setattr__(self, "segment_lengths", tuple(lengths))
             object.__setattr__(self, "dilation_rates", tuple(rates))
         width = self.dim_feedforward or feed_forward_width(self.d_model, self.activation)
@@ -150,6 +156,15 @@ class ModelConfig:
     def specs(self) -> tuple[DilatedSpec, ...]:
         """The patterns that layers take in turn."""
         return (self.spec_of(0), self.spec_of(1)) if self.stagger else (self.spec,)
+
+    @property
+    def pattern_in_words(self) -> str:
+        """The pattern of the layers, for people.
+
+        >>> ModelConfig(max_length=8192, stagger=True).pattern_in_words
+        'segments [1407, 2048, 8192] with rates [1, 1, 6], 23/16 as long in every other layer'
+        """
+        return f"{self.spec}{', 23/16 as long in every other layer' if self.stagger else ''}"
 
     @property
     def head_dim(self) -> int:
@@ -222,6 +237,7 @@ class EncoderConfig(ModelConfig):
     cls_rows: int | None = setting(None, range=SIZE)
     tile_size: float = setting(256.0, range=POSITIVE)
     grids: int = setting(1000, range=COUNT)
+    _is_causal: ClassVar[bool] = False
 
     def __post_init__(self, max_length: int | None) -> None:
         if max_length is None and self.segment_lengths is _LENGTHS and self.dilation_rates is _RATES:

@@ -395,6 +395,8 @@ function gcd(a, b) {
   return b ? gcd(b, a % b) : a;
 }
 
+const FAR = 8;
+
 /** Segments and rates that connect all tokens: branches_for of the package. */
 function branchesFor(tokens, heads, causal, shortest = 2048) {
   const powers = Array.from({ length: Math.log2(shortest) + 1 }, (_, i) => 2 ** i), byLength = new Map();
@@ -406,15 +408,23 @@ function branchesFor(tokens, heads, causal, shortest = 2048) {
   const branches = reaching.map((w) => ({ w, r: byLength.get(w) })), last = branches.at(-1);
   while (last.w < tokens) last.w *= 2;
   if (!causal) return branches;
-  const between = [];
-  let odd = Math.max(Math.floor(shortest / 16), last.r) | 1;
-  for (let shared = branches[0].w; shared < tokens; odd += 2) {
+  const far = branches.slice(0, -1).filter(({ r }) => r >= FAR), most = Math.max(last.r, FAR);
+  if (branches.length > 1) far.push({ w: last.w, r: Math.max(...[...byLength.values()].filter((r) => r <= most)) });
+  const near = nearLengths(branches[0].w, tokens, shortest, far.length ? far.at(-1).r : 1);
+  return [...near.map((w) => ({ w, r: 1 })), ...far];
+}
+
+/** Lengths of causal branches of rate 1, as the package chooses them. */
+function nearLengths(first, tokens, shortest, least) {
+  const near = [first], part = (share) => Math.floor(shortest * share);
+  let odd = Math.max(part(11 / 16) - 1, least) | 1, next = Math.max(part(1 / 16), least) | 1;
+  for (let shared = first; shared < tokens; odd = next, next += 2) {
     if (odd > 1 && gcd(odd, shared) === 1) {
-      between.push({ w: odd, r: 1 });
+      near.push(odd);
       shared *= odd;
     }
   }
-  return [...between, ...branches];
+  return near.sort((a, b) => a - b);
 }
 
 /** The reasons for which the package gives a ReachWarning: "tokens", "heads", "rows". */

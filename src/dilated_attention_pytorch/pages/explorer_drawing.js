@@ -299,7 +299,7 @@ function warn() {
   if (last && last.least < 1 && !found.tokens && !found.heads) {
     const gap =
       " Under causality, the first rows after a border of the shortest segments miss the last tokens before it; " +
-      "“Connect all” adds short branches that close this gap.";
+      "“Connect all” chooses branches without this gap.";
     lines.push(
       `After ${layersText()} some rows depend on ${percent(last.least)} of the tokens only.` +
         (pattern.causal && !pattern.sparse && layers > 2 ? gap : ""),

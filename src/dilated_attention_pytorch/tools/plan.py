@@ -196,7 +196,7 @@ def fit_text(
     ]
     if found.host:
         lines.append(f"  {'pinned host memory':<36}{found.host / GIB:>10.2f} GiB")
-    lines += ["", f"reach of a row, segments {list(config.segment_lengths)}, rates {list(config.dilation_rates)}"]
+    lines += ["", f"reach of a row, {config.pattern_in_words}"]
     return [*lines, *(f"  {line}" for line in _reach_of_model(config, answer.tokens))]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -228,12 +229,16 @@ def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, A
     concerned = {name: together[name] for name in concerning if name in together}
     model, tokens = together["model"], together.get("sequence_length", 0)
     stated = {name: model[name] for name in OF_A_PRESET if name in model}
+    if model.keys() & {*PATTERN}:
+        stated.setdefault("stagger", False)
     before = expand_presets({**concerned, **stated, **vocabulary})
     is_stated = "model" in before or together.get("stages") or model.keys() & {*PATTERN}
     reach = SMALL_MODEL.segment_lengths[-1]
-    if not is_stated and (tokens > reach or model.get("num_kv_heads")):
-        heads = model.get("num_kv_heads") or model.get("num_heads", SMALL_MODEL.num_heads)
-        pattern = branches_for(max(tokens, reach), heads, shortest=SMALL_MODEL.segment_lengths[0])
+    nested = model.get("positions") == "xpos"
+    if not is_stated and (tokens > reach or model.get("num_kv_heads") or nested):
+        heads, tokens = model.get("num_kv_heads") or model.get("num_heads", SMALL_MODEL.num_heads), max(tokens, reach)
+        shortest = next(64 << i for i in itertools.count() if (64 << i) ** 2 * 11 // 16 >= tokens)  # two near branches
+        pattern = branches_for(tokens, heads, shortest=64 if nested else shortest, is_causal=not nested)
         before |= override({}, {"model": dict(zip(PATTERN, pattern))})
     return before
 

@@ -42,8 +42,8 @@ SMALL_MODEL = ModelConfig(
     num_heads=4,
     num_layers=4,
     num_decoder_layers=0,
-    segment_lengths=(64, 128, 512),
-    dilation_rates=(1, 2, 4),
+    segment_lengths=(43, 64, 512),
+    dilation_rates=(1, 1, 4),
 )
 
 

@@ -216,10 +216,8 @@ class _Trainer:
 
     def _introduce(self, parameters: int) -> None:
         config, ranks, start = self.config, self.ranks, self.start
-        staggered = ", every other layer staggered" if config.model.stagger else ""
-        pattern = f"{config.model.segment_lengths} / {config.model.dilation_rates}{staggered}"
         print(f"corpus   {self.corpus.source}")
-        print(f"model    {parameters / 1e6:.1f}M parameters, {pattern}")
+        print(f"model    {parameters / 1e6:.1f}M parameters, {config.model.pattern_in_words}")
         shared = ""
         if ranks.mesh is not None:
             axes = [f", {name} {ranks.axis(name)}" for name in ("sequence", "tensor") if ranks.axis(name) > 1]

@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention_pytorch.core.modes import tf32_is_on
 from dilated_attention_pytorch.models.config import ModelConfig, ModelFields
-from dilated_attention_pytorch.train.config import OF_A_STAGE
+from dilated_attention_pytorch.train.config import OF_A_STAGE, PATTERN
 from dilated_attention_pytorch.train.footprint import parameter_count
 from dilated_attention_pytorch.train.memory import MemoryOptions, OptimizerName, Precision
 
@@ -45,8 +45,10 @@ _SIZES = {
 }
 MODEL_SIZES = tuple(_SIZES)
 _LENGTH = 32_768  # the reach of the LongNet paper's branches
-# Fields of a model that decide how many layers have the parameters of a size, and which branches connect its tokens.
-OF_A_PRESET = ("vocab_size", "num_kv_heads", "activation", "norm", "qk_norm", "tie_weights")
+# Fields of a model that decide how many layers have the parameters of a size, or which branches connect its tokens.
+OF_A_PRESET = (
+    "vocab_size", "num_kv_heads", "activation", "norm", "qk_norm", "tie_weights", "positions", "stagger",
+)  # fmt: skip
 
 _ROWS_AT_A_TIME = 16_384
 
@@ -80,19 +82,23 @@ HARDWARE = ("auto", *_HARDWARE)
 def model_preset(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[ModelFields]) -> ModelConfig:
     """The config of a `LongNetLM` of `size` parameters whose branches connect `sequence_length` tokens.
 
-    `fields` are those of `ModelConfig` that override the preset. Depth follows from the other sizes.
+    Layers stagger the branches, unless these are stated or positions are xPos: of all branches that were tried, these
+    learned best. `fields` are those of `ModelConfig` that override the preset. Depth follows from the other sizes.
 
     >>> config = model_preset("125m", vocab_size=50_257)
     >>> config.d_model, config.num_heads, config.num_layers
     (768, 12, 12)
+    >>> config.segment_lengths, config.dilation_rates, config.stagger
+    ((1407, 2048, 32768), (1, 1, 12), True)
     >>> round(parameter_count(config) / 1e6)
     124
     """
     wanted = _size(size)
     settings: Any = {"d_model": wanted.d_model, "num_heads": wanted.num_heads, "num_decoder_layers": 0, **fields}
     settings.setdefault("vocab_size", 256)
-    if not fields.keys() & {"segment_lengths", "dilation_rates"}:
-        settings["max_length"] = sequence_length
+    if not fields.keys() & {*PATTERN}:
+        settings.setdefault("max_length", sequence_length)
+        settings.setdefault("stagger", settings.get("positions") != "xpos")
     if "num_layers" in fields:
         return ModelConfig(**settings)
     one, two = (parameter_count(ModelConfig(**settings, num_layers=layers)) for layers in (1, 2))
@@ -194,7 +200,8 @@ def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a `TrainConfig`, with `preset` and `hardware` replaced by the fields that they decide.
 
     Stated fields override those. A preset without hardware is for the device of the run. Fields of the model that its
-    number of layers depends on (`OF_A_PRESET`) may be stated too, such as the `vocab_size` of the run's tokenizer.
+    number of layers or its branches depend on (`OF_A_PRESET`) may be stated too, such as the `vocab_size` of the run's
+    tokenizer. The patterns of stages are not staggered unless `stagger` is stated.
 
     >>> expand_presets({"hardware": "v100", "steps": 10})["memory"].precision
     'fp16'
@@ -204,6 +211,8 @@ def expand_presets(stated: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: given.pop(name) for name in OF_A_PRESET if name in given}
     if "sequence_length" in given:
         known["sequence_length"] = given["sequence_length"]
+    if given.get("stages"):
+        known.setdefault("stagger", False)
     if size is None and named is None:
         return given
     settings = run_preset(size, hardware_preset(named or "auto", given.get("device", "auto")), **known)
