@@ -23,7 +23,7 @@ from dilated_attention_pytorch.tools.command import whole_number
 from examples.evidence import corpus, report
 from examples.evidence.measures import measure
 from examples.evidence.runs import FULL, TINY, Run, Scale, all_runs, find_run, seconds_at
-from examples.evidence.training import TimeIsUp, drop_checkpoint, train
+from examples.evidence.training import TimeIsUp, drop_checkpoint, time_steps, train
 
 RECORDS = "evidence.jsonl"
 _EPOCHS = 4
@@ -57,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
         "--plan",
         action="store_true",
         help="list the runs on a GPU and what they cost, and stop; with --device cpu, those of the tiny version",
+    )
+    what.add_argument(
+        "--times",
+        action="store_true",
+        help="measure only the time of a step, anew, of runs that are recorded: on a GPU without other programs, the "
+        "times can be compared",
     )
     what.add_argument(
         "--report",
@@ -100,6 +106,8 @@ def run_evidence(arguments: argparse.Namespace) -> None:
         scale = replace(scale, steps=arguments.steps)
     if arguments.minutes is not None and arguments.minutes <= 0:
         raise ValueError(f"--minutes must be above 0, got {arguments.minutes}")
+    if arguments.times and (arguments.seeds is not None or arguments.minutes is not None):
+        raise ValueError("--times takes a few steps of a run for all of its seeds: leave out --seeds and --minutes")
     out: Path = arguments.out
     runs = [find_run(name, scale) for name in arguments.only or ()] or [run for run in all_runs(scale) if not run.extra]
     pieces = [(run, seed) for seed in arguments.seeds or scale.seeds for run in runs if seed in run.seeds]
@@ -131,6 +139,8 @@ def run_evidence(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"{out / RECORDS} has results of other settings or text: choose another --out, or move it away"
             )
+    if arguments.times:
+        return _measure_times(arguments.only, records, tokens, out, scale, device)
     if scale.name != FULL.name:
         print("evidence without a GPU a tiny version runs: it shows the machinery, not the result", flush=True)
     deadline = time.monotonic() + (float("inf") if arguments.minutes is None else 60 * arguments.minutes)
@@ -138,8 +148,7 @@ def run_evidence(arguments: argparse.Namespace) -> None:
         for run, seed in pieces:
             if (run.name, seed) not in done:
                 records.append({**head, **_piece(run, seed, tokens, out, device, deadline)})
-                lines = "".join(json.dumps(record) + "\n" for record in records)
-                write_whole(out / RECORDS, methodcaller("write_text", lines))
+                _write_records(out / RECORDS, records)
                 done.add((run.name, seed))
             # Also by runs of another call: to train it again would take minutes.
             waiting = {*pieces, *((one, seed) for one in all_runs(scale) if seed in one.seeds and not one.extra)}
@@ -185,6 +194,36 @@ def _piece(run: Run, seed: int, tokens: corpus.Tokens, out: Path, device: str, d
         "curve": progress.curve,
         **found,
     }
+
+
+def _measure_times(
+    names: Sequence[str] | None,
+    records: list[dict[str, Any]],
+    tokens: corpus.Tokens,
+    out: Path,
+    scale: Scale,
+    device: str,
+) -> None:
+    """Replace the times of steps in the records of these runs, by default of all."""
+    recorded = list(dict.fromkeys(record["run"] for record in records))
+    missing = [name for name in names or () if name not in recorded]
+    if missing or not recorded:
+        raise ValueError(
+            f"--times measures runs that {out / RECORDS} has, and it has {', '.join(recorded) or 'none'}: "
+            f"{'leave out ' + ', '.join(missing) if recorded else 'do them first, without --times'}"
+        )
+    for name in names or recorded:
+        seconds = time_steps(find_run(name, scale), tokens, device)
+        print(f"{name}: {seconds:.3f} s per step", flush=True)
+        for record in records:
+            if record["run"] == name:
+                record["step_seconds"] = seconds
+        _write_records(out / RECORDS, records)
+
+
+def _write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_whole(path, methodcaller("write_text", lines))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

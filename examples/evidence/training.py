@@ -26,6 +26,7 @@ from examples.evidence.runs import Run, find_run
 from examples.recall import set_attention
 
 _SAVE_EVERY = 150.0  # seconds
+_TIMED = 16  # steps
 _CHECKPOINT = "checkpoint.pt"
 
 
@@ -93,6 +94,19 @@ def train(run: Run, seed: int, tokens: Tokens, out: Path, device: str, deadline:
             if came:
                 raise Stopped(came[0])
     return model, progress
+
+
+def time_steps(run: Run, tokens: Tokens, device: str) -> float:
+    """The seconds of a step of a new model."""
+    seed, progress = run.seeds[0], Progress()
+    _, _, stepper = _make(run, seed, device)
+    batches = draw(run, seed, tokens, first=1)
+    with float32_products(device == "cuda"):
+        for step in range(1, _TIMED + 1):
+            began = time.perf_counter()
+            stepper.step(next(batches), step)()
+            progress.seconds.append(time.perf_counter() - began)
+    return progress.step_seconds
 
 
 def draw(run: Run, seed: int, tokens: Tokens, first: int) -> Iterator[Batch]:

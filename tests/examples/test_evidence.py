@@ -293,6 +293,7 @@ def test_results_of_other_settings_and_what_is_missing_are_refused(text, tmp_pat
         (["--data", str(tmp_path)], "has the corpus of text: choose another --out"),
         (["--report", str(tmp_path)], "without --report writes it"),
         (["--seeds", "7"], "no chosen run has one of the seeds [7]"),
+        (["--times"], "leave out --seeds and --minutes"),
         (["--steps", "9999"], "a run reads 5,119,488 tokens, and text has "),
     ):
         assert command.main([*arguments, *wrong]) == 1
@@ -301,6 +302,25 @@ def test_results_of_other_settings_and_what_is_missing_are_refused(text, tmp_pat
         stream.write('{"run": "cut o')
     assert command.main([*arguments, "--steps", "1"]) == 1
     assert "line 2 of " in capsys.readouterr().err
+
+
+def test_times_of_steps_are_measured_anew_and_nothing_else_changes(text, tmp_path, capsys) -> None:
+    arguments = ["--device", "cpu", "--data", str(text), "--out", str(tmp_path), "--steps", "1"]
+    assert command.main([*arguments, "--times"]) == 1
+    assert "it has none: do them first, without --times" in capsys.readouterr().err
+    assert command.main([*arguments, "--only", "dense-32", "dense-64", "--seeds", "0"]) == 0
+    path = tmp_path / command.RECORDS
+    before = [record | {"step_seconds": 99.0} for record in command.read_records(path)]
+    command._write_records(path, before)
+    assert command.main([*arguments, "--only", "dense-64", "dilated-64", "--times"]) == 1
+    assert "it has dense-32, dense-64: leave out dilated-64" in capsys.readouterr().err
+    assert command.main([*arguments, "--only", "dense-64", "--times"]) == 0
+    first, second = command.read_records(path)
+    assert first == before[0]
+    assert 0 < second["step_seconds"] < 99
+    assert second | {"step_seconds": 99.0} == before[1]
+    assert command.main([*arguments, "--times"]) == 0
+    assert 0 < command.read_records(path)[0]["step_seconds"] < 99
 
 
 def test_the_whole_experiment_needs_a_text(tmp_path, capsys) -> None:
