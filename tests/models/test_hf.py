@@ -170,7 +170,13 @@ def test_a_length_chooses_branches_for_the_key_value_heads() -> None:
     model = use_dilated_attention(build("llama"), max_length=10_000)
     heads = model.config.num_key_value_heads
     assert heads < model.config.num_attention_heads
-    assert read_pattern(model.config) == DilatedSpec.for_length(10_000, heads=heads)
+    assert read_pattern(model.config) == DilatedSpec.for_length(10_000, heads=heads, is_causal=True)
+    config = use_dilated_attention(build("llama").config, max_length=10_000)  # makes no weights
+    assert read_pattern(config) == read_pattern(model.config)
+    encoder = use_dilated_attention(build("modernbert"), max_length=10_000)
+    assert read_pattern(encoder.config) == DilatedSpec.for_length(10_000, heads=encoder.config.num_attention_heads)
+    with pytest.raises(ValueError, match="pass the model, or state segment_lengths and dilation_rates"):
+        use_dilated_attention(transformers.PreTrainedConfig(num_attention_heads=2), max_length=10_000)
     with pytest.raises(TypeError, match="max_length=10 takes the place of segment_lengths and dilation_rates"):
         use_dilated_attention(model, [16], [1], max_length=10)
     with pytest.raises(TypeError, match="state segment_lengths and dilation_rates, or max_length"):

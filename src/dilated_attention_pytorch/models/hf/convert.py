@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import AutoModel
 
 from dilated_attention_pytorch.core.checks import COUNT, check_fields, checked
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
@@ -35,9 +37,10 @@ def use_dilated_attention(
 ) -> ModelOrConfig:
     """Switch a model, or a config for models yet to be made, to this pattern, in place; returns it.
 
-    `max_length` replaces segments and rates: `branches_for` chooses branches that connect this many tokens. Weights
-    stay as they are. Another call changes the pattern. Layers with a sliding window cannot be dilated as well:
-    `replace_sliding_window`, on a config only, gives them the dilated pattern instead; they keep their positions.
+    `max_length` replaces segments and rates: `branches_for` chooses branches that connect this many tokens, those for
+    causal attention if some of the model's attention is causal. Weights stay as they are. Another call changes the
+    pattern. Layers with a sliding window cannot be dilated as well: `replace_sliding_window`, on a config only, gives
+    them the dilated pattern instead; they keep their positions.
     """
     register()
     is_model = isinstance(model, torch.nn.Module)
@@ -46,8 +49,11 @@ def use_dilated_attention(
         raise TypeError(f"use_dilated_attention takes a model or a config of transformers, got {type(model).__name__}")
     text = config.get_text_config()
     require_interface(model if is_model else text)
-    heads = None if max_length is None else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    branches = stated_branches(segment_lengths, dilation_rates, max_length, heads=heads, head_layout=head_layout)
+    chosen: dict[str, Any] = {}
+    if max_length is not None:
+        chosen["heads"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        chosen["is_causal"] = _is_causal(model if isinstance(model, torch.nn.Module) else _on_meta(config))
+    branches = stated_branches(segment_lengths, dilation_rates, max_length, head_layout=head_layout, **chosen)
     spec = DilatedSpec.of(*branches, head_layout)  # before anything is changed
     windows = _windows(text)
     if windows and (is_model or not replace_sliding_window):
@@ -68,6 +74,22 @@ def use_dilated_attention(
     else:
         config._attn_implementation = implementation
     return model
+
+
+def _on_meta(config: Any) -> torch.nn.Module:
+    """A model of this config without weights: the config does not say whether its attention is causal."""
+    try:
+        with torch.device("meta"):
+            return AutoModel.from_config(copy.deepcopy(config))
+    except Exception as error:
+        raise ValueError(
+            f"max_length takes a model, or a config from which AutoModel makes one; of {type(config).__name__} it "
+            f"cannot ({error}): pass the model, or state segment_lengths and dilation_rates"
+        ) from error
+
+
+def _is_causal(model: torch.nn.Module) -> bool:
+    return any(getattr(module, "is_causal", False) for module in model.modules())
 
 
 def _windows(config: Any) -> str:
