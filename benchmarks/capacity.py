@@ -241,7 +241,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
         dilated = [line for line in mine if line["kind"] != "dense"]
         words = (
             f"{machine}. One step each: forward, backward and update, on random tokens. The branches of every row "
-            f"connect all of its tokens. {which_branches(dilated or mine)} `model` is what the memory model said "
+            f"connect all of its tokens. {which_branches(dilated)} `model` is what the memory model said "
             "before the step, `host GiB` what offloading pins."
         )
         head = [

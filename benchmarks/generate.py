@@ -22,6 +22,7 @@ from benchmarks.peers import llama_like
 from benchmarks.suite import (
     CAUSAL_BRANCHES,
     EARLIER_BRANCHES,
+    PLAIN_CAUSAL_BRANCHES,
     Options,
     Record,
     Suite,
@@ -91,8 +92,9 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
     if cuda and trial.size == BOUNDED_SIZE:
         config = replace(config, d_model=2048, num_heads=32, num_layers=8)
     record: Record = {"model": trial.model, "size": trial.size, "batch": trial.batch, "context": trial.context}
-    if trial.model not in (LLAMA, BOUNDED):
-        record["branches"] = CAUSAL_BRANCHES if config.stagger else config.pattern_in_words
+    if trial.model != LLAMA:
+        named = PLAIN_CAUSAL_BRANCHES if trial.model == BOUNDED else CAUSAL_BRANCHES
+        record["branches"] = named if config.stagger else config.pattern_in_words
     bandwidth = _bandwidth(options.device)
     torch.manual_seed(0)  # the same untrained weights in every run
     torch._dynamo.reset()  # else a second context would be compiled with dynamic shapes
@@ -265,7 +267,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
             for x in mine
             if "parity" in x
         ]
-        words = f"{words} {which_branches([x for x in mine if x['model'] not in (LLAMA, BOUNDED)] or mine)}"
+        words = f"{words} {which_branches([x for x in mine if x['model'] != LLAMA])}".rstrip()
         table = Table("Generating: a token of a whole model", [words, *dict.fromkeys(rounded)], head)
         for x in mine:
             first = [f"{x['size']}: {x['model']}", str(x["batch"]), f"{x['context']:,}"]

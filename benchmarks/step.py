@@ -138,7 +138,7 @@ def _tables(records: Sequence[Record]) -> Iterator[Table]:
     for machine, mine in by_machine([x for x in records if "ranks" not in x]):
         ceiling = max(x["ceiling"] for x in mine) / 1e12
         words = f"{machine}. One sequence per step, forward, backward and update. Ceiling: {ceiling:.3g} TFLOP/s."
-        words = f"{words} {which_branches([x for x in mine if x['model'] in (OURS, PLAIN)] or mine)}"
+        words = f"{words} {which_branches([x for x in mine if x['model'] in (OURS, PLAIN)])}".rstrip()
         table = Table("A training step", [words], head)
         for x in mine:
             options = MemoryOptions(**x["options"]).stated()

@@ -181,14 +181,17 @@ def by_machine(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
 
 
 EARLIER_BRANCHES = "`branches_for(tokens, heads)`"  # of presets whose records do not name them
-CAUSAL_BRANCHES = "`branches_for(tokens, heads, is_causal=True)`, 23/16 as long in every other layer"
+PLAIN_CAUSAL_BRANCHES = "`branches_for(tokens, heads, is_causal=True)`"
+CAUSAL_BRANCHES = f"{PLAIN_CAUSAL_BRANCHES}, 23/16 as long in every other layer"
 
 
 def which_branches(records: Sequence[Record]) -> str:
-    """A sentence on the branches of the dilated models of some records, each of which has a `size`."""
+    """A sentence on the branches of some records of dilated models, each of which has a `size`; empty without any."""
     sizes: dict[str, dict[str, None]] = {}
     for record in records:
         sizes.setdefault(record["branches"], {})[record["size"]] = None
+    if not sizes:
+        return ""
     if len(sizes) == 1:
         return f"Branches: {next(iter(sizes))}."
     return f"Branches: {'; '.join(words + ' (' + ', '.join(names) + ')' for words, names in sizes.items())}."

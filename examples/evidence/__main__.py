@@ -212,6 +212,9 @@ def _measure_times(
             f"--times measures runs that {out / RECORDS} has, and it has {', '.join(recorded) or 'none'}: "
             f"{'leave out ' + ', '.join(missing) if recorded else 'do them first, without --times'}"
         )
+    here, *there = dict.fromkeys(x.get("gpu") or x["cpu"] for x in (machine(device), *(r["machine"] for r in records)))
+    if there:
+        raise ValueError(f"the results are of {', '.join(there)}: measure times there, as this is {here}")
     for name in names or recorded:
         seconds = time_steps(find_run(name, scale), tokens, device)
         print(f"{name}: {seconds:.3f} s per step", flush=True)

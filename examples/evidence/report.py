@@ -29,14 +29,14 @@ _RECIPE = (
     "Optimizer and learning rate were chosen before these runs, by runs of 120 steps of dilated-8K alone with one seed "
     "and their bits on held-out text that also counts here: Muon at 1.5e-3, 4e-3, 1e-2 (also with QK-norm) and 2e-2, "
     "AdamW at 1.5e-3 and 5e-3. Muon at 1e-2 was the best; 8e-3, which is a little below it for longer runs, was not "
-    "tried. Nothing was chosen for the dense model, which may do better with another rate. The times of "
-    "dilated-8K, paired-8K and paired-staggered-8K are too long: seed 0 of the first updated one matrix at a time with "
-    "Muon, where later runs update those of one shape together; its seed 1 and the others shared the GPU with other "
-    "programs."
+    "tried. Nothing was chosen for the dense model, which may do better with another rate. The first two runs, seed 0 "
+    "of dilated-8K and dense-8K, updated one matrix at a time with Muon, and later ones update those of one shape "
+    "together: steps of the first two took longer for that, so compare their times with each other only. Seed 0 of "
+    "paired-8K and of paired-staggered-8K shared the GPU with other programs, so their times are too long."
 )
 _STAGGERED = (
     " In paired and staggered models, all near segments of every other layer end at token 32,384, so the last tokens "
-    "at 32K see few tokens before them in these layers. Those of presets, with 1,407 tokens instead of 1,408, do not."
+    "at 32K see few tokens before them in these layers."
 )
 # What was done to a dilated model, as the names of runs begin.
 _TRIED = {
@@ -93,8 +93,7 @@ def _page(results: Results) -> Iterable[str]:
     yield (
         f"The curves, and so the comparison at the same seconds, are of {settings['validation_windows']} of the "
         f"{settings['windows']} held-out stretches that the table is of: compare curves with each other, not with the "
-        "table. The time of a step is the smallest over seeds, since some runs shared the GPU with other programs. "
-        "With one seed, it may be too long."
+        "table. The time of a step is that of the first seed, since some of the others shared the GPU."
     )
     yield _cost_table(results)
     yield "## Where in the sequence"
@@ -212,8 +211,7 @@ def _compare(results: Results, a: str, b: str, names: tuple[str, str] | None = N
     if not results.has(a, b) or not (percent := results.difference(a, b)).values:
         return None
     first, second = names or (a, b)
-    seeds = results.runs[a].keys() & results.runs[b].keys()
-    one, other = (Figures(tuple(results.runs[name][s]["validation"] for s in sorted(seeds))) for name in (a, b))
+    one, other = (results.shared(name, a, b) for name in (a, b))
     values = f"{one:.4f} against {other:.4f} bits per byte"
     if abs(percent.mean) <= percent.spread or f"{abs(percent.mean):.2f}" == "0.00":
         return f"{first} and {second} do not differ by more than the seeds do: {values}."
@@ -315,8 +313,8 @@ def _continued(results: Results, kind: str, length: int) -> str | None:
         f"{parent}, switched to dilated attention at {short(length)} and trained for {results.one(continued)['steps']} "
         f"more steps, has {results.figures(continued, _validation):.4f} bits per byte"
     )
-    if results.has(parent):
-        said += f" (before, at its own length: {results.figures(parent, _validation):.4f})"
+    if results.has(parent) and (before := results.shared(parent, parent, continued)).values:
+        said += f" (before, at its own length: {before:.4f})"
     return f"{said}. {_compare(results, continued, whole) or ''}".strip()
 
 

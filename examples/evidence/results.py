@@ -53,10 +53,10 @@ class Results:
         self.runs: dict[str, dict[int, Record]] = {}
         for record in records:
             self.runs.setdefault(record["run"], {})[record["seed"]] = record
-        # Other programs on the GPU slow a step down; the seed does not.
+        # The seed does not change the time of a step, but some runs shared the GPU with other programs.
         for seeds in self.runs.values():
-            fastest = min(record["step_seconds"] for record in seeds.values())
-            seeds.update({seed: {**record, "step_seconds": fastest} for seed, record in seeds.items()})
+            seconds = seeds[min(seeds)]["step_seconds"]
+            seeds.update({seed: {**record, "step_seconds": seconds} for seed, record in seeds.items()})
 
     def name(self, kind: str, length: int) -> str:
         return f"{kind}-{short(length)}"
@@ -70,6 +70,11 @@ class Results:
 
     def figures(self, name: str, find: Callable[[Record], float]) -> Figures:
         return Figures(tuple(find(record) for record in self.runs[name].values()))
+
+    def shared(self, name: str, a: str, b: str) -> Figures:
+        """The validation bits of run `name`, by the seeds that both `a` and `b` have."""
+        seeds = sorted(self.runs[a].keys() & self.runs[b].keys())
+        return Figures(tuple(self.runs[name][seed]["validation"] for seed in seeds))
 
     def difference(self, a: str, b: str, find: Callable[[Record], float] = lambda r: r["validation"]) -> Figures:
         """How much larger a figure of run `a` is than that of `b`, in percent, by the seeds that both have."""

@@ -22,6 +22,9 @@ def test_the_generate_suite_measures_models_and_the_floor(tmp_path, capsys) -> N
     printed = capsys.readouterr().out
     for verdict in generate.SUITE.verdict(lines):
         assert str(verdict) in printed
+    assert "Branches: segments [64, 256] with rates [1, 2]." in printed
+    assert main(["generate", "--device", "cpu", "--tokens", "80", "--only", generate.LLAMA]) == 0
+    assert "Branches" not in capsys.readouterr().out  # of a dense model
     assert main(["generate", "--device", "cpu", "--sizes", "1m"]) == 1
     assert "--sizes takes names of '125m', '1.3b'; got '1m'" in capsys.readouterr().err
 

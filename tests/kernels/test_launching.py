@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,28 @@ def test_pointers_that_were_not_compiled_for_take_the_front_end(hooks) -> None:
     assert len(kernel.front_end) == 3
     launch(x, x)
     assert len(kernel.direct) == 1
+
+
+def test_threads_that_launch_at_once_pass_their_own_arguments(hooks) -> None:
+    both = Barrier(2)
+
+    class Meeting(Launcher):
+        """Makes arguments while the other thread does."""
+
+        def __call__(self, *arguments) -> None:
+            both.wait(timeout=30)
+            super().__call__(*arguments)
+            both.wait(timeout=30)
+
+    kernel = Kernel()
+    kernel.run = Meeting()
+    launch = launch_of(kernel)
+    x = torch.zeros(64)
+    launch(x, x)  # by the front end
+    tensors = [torch.zeros(64) for _ in range(2)]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda one: launch(one, x), tensors))
+    assert sorted(arguments[7 + 3] for arguments in kernel.direct) == sorted(one.data_ptr() for one in tensors)
 
 
 def test_profilers_hooks_take_the_front_end(hooks) -> None:

@@ -173,6 +173,10 @@ def test_a_length_chooses_branches_for_the_key_value_heads() -> None:
     assert read_pattern(model.config) == DilatedSpec.for_length(10_000, heads=heads, is_causal=True)
     config = use_dilated_attention(build("llama").config, max_length=10_000)  # makes no weights
     assert read_pattern(config) == read_pattern(model.config)
+    config = transformers.LlamaConfig(**SIZES, attn_implementation="flash_attention_2", is_causal=False)
+    assert read_pattern(use_dilated_attention(config, max_length=10_000)) == DilatedSpec.for_length(
+        10_000, heads=config.num_key_value_heads
+    )
     encoder = use_dilated_attention(build("modernbert"), max_length=10_000)
     assert read_pattern(encoder.config) == DilatedSpec.for_length(10_000, heads=encoder.config.num_attention_heads)
     with pytest.raises(ValueError, match="pass the model, or state segment_lengths and dilation_rates"):

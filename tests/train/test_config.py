@@ -79,14 +79,16 @@ def test_the_default_model_connects_the_length_that_is_stated(tmp_path, started)
     main(["train", "--sequence-length", "3000", "--segment-lengths", "64", "512", "--dilation-rates", "1", "4"])
     main(["train", "--sequence-length", "100"])
     main(["train", "--sequence-length", "100000"])
+    main(["train", "--sequence-length", "2800"])  # from 64 * 43 on, two near branches of 64 would meet
     xpos = tmp_path / "xpos.toml"
     xpos.write_text('[model]\npositions = "xpos"\n')
     main(["train", "--config", str(xpos), "--stagger"])
-    followed, stated, short, long, nested = started
+    followed, stated, short, long, between, nested = started
     assert (followed.model.segment_lengths, followed.model.dilation_rates) == ((87, 128, 4096), (1, 1, 8))
     assert stated.model.segment_lengths == (64, 512)
     assert short.model == SMALL_MODEL
     assert (long.model.segment_lengths, long.model.dilation_rates) == ((351, 512, 131_072), (1, 1, 4))
+    assert (between.model.segment_lengths, between.model.dilation_rates) == ((87, 128, 4096), (1, 1, 4))
     assert (nested.model.segment_lengths, nested.model.dilation_rates) == ((64, 128, 512), (1, 2, 4))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable
@@ -130,10 +129,15 @@ def lasting(device: torch.device, make: Callable[[], Value]) -> Value:
         return other.submit(make_and_wait).result()
 
 
-@functools.cache
+_tables: dict[tuple[torch.device, tuple[Any, ...]], Tensor] = {}
+
+
 def lasting_table(device: torch.device, rows: tuple[Any, ...]) -> Tensor:
     """An int32 tensor that is never freed. Plans are, but a captured CUDA graph reads their tables at every replay."""
-    return lasting(device, lambda: torch.tensor(rows, dtype=torch.int32, device=device))
+    if (device, rows) not in _tables:
+        made = lasting(device, lambda: torch.tensor(rows, dtype=torch.int32, device=device))
+        _tables.setdefault((device, rows), made)  # another thread may have been first
+    return _tables[device, rows]
 
 
 def keep_while_read(x: Tensor) -> None:

@@ -211,8 +211,9 @@ def branches_for(tokens: int, heads: int | None = None, *, shortest: int = 2048,
             begun, and the first one sees its predecessor in a branch of rate 1 only. So there is a second branch of
             rate 1, whose segments are 11/16 as long and end elsewhere. From about `shortest^2 * 11 / 16` tokens on, 2.9
             million by default, there is a third one, which is short. In turn, there is no branch with a rate between 1
-            and 8 except the last, whose rate is 8 or more if the heads allow. Every row depends on every earlier token,
-            one layer later than without causality.
+            and 8 except the last. With `heads`, the rate of the last is the largest of at most 8, or the one without
+            causality if that is larger. Every row depends on every earlier token, one layer later than without
+            causality.
 
     Returns:
         `(segment_lengths, dilation_rates)`, which a module takes as they are: `DilatedAttention(*branches_for(n))`.

@@ -76,7 +76,8 @@ class ModelConfig:
     `num_layers` is the number of layers of `LongNetLM` and of `LongNet`'s encoder; `num_decoder_layers` that of
     `LongNet`'s decoder, 0 for an encoder alone. `max_length` replaces `segment_lengths` and `dilation_rates`: they are
     then those of `branches_for(max_length, heads, is_causal=True)`, which connect this many tokens, or with xPos those
-    of `branches_for(max_length, heads)`. `dim_feedforward=0` means four times `d_model`, or with `activation="swiglu"`,
+    of `branches_for(max_length, heads)`; state the latter for a `LongNet` without a decoder, which is not causal, or
+    use `LongNetEncoder`. `dim_feedforward=0` means four times `d_model`, or with `activation="swiglu"`,
     which has a third matrix, two thirds of that, rounded up to a multiple of 128. `stagger` lengthens the segments of
     every other layer, as `DilatedSpec.staggered` does.
 

@@ -237,7 +237,7 @@ def _preset(together: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, A
     nested = model.get("positions") == "xpos"
     if not is_stated and (tokens > reach or model.get("num_kv_heads") or nested):
         heads, tokens = model.get("num_kv_heads") or model.get("num_heads", SMALL_MODEL.num_heads), max(tokens, reach)
-        shortest = next(64 << i for i in itertools.count() if (64 << i) ** 2 * 11 // 16 >= tokens)  # two near branches
+        shortest = next(n for i in itertools.count() if (n := 64 << i) * (n * 11 // 16 - 1) >= tokens)  # two near ones
         pattern = branches_for(tokens, heads, shortest=64 if nested else shortest, is_causal=not nested)
         before |= override({}, {"model": dict(zip(PATTERN, pattern))})
     return before

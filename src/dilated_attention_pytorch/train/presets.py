@@ -82,8 +82,9 @@ HARDWARE = ("auto", *_HARDWARE)
 def model_preset(size: str, *, sequence_length: int = _LENGTH, **fields: Unpack[ModelFields]) -> ModelConfig:
     """The config of a `LongNetLM` of `size` parameters whose branches connect `sequence_length` tokens.
 
-    Layers stagger the branches, unless these are stated or positions are xPos: of all branches that were tried, these
-    learned best. `fields` are those of `ModelConfig` that override the preset. Depth follows from the other sizes.
+    Layers stagger the branches, unless these are stated or positions are xPos; branches like these learned best of
+    those in `docs/evidence.md`. `fields` are those of `ModelConfig` that override the preset. Depth follows from the
+    other sizes.
 
     >>> config = model_preset("125m", vocab_size=50_257)
     >>> config.d_model, config.num_heads, config.num_layers

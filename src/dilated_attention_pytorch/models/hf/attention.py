@@ -50,6 +50,12 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, dilated_mask)
 
 
+def attends_causally(module: nn.Module) -> bool:
+    """Whether attention of transformers is causal if its caller does not say."""
+    config = getattr(module, "config", None)
+    return bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True) is not False)
+
+
 def dilated_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -69,7 +75,7 @@ def dilated_attention_forward(
     _refuse_what_cannot_be_honoured(module, config, query, keywords)
     spec = read_pattern(config)
     if is_causal is None:
-        is_causal = bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True) is not False)
+        is_causal = attends_causally(module)
     facts = read_mask(attention_mask)
     layer = layer_of(key)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -13,7 +13,7 @@ from transformers import AutoModel
 
 from dilated_attention_pytorch.core.checks import COUNT, check_fields, checked
 from dilated_attention_pytorch.core.spec import DilatedSpec, HeadLayout, stated_branches
-from dilated_attention_pytorch.models.hf.attention import NAME, register
+from dilated_attention_pytorch.models.hf.attention import NAME, attends_causally, register
 from dilated_attention_pytorch.models.hf.pattern import (
     FIELD,
     NO_WINDOW,
@@ -77,10 +77,10 @@ def use_dilated_attention(
 
 
 def _on_meta(config: Any) -> torch.nn.Module:
-    """A model of this config without weights: the config does not say whether its attention is causal."""
+    """A model of this config without weights: its attention says whether it is causal."""
     try:
-        with torch.device("meta"):
-            return AutoModel.from_config(copy.deepcopy(config))
+        with torch.device("meta"):  # with an attention that is always installed
+            return AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager")
     except Exception as error:
         raise ValueError(
             f"max_length takes a model, or a config from which AutoModel makes one; of {type(config).__name__} it "
@@ -89,7 +89,7 @@ def _on_meta(config: Any) -> torch.nn.Module:
 
 
 def _is_causal(model: torch.nn.Module) -> bool:
-    return any(getattr(module, "is_causal", False) for module in model.modules())
+    return any(attends_causally(module) for module in model.modules() if hasattr(module, "is_causal"))
 
 
 def _windows(config: Any) -> str:
