@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.files import write_whole
-from dilated_attention_pytorch.measuring import fastest_threads, keeping_threads, machine, thread_rates
+from dilated_attention_pytorch.measuring import keeping_threads, machine
 from dilated_attention_pytorch.pages.plots import matplotlib_is_installed
 from dilated_attention_pytorch.tools.command import whole_number
+from dilated_attention_pytorch.train.ranks import take_fastest_threads
 from examples.evidence import corpus, report
 from examples.evidence.measures import measure
 from examples.evidence.runs import FULL, TINY, Run, Scale, all_runs, find_run, seconds_at
@@ -124,8 +124,7 @@ def run_evidence(arguments: argparse.Namespace) -> None:
     _prepare(folder, arguments.data, scale)
     if arguments.prepare:
         return
-    if device == "cpu" and not environment.value("OMP_NUM_THREADS"):
-        torch.set_num_threads(fastest_threads(thread_rates()))
+    take_fastest_threads(torch.device(device))
     tokens = corpus.open_corpus(folder, scale.lengths[-1], scale.tokens_per_step)
     read, there = scale.steps * scale.tokens_per_step, len(tokens.corpus.training)
     if read > _EPOCHS * there:

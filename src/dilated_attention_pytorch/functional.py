@@ -190,7 +190,8 @@ def dilated_attention(
         )
     if is_new:
         H, kv_heads = query.shape[2], key.shape[2]
-        warn_of_reach(call.spec, _longest_document(spans, query.shape[1]), (total_heads or H) * kv_heads // H)
+        longest = _longest_document(spans, query.shape[1])
+        warn_of_reach(call.spec, longest, (total_heads or H) * kv_heads // H, is_causal=is_causal)
     seed = draw_seed(query.device) if dropout_p > 0.0 else None
     inputs = Inputs(query, key, value, spans, seed, None, prepared)
     return attend(call, inputs, resources, plain=plain, return_lse=return_lse)

@@ -159,6 +159,15 @@ def test_causal_reach_of_long_sequences_counts_all_tokens_up_to_a_row() -> None:
     assert shares[0].tolist() == [256 / (2 * COUNTED_TOKENS)]  # of the last row
 
 
+def test_the_least_reach_is_of_the_rows_with_which_segments_begin() -> None:
+    nested, tokens = DilatedSpec.of([2048, 4096, 8192], [1, 2, 4]), 8192
+    assert reach_shares(nested, tokens, heads=4, layers=[12], is_causal=True).min().item() == 1.0  # of other rows
+    last, rows = reach_lines(nested, tokens, 4, 12, is_causal=True)[-1].split(", ")[1:]
+    assert (last, rows) == ("99.92% at least", "of 260 rows")  # row 4,096 misses 3 tokens
+    causal = DilatedSpec.for_length(tokens, 4, is_causal=True)
+    assert "100.00% at least, of " in reach_lines(causal, tokens, 4, 12, is_causal=True)[-1]
+
+
 def test_reach_of_long_sequences_is_of_some_rows_and_within_one_longest_segment() -> None:
     short = DilatedSpec.of([64, 256], [1, 4])
     shares = reach_shares(short, 10**9, heads=4, layers=[1, 2, 12])
@@ -276,7 +285,7 @@ def test_a_prompt_longer_than_the_longest_segment_warns_and_a_token_does_not() -
         warnings.simplefilter("error")
         cache.attend(*rows(64))
         cache.attend(*rows(1))
-    with pytest.warns(ReachWarning, match="at most 64 of 70 tokens"):
+    with pytest.warns(ReachWarning, match=r"branches_for\(70, heads=4, is_causal=True\) connects all of them"):
         cache.attend(*rows(5))
 
 

@@ -22,7 +22,7 @@ from dilated_attention_pytorch.core import spec as spec_module
 from dilated_attention_pytorch.core.block_layout import allowed_pairs, keys_seen
 from dilated_attention_pytorch.core.block_pattern import PATTERN_TYPES
 from dilated_attention_pytorch.core.pattern import forward_flops, visible_pairs
-from dilated_attention_pytorch.core.reach import reach_shares, warn_of_reach
+from dilated_attention_pytorch.core.reach import mean_and_least_reach, reach_shares, warn_of_reach
 from dilated_attention_pytorch.core.spec import HEAD_LAYOUTS
 from dilated_attention_pytorch.pages.explorer import write_explorer
 from dilated_attention_pytorch.parallel.plan import Job, make_plan
@@ -146,9 +146,11 @@ def expected(case: dict[str, Any], monkeypatch) -> dict[str, Any]:
         counted = reach_shares(spec, n, heads, layers=[*layers], is_causal=causal)
         if small:
             torch.testing.assert_close(counted.flip(1), shares)
-        shares = counted
+        means, leasts, _ = mean_and_least_reach(spec, n, heads, layers=[*layers], is_causal=causal)
+    else:
+        means, leasts = shares.mean(1), shares.amin(1)
     counts["branchPairs"] = branch_pairs
-    found = {"counts": counts, "keys": keys, "reach": [[x.mean().item(), x.min().item()] for x in shares]}
+    found = {"counts": counts, "keys": keys, "reach": [*zip(means.tolist(), leasts.tolist())]}
     if small:
         found["density"] = density(view, case["cells"], case["cells"]).tolist()
     job = Job(
@@ -163,7 +165,7 @@ def expected(case: dict[str, Any], monkeypatch) -> dict[str, Any]:
     lengths, rates = branches_for(n, heads, is_causal=causal)
     found["connecting"] = [{"w": w, "r": r} for w, r in zip(lengths, rates)]
     monkeypatch.setattr(spec_module, "_warned", set())
-    warn_of_reach(DilatedSpec(spec.branches, spec.head_layout), n, heads)
+    warn_of_reach(DilatedSpec(spec.branches, spec.head_layout), n, heads, is_causal=causal)
     found["warnings"] = sorted(reason for _, reason in spec_module._warned)
     return found
 

@@ -355,13 +355,16 @@ def test_a_run_starts_from_a_slide_encoder_of_prov_gigapath(study, tmp_path) -> 
     assert not (tmp_path / "other").exists()
 
 
-def test_nothing_is_written_for_a_study_that_is_wrong(study, tmp_path) -> None:
+def test_nothing_is_written_for_a_study_that_is_wrong(study, tmp_path, capsys) -> None:
     table = tmp_path / "table.csv"
     lines = ["slide,label,split", "s0,a,train", "s1,b,train", "s2,a,validation", "s3,b,validation", "s4,a,test"]
     table.write_text("\n".join(lines))
     flags = ["--table", str(table), "--features", str(study / "features"), "--out", str(tmp_path / "run")]
     assert main(["slides", "train", *flags]) == 1
     assert not (tmp_path / "run").exists()
+    gone = ["--features", str(tmp_path / "gone"), "--skip-broken", "--out", str(tmp_path / "run")]
+    assert main(["slides", "train", "--table", str(table), *gone]) == 1
+    assert f"there is no folder {tmp_path / 'gone'}" in capsys.readouterr().err
     assert main(["slides", "train", "--table", "gone.csv", "--features", ".", "--out", str(tmp_path / "run")]) == 1
 
 

@@ -149,6 +149,12 @@ def test_a_memory_of_no_size_is_refused(size, capsys) -> None:
     assert f"must be a size in GiB, such as 80, got '{size}'" in capsys.readouterr().err
 
 
+def test_a_plan_of_causal_attention_has_the_branches_for_it(capsys) -> None:
+    assert main(["plan", "--tokens", "100000", "--gpus", "8", "--causal", "--json"]) == 0
+    spec = DilatedSpec.for_length(100_000, Job.heads, is_causal=True)
+    assert tuple(json.loads(capsys.readouterr().out)["job"]["segment_lengths"]) == spec.segment_lengths
+
+
 def test_plans_print_the_reach_and_connect_everything_by_default(capsys) -> None:
     flags = ["--tokens", "98304", "--gpus", "2", "--heads", "4", "--layers", "6"]
     main(["plan", *flags, "--segments", "2048", "8192", "--rates", "1", "4"])

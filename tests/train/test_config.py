@@ -92,6 +92,13 @@ def test_the_default_model_connects_the_length_that_is_stated(tmp_path, started)
     assert (nested.model.segment_lengths, nested.model.dilation_rates) == ((64, 128, 512), (1, 2, 4))
 
 
+@pytest.mark.parametrize("nothing", [[], [""]])
+def test_data_without_a_name_is_refused(nothing, started, capsys) -> None:
+    assert main(["train", "--data", *nothing]) == 1
+    assert "leave it out for the standard library's source" in capsys.readouterr().err
+    assert not started
+
+
 def test_flags_say_what_later_models_do_and_sizes_that_are_not_stated_follow(tmp_path, started) -> None:
     flags = [
         "--norm",

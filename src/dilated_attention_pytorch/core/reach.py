@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,43 @@ def reach_shares(
     """
     check_instance("spec", spec, DilatedSpec)
     check_flag("is_causal", is_causal)
+    return _count(spec, tokens, heads, layers, is_causal, _spread)
+
+
+def mean_and_least_reach(
+    spec: DilatedSpec, tokens: int, heads: int, *, layers: Sequence[int], is_causal: bool
+) -> tuple[Tensor, Tensor, int]:
+    """Of `reach_shares`: the mean and the least per number of layers, and of how many rows.
+
+    The least is also of rows with which segments begin: of causal rows, these see the fewest tokens.
+    """
+    shares = reach_shares(spec, tokens, heads, layers=layers, is_causal=is_causal)
+    mean, least, count = shares.mean(1), shares.amin(1), shares.shape[1]
+    if count < tokens:
+        first = _count(spec, tokens, heads, layers, is_causal, lambda tokens, most: _begins(spec, tokens, most))
+        least, count = least.minimum(first.amin(1)), count + first.shape[1]
+    return mean, least, count
+
+
+def _spread(count: int, most: int) -> Tensor:
+    """At most `most` of the numbers below `count`, evenly spread: the last one first."""
+    return torch.linspace(count - 1, 0, min(count, most), dtype=torch.float64).round().long()
+
+
+def _begins(spec: DilatedSpec, tokens: int, most: int) -> Tensor:
+    firsts = torch.cat([torch.arange(0, tokens, w) for w in spec.segment_lengths]).unique()
+    return firsts[_spread(len(firsts), most)]
+
+
+def _count(
+    spec: DilatedSpec,
+    tokens: int,
+    heads: int,
+    layers: Sequence[int],
+    is_causal: bool,
+    choose: Callable[[int, int], Tensor],
+) -> Tensor:
+    """`reach_shares` of the rows that `choose(tokens, most)` returns, which are at most `most`."""
     whole = tokens = check_whole("tokens", tokens, least=1, most=MOST_TOKENS)
     offsets = spec.offsets(check_whole("heads", heads, least=1))
     wanted = check_sequence("layers", layers, lambda name, count: check_whole(name, count, least=1, most=MOST_ENTRIES))
@@ -52,8 +89,8 @@ def reach_shares(
                 f"reach is counted up to {COUNTED_TOKENS:,} tokens that a pattern relates, got {min(tokens, period):,}"
             )
         tokens = period * (COUNTED_TOKENS // period)  # the last ones
-    count = min(tokens, max(1, ROWS_TIMES_TOKENS // tokens))
-    rows = torch.linspace(tokens - 1, 0, count, dtype=torch.float64).round().long()
+    rows = choose(tokens, max(1, ROWS_TIMES_TOKENS // tokens))
+    count = len(rows)
     seen = torch.zeros(count, tokens, dtype=torch.bool)
     seen[torch.arange(count), rows] = True
     found, sums = {}, seen.sum(1)
@@ -93,12 +130,13 @@ def reach_lines(spec: DilatedSpec, tokens: int, heads: int, layers: int, *, is_c
     if tokens > COUNTED_TOKENS and (most := min(tokens, common_period(spec))) > COUNTED_TOKENS:
         return [f"at any depth {most:,} of {tokens:,} tokens at most; counted up to {COUNTED_TOKENS:,}"]
     depths = sorted({1, 2, layers})
-    shares = reach_shares(spec, tokens, heads, layers=depths, is_causal=is_causal)
+    means, leasts, count = mean_and_least_reach(spec, tokens, heads, layers=depths, is_causal=is_causal)
+    of_some = f", of {count:,} rows" if count < tokens else ""
     whose = "the tokens up to its own" if is_causal else f"{tokens:,} tokens"
     return [
-        f"after {depth} layer{'s' * (depth > 1)} {_percent(share.mean())} of {whose} on average, "
-        f"{_percent(share.min())} at least"
-        for depth, share in zip(depths, shares)
+        f"after {depth} layer{'s' * (depth > 1)} {_percent(mean)} of {whose} on average, {_percent(least)} at least"
+        f"{of_some}"
+        for depth, mean, least in zip(depths, means, leasts)
     ]
 
 
@@ -107,11 +145,15 @@ def _percent(share: Tensor) -> str:
     return f"{math.floor(share.item() * 1e4 + 1e-9) / 1e4:.2%}"
 
 
-def warn_of_reach(spec: DilatedSpec, tokens: int, heads: int) -> None:
+def warn_of_reach(spec: DilatedSpec, tokens: int, heads: int, *, is_causal: bool) -> None:
     """Warn, once per pattern, if it relates fewer than the `tokens` of a document, or if `heads` key/value heads do not
     read all grids of a branch."""
     longest = max(spec.segment_lengths)
     shown = f"segments {list(spec.segment_lengths)} with rates {list(spec.dilation_rates)}"
+
+    def better(length: int) -> str:
+        return f"branches_for({length}, heads={heads}{', is_causal=True' if is_causal else ''})"
+
     if tokens > longest:
         nested = all(longest % w == 0 for w in spec.segment_lengths)
         limit = (
@@ -119,11 +161,12 @@ def warn_of_reach(spec: DilatedSpec, tokens: int, heads: int) -> None:
             if nested
             else "no row sees farther"
         )
+        # Of modules, max_length chooses branches for attention that is not causal.
+        instead = better(tokens) if is_causal else f"{better(tokens)} or max_length={tokens}"
         warn_once(
             spec,
             "tokens",
-            f"{shown} relate at most {longest:,} of {tokens:,} tokens: {limit}. "
-            f"branches_for({tokens}, heads={heads}) or max_length={tokens} connects all of them",
+            f"{shown} relate at most {longest:,} of {tokens:,} tokens: {limit}. {instead} connects all of them",
         )
     for branch, row in reversed([*zip(spec.branches, spec.offsets(heads))]):
         read = len({*row} - {None})
@@ -133,6 +176,5 @@ def warn_of_reach(spec: DilatedSpec, tokens: int, heads: int) -> None:
                 "heads",
                 f"{shown}: {heads} key/value heads in the layout {spec.head_layout!r} read {read} of the "
                 f"{branch.dilation_rate} grids of segments of {branch.segment_length:,}, and tokens on the others do "
-                f"not see that far. branches_for({max(tokens, longest)}, heads={heads}) makes rates whose grids are "
-                "all read",
+                f"not see that far. {better(max(tokens, longest))} makes rates whose grids are all read",
             )

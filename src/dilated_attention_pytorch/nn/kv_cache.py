@@ -151,7 +151,7 @@ class DilatedKVCache:
         known = self.known_lengths
         if query.shape[1] > 1 and is_plain(query):  # only for a prompt, as the check costs time
             heads = (self.total_heads or self.num_heads) * self.num_kv_heads // self.num_heads
-            warn_of_reach(self.spec, max(known or (0,)) + query.shape[1], heads)
+            warn_of_reach(self.spec, max(known or (0,)) + query.shape[1], heads, is_causal=True)
         state = CacheState(self.keys, self.values, self.lengths, self.rows, known)
         out, _ = attend_cached(NewTokens(query, key, value), state, call, resources)
         self.lengths.add_(query.shape[1])

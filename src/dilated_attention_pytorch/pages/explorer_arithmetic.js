@@ -362,26 +362,37 @@ function* reachOfRow(pattern, row, layers = pattern.layers) {
   return found;
 }
 
-/** The rows whose reach is averaged: all of them, or in long sequences evenly spread ones, including the last. */
-function spreadRows(tokens, work) {
-  const count = Math.min(tokens, Math.max(1, Math.floor(work / tokens)));
-  if (count === 1) return [tokens - 1];
-  const step = (tokens - 1) / (count - 1);
-  return Array.from({ length: count }, (_, i) => {
-    const x = i < count / 2 ? tokens - 1 - step * i : step * (count - i - 1), below = Math.floor(x);
+/** At most `most` of the numbers below `count`, evenly spread: the last one first. */
+function spread(count, most) {
+  const chosen = Math.min(count, most);
+  if (chosen === 1) return [count - 1];
+  const step = (count - 1) / (chosen - 1);
+  return Array.from({ length: chosen }, (_, i) => {
+    const x = i < chosen / 2 ? count - 1 - step * i : step * (chosen - i - 1), below = Math.floor(x);
     return x - below === 0.5 ? below + (below % 2) : Math.round(x); // halves go to the even number
   });
 }
 
+/** The rows whose reach is averaged: all of them, or in long sequences evenly spread ones, including the last. */
+const spreadRows = (tokens, work) => spread(tokens, Math.max(1, Math.floor(work / tokens)));
+
+/** Rows with which segments begin: of causal rows, these see the fewest tokens. */
+function firstRows({ tokens, branches }, work) {
+  const all = new Set();
+  for (const { w } of branches) for (let start = 0; start < tokens; start += w) all.add(start);
+  const firsts = [...all].sort((a, b) => a - b);
+  return spread(firsts.length, Math.max(1, Math.floor(work / tokens))).map((place) => firsts[place]);
+}
+
 /** Mean and least share of the tokens that a row depends on, after 1, 2, ..., layers. */
 function* reachShares(pattern, work) {
-  const rows = spreadRows(pattern.tokens, work);
+  const rows = spreadRows(pattern.tokens, work), others = rows.length < pattern.tokens ? firstRows(pattern, work) : [];
   const found = Array.from({ length: pattern.layers }, () => ({ sum: 0, least: Infinity }));
-  for (const row of rows) {
+  for (const [number, row] of [...rows, ...others].entries()) {
     const depths = yield* reachOfRow(pattern, row);
     found.forEach((depth, index) => {
       const { share } = depths[Math.min(index, depths.length - 1)];
-      depth.sum += share;
+      if (number < rows.length) depth.sum += share;
       depth.least = Math.min(depth.least, share);
     });
     yield;

@@ -563,7 +563,9 @@ function drawReach(reached) {
   const which = pattern.causal ? "of the tokens up to a row's own" : `of ${number(tokens)} tokens`;
   const done = shown < layers ? ` More than ${shown} layer${shown > 1 ? "s" : ""} add nothing.` : "";
   const rows = spreadRows(tokens, LIBRARY.reachWork).length;
-  const sample = rows < tokens ? ` Mean and least are over ${number(rows)} evenly spread rows.` : "";
+  const sample = rows < tokens
+    ? ` The mean is over ${number(rows)} evenly spread rows; the least is over them and rows with which segments begin.`
+    : "";
   $("reach-note").textContent =
     `The tokens that row ${number(row)} depends on after each layer, through all heads; shares are ${which}.` +
     done + sample + follows;

@@ -264,7 +264,7 @@ def _plan(ranks: RankGroup, shard_call: ShardCall) -> ShardPlan:
     batch, tokens, heads, head_dim = shape
     if ranks.rank == 0:
         longest = max((stop - start for _, start, stop in documents), default=0)
-        warn_of_reach(call.spec, longest, (call.total_heads or heads) * kv_heads // heads)
+        warn_of_reach(call.spec, longest, (call.total_heads or heads) * kv_heads // heads, is_causal=call.is_causal)
     exchanges: list[Exchange] = []
     elsewhere = set()
     for index, segments, wire in wires_of(call, shards, documents, heads, kv_heads, head_dim, itemsize):

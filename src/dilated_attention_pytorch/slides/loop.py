@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.checks import import_optional
 from dilated_attention_pytorch.files import check_files, json_line, write_whole
-from dilated_attention_pytorch.measuring import fastest_threads, keeping_threads, thread_rates
+from dilated_attention_pytorch.measuring import keeping_threads
 from dilated_attention_pytorch.models.config import EncoderConfig
 from dilated_attention_pytorch.models.encoder import LongNetEncoder
 from dilated_attention_pytorch.models.torchscale import load_torchscale_weights
@@ -43,7 +42,7 @@ from dilated_attention_pytorch.train.checkpoint import Checkpointer
 from dilated_attention_pytorch.train.config import identity
 from dilated_attention_pytorch.train.loop import interrupts
 from dilated_attention_pytorch.train.memory import make_optimizer, make_scaler, prepare, set_learning_rate
-from dilated_attention_pytorch.train.ranks import Ranks, Stopped, find_device
+from dilated_attention_pytorch.train.ranks import Ranks, Stopped, find_device, take_fastest_threads
 from dilated_attention_pytorch.train.step import Update, check_broken, record_of
 
 STUDY, MODEL, PREDICTIONS, RESULTS = "study.json", "model", "predictions.csv", "results.json"
@@ -101,8 +100,7 @@ def run_study(
         if has_begun and (folder / STUDY).is_file():
             _check_same_slides(folder, one)
     with keeping_threads():
-        if find_device(config.device).type == "cpu" and not environment.value("OMP_NUM_THREADS"):
-            torch.set_num_threads(fastest_threads(thread_rates()))
+        take_fastest_threads(find_device(config.device))
         return _run_folds(config, folders, run, start)
 
 

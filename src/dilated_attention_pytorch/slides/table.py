@@ -93,6 +93,8 @@ def read_study(
     An error names the line or the file that is wrong. With `skip_broken`, files that cannot be used are left out, and
     `say` is told which; for this, every file is read.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
     rows = _list_files(folder) if table is None else _read_rows(table)
     table = folder if table is None else table
     _check_names(table, rows)

@@ -165,7 +165,8 @@ def _plan(arguments: argparse.Namespace) -> None:
         spec = DilatedSpec.of(given.pop("segments", []), given.pop("rates", []), layout)
     else:
         heads = given.get("kv_heads", given.get("heads", Job.heads))
-        spec = DilatedSpec.for_length(given["tokens"], heads, head_layout=layout)
+        is_causal = given.get("is_causal", Job.is_causal)
+        spec = DilatedSpec.for_length(given["tokens"], heads, head_layout=layout, is_causal=is_causal)
     plan = make_plan(Job(spec=spec, **given))
     print(json.dumps(as_json(plan, gpu), indent=1) if as_data else "\n".join(text(plan, gpu)))
 

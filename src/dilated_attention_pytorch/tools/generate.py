@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from dilated_attention_pytorch.core.checks import check_whole, import_optional
+from dilated_attention_pytorch.measuring import keeping_threads
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import weights_to_int8
-from dilated_attention_pytorch.train.ranks import find_device
+from dilated_attention_pytorch.train.ranks import find_device, take_fastest_threads
 from dilated_attention_pytorch.train.run_folder import load_model
 from dilated_attention_pytorch.train.tokenizer import Tokenizer, saved_tokenizer
 
@@ -21,6 +22,12 @@ from dilated_attention_pytorch.train.tokenizer import Tokenizer, saved_tokenizer
 def generate(arguments: argparse.Namespace) -> None:
     """Print how the model of a run continues a prompt; figures go to stderr."""
     device = find_device(arguments.device or "auto")
+    with keeping_threads():
+        take_fastest_threads(device)
+        _generate_on(device, arguments)
+
+
+def _generate_on(device: torch.device, arguments: argparse.Namespace) -> None:
     folder, model = load_model(arguments.run, device)
     if arguments.int8:
         weights_to_int8(model)
@@ -32,6 +39,8 @@ def generate(arguments: argparse.Namespace) -> None:
     if "seed" in given:  # one source for all prompts of a conversation
         seed = check_whole("seed", given["seed"], least=-(2**63), most=2**63 - 1)
         settings["generator"] = torch.Generator(device).manual_seed(seed)
+    if "chunk" in given:
+        check_whole("chunk", given["chunk"], least=1)
     talk = _Talk(model, tokenizer, device, given.get("chunk"))
     prompt = _prompt(arguments)
     if prompt is not None:

@@ -221,7 +221,7 @@ class _Trainer:
         shared = ""
         if ranks.mesh is not None:
             axes = [f", {name} {ranks.axis(name)}" for name in ("sequence", "tensor") if ranks.axis(name) > 1]
-            shared = f", {ranks.mesh.size()} ranks ({config.engine}{''.join(axes)})"
+            shared = f", {ranks.mesh.size()} rank{'s' * (ranks.mesh.size() > 1)} ({config.engine}{''.join(axes)})"
         print(f"run      {self.run}{f', from step {start}' if start else ''} on {ranks.device}{shared}", flush=True)
         if "prometheus" in config.monitors:
             print(f"metrics  http://{config.prometheus_address}/metrics", flush=True)

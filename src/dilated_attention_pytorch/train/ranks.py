@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from dilated_attention_pytorch.core import environment
 from dilated_attention_pytorch.core.environment import (
     local_rank,
     torchrun_cannot_restart_gloo,
     torchrun_restarts,
     under_torchrun,
 )
+from dilated_attention_pytorch.measuring import fastest_threads, thread_rates
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.parallel.group import Place
 from dilated_attention_pytorch.parallel.mesh import parallelize, token_mesh
@@ -303,6 +305,12 @@ def check_gpus(ranks: int, device: str) -> None:
             f"every rank needs a GPU of its own, and {ranks} ranks are more than the {gpus} GPUs that PyTorch finds "
             f"here: start fewer ranks, or train on the CPU (--device cpu)"
         )
+
+
+def take_fastest_threads(device: torch.device) -> None:
+    """On a CPU, set PyTorch's number of threads to the one that is fastest now, unless OMP_NUM_THREADS states it."""
+    if device.type == "cpu" and not environment.value("OMP_NUM_THREADS"):
+        torch.set_num_threads(fastest_threads(thread_rates()))
 
 
 def find_device(name: str) -> torch.device:
