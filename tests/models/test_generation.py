@@ -401,6 +401,9 @@ def test_the_command_continues_a_prompt(tmp_path, capsys) -> None:
     assert texts[0].startswith("def ")
     assert main(["generate", str(tmp_path / "run"), "--prompt", "a", "--chunk", "0"]) == 1
     assert "chunk must be a whole number of at least 1, got 0" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "a", "--top-k", "0"]) == 1
+    said, told = capsys.readouterr()
+    assert (said, "top_k must be" in told) == ("", True)
     assert main(["generate", str(tmp_path / "nothing"), "--prompt", "a"]) == 1
     assert "no model config" in capsys.readouterr().err
     model_of(vocab_size=300).float().save_pretrained(tmp_path / "words")

@@ -12,6 +12,7 @@ import torch
 
 from dilated_attention_pytorch.core.checks import check_whole, import_optional
 from dilated_attention_pytorch.measuring import keeping_threads
+from dilated_attention_pytorch.models.generation import Sampling
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import weights_to_int8
 from dilated_attention_pytorch.train.ranks import find_device, take_fastest_threads
@@ -36,6 +37,7 @@ def _generate_on(device: torch.device, arguments: argparse.Namespace) -> None:
     tokenizer = saved_tokenizer(folder, model.config.vocab_size)
     given = vars(arguments)
     settings: dict[str, Any] = {name: given[name] for name in ("temperature", "top_k", "top_p") if name in given}
+    Sampling(**settings)  # an error comes before the prompt is printed
     if "seed" in given:  # one source for all prompts of a conversation
         seed = check_whole("seed", given["seed"], least=-(2**63), most=2**63 - 1)
         settings["generator"] = torch.Generator(device).manual_seed(seed)
