@@ -86,6 +86,13 @@ def long_pattern(draw: random.Random) -> dict[str, Any]:
     return pattern | {"tokens": tokens, "branches": branches, "heads": draw.randint(1, 4), "layers": 2}
 
 
+# Row 4,096 never depends on the 3 tokens before it, and no evenly spread row is like it.
+GAP = {
+    "tokens": 8192, "branches": [{"w": 2048, "r": 1}, {"w": 4096, "r": 2}, {"w": 8192, "r": 4}],
+    "layout": "interleaved", "heads": 4, "headDim": 64, "layers": 4, "causal": True, "sparse": None,
+}  # fmt: skip
+
+
 def spec_of(pattern: dict[str, Any]) -> DilatedSpec:
     return DilatedSpec.of(*([one[key] for one in pattern["branches"]] for key in "wr"), pattern["layout"])
 
@@ -180,6 +187,7 @@ def test_the_numbers_are_those_of_the_library_on_200_random_patterns(tmp_path, m
         n, heads = pattern["tokens"], pattern["heads"]
         cells = draw.choice([n, n, draw.randint(1, n)]) if number < 180 else 0
         cases.append({"pattern": pattern, "row": draw.randrange(n), "head": draw.randrange(heads), "cells": cells})
+    cases.append({"pattern": GAP, "row": 4096, "head": 0, "cells": 0})
     found = evaluated(
         f"""{json.dumps(cases)}.map(({{ pattern, row, head, cells }}) => {{
           const counts = finish(countPairs(pattern));
@@ -194,7 +202,8 @@ def test_the_numbers_are_those_of_the_library_on_200_random_patterns(tmp_path, m
         }})""",
         tmp_path,
     )
-    assert len(found) == 200
+    assert found[-1]["reach"][-1] == [1.0, pytest.approx(4094 / 4097)]
+    assert len(found) == 201
     commands = _parser()
     for case, shown in zip(cases, found):
         wanted = expected(case, monkeypatch)

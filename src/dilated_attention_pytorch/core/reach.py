@@ -46,7 +46,7 @@ def reach_shares(
 def mean_and_least_reach(
     spec: DilatedSpec, tokens: int, heads: int, *, layers: Sequence[int], is_causal: bool
 ) -> tuple[Tensor, Tensor, int]:
-    """Of `reach_shares`: the mean and the least per number of layers, and of how many rows.
+    """Per number of layers: the mean of `reach_shares`, the least, and of how many rows the mean is.
 
     The least is also of rows with which segments begin: of causal rows, these see the fewest tokens.
     """
@@ -54,7 +54,7 @@ def mean_and_least_reach(
     mean, least, count = shares.mean(1), shares.amin(1), shares.shape[1]
     if count < tokens:
         first = _count(spec, tokens, heads, layers, is_causal, lambda tokens, most: _begins(spec, tokens, most))
-        least, count = least.minimum(first.amin(1)), count + first.shape[1]
+        least = least.minimum(first.amin(1))
     return mean, least, count
 
 
@@ -131,11 +131,11 @@ def reach_lines(spec: DilatedSpec, tokens: int, heads: int, layers: int, *, is_c
         return [f"at any depth {most:,} of {tokens:,} tokens at most; counted up to {COUNTED_TOKENS:,}"]
     depths = sorted({1, 2, layers})
     means, leasts, count = mean_and_least_reach(spec, tokens, heads, layers=depths, is_causal=is_causal)
-    of_some = f", of {count:,} rows" if count < tokens else ""
+    over = f" over {count:,} rows" if count < tokens else ""
     whose = "the tokens up to its own" if is_causal else f"{tokens:,} tokens"
     return [
-        f"after {depth} layer{'s' * (depth > 1)} {_percent(mean)} of {whose} on average, {_percent(least)} at least"
-        f"{of_some}"
+        f"after {depth} layer{'s' * (depth > 1)} {_percent(mean)} of {whose} on average{over}, "
+        f"{_percent(least)} at least"
         for depth, mean, least in zip(depths, means, leasts)
     ]
 
