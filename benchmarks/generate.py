@@ -20,14 +20,12 @@ from torch._dynamo.utils import counters
 from benchmarks.harness import free_memory, measure, wait_for
 from benchmarks.peers import llama_like
 from benchmarks.suite import (
-    CAUSAL_BRANCHES,
-    EARLIER_BRANCHES,
-    PLAIN_CAUSAL_BRANCHES,
     Options,
     Record,
     Suite,
     Table,
     Verdict,
+    branches_in_words,
     by_machine,
     check_names,
     number,
@@ -93,8 +91,8 @@ def _measure(trial: Trial, options: Options) -> Iterator[Record]:
         config = replace(config, d_model=2048, num_heads=32, num_layers=8)
     record: Record = {"model": trial.model, "size": trial.size, "batch": trial.batch, "context": trial.context}
     if trial.model != LLAMA:
-        named = PLAIN_CAUSAL_BRANCHES if trial.model == BOUNDED else CAUSAL_BRANCHES
-        record["branches"] = named if config.stagger else config.pattern_in_words
+        # transformers' models have the same branches in every layer
+        record["branches"] = branches_in_words(replace(config, stagger=False) if trial.model == BOUNDED else config)
     bandwidth = _bandwidth(options.device)
     torch.manual_seed(0)  # the same untrained weights in every run
     torch._dynamo.reset()  # else a second context would be compiled with dynamic shapes
@@ -311,5 +309,4 @@ SUITE = Suite(
     tables=_tables,
     verdict=_verdict,
     key=("size", "model", "batch", "context"),
-    earlier={"branches": EARLIER_BRANCHES},
 )

@@ -15,13 +15,12 @@ import torch
 from benchmarks import step_ranks
 from benchmarks.harness import measure
 from benchmarks.suite import (
-    CAUSAL_BRANCHES,
-    EARLIER_BRANCHES,
     Options,
     Record,
     Suite,
     Table,
     Verdict,
+    branches_in_words,
     by_machine,
     check_names,
     number,
@@ -100,7 +99,7 @@ def _measure(trial: Trial | None, options: Options) -> Iterator[Record]:
     record: Record = {
         "model": trial.name, "size": trial.size, "tokens": case.tokens, "options": asdict(case.options),
         "ceiling": _ceiling(options.device), **found,
-        "branches": CAUSAL_BRANCHES if case.config.stagger else case.config.pattern_in_words,
+        "branches": branches_in_words(case.config),
     }  # fmt: skip
     if trial.name in (OURS, PLAIN):
         record["predicted_bytes"] = footprint(case.config, case.tokens, case.options).peak
@@ -175,5 +174,4 @@ SUITE = Suite(
     tables=_tables,
     verdict=_verdict,
     key=("size", "tokens", "model", "ranks"),
-    earlier={"branches": EARLIER_BRANCHES},
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilated_attention_pytorch.measuring import machine
+from dilated_attention_pytorch.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -180,16 +181,21 @@ def by_machine(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
         yield name, [record for record in records if record["on_machine"] == name]
 
 
-EARLIER_BRANCHES = "`branches_for(tokens, heads)`"  # of presets whose records do not name them
-PLAIN_CAUSAL_BRANCHES = "`branches_for(tokens, heads, is_causal=True)`"
-CAUSAL_BRANCHES = f"{PLAIN_CAUSAL_BRANCHES}, 23/16 as long in every other layer"
+_EARLIER_BRANCHES = "`branches_for(tokens, heads)`"  # of presets whose records do not name them
+
+
+def branches_in_words(config: ModelConfig) -> str:
+    """The branches of a model for its record; those of presets, which are staggered, by how they were chosen."""
+    if not config.stagger:
+        return config.pattern_in_words
+    return "`branches_for(tokens, heads, is_causal=True)`, 23/16 as long in every other layer"
 
 
 def which_branches(records: Sequence[Record]) -> str:
     """A sentence on the branches of some records of dilated models, each of which has a `size`; empty without any."""
     sizes: dict[str, dict[str, None]] = {}
     for record in records:
-        sizes.setdefault(record["branches"], {})[record["size"]] = None
+        sizes.setdefault(record.get("branches", _EARLIER_BRANCHES), {})[record["size"]] = None
     if not sizes:
         return ""
     if len(sizes) == 1:

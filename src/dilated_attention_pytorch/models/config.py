@@ -77,9 +77,9 @@ class ModelConfig:
     `LongNet`'s decoder, 0 for an encoder alone. `max_length` replaces `segment_lengths` and `dilation_rates`: they are
     then those of `branches_for(max_length, heads, is_causal=True)`, which connect this many tokens, or with xPos those
     of `branches_for(max_length, heads)`; state the latter for a `LongNet` without a decoder, which is not causal, or
-    use `LongNetEncoder`. `dim_feedforward=0` means four times `d_model`, or with `activation="swiglu"`,
-    which has a third matrix, two thirds of that, rounded up to a multiple of 128. `stagger` lengthens the segments of
-    every other layer, as `DilatedSpec.staggered` does.
+    use `LongNetEncoder`. `dim_feedforward=0` means four times `d_model`, or with `activation="swiglu"`, which has a
+    third matrix, two thirds of that, rounded up to a multiple of 128. `stagger` lengthens the segments of every other
+    layer, as `DilatedSpec.staggered` does.
 
     The defaults follow MAGNETO; `norm="rms"`, `activation="swiglu"`, `num_kv_heads`, `qk_norm` and `logit_soft_cap`
     are choices of later models. `qk_norm` scales queries and keys by an RMS norm over each head.

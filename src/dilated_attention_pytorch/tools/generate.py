@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from dilated_attention_pytorch.core.checks import check_whole, import_optional
-from dilated_attention_pytorch.measuring import keeping_threads
 from dilated_attention_pytorch.models.generation import Sampling
 from dilated_attention_pytorch.models.longnet import LongNetLM
 from dilated_attention_pytorch.models.weights import weights_to_int8
-from dilated_attention_pytorch.train.ranks import find_device, take_fastest_threads
+from dilated_attention_pytorch.train.ranks import find_device
 from dilated_attention_pytorch.train.run_folder import load_model
 from dilated_attention_pytorch.train.tokenizer import Tokenizer, saved_tokenizer
 
@@ -23,12 +22,6 @@ from dilated_attention_pytorch.train.tokenizer import Tokenizer, saved_tokenizer
 def generate(arguments: argparse.Namespace) -> None:
     """Print how the model of a run continues a prompt; figures go to stderr."""
     device = find_device(arguments.device or "auto")
-    with keeping_threads():
-        take_fastest_threads(device)
-        _generate_on(device, arguments)
-
-
-def _generate_on(device: torch.device, arguments: argparse.Namespace) -> None:
     folder, model = load_model(arguments.run, device)
     if arguments.int8:
         weights_to_int8(model)

@@ -208,7 +208,7 @@ def _begin(
             flags["stages"] = read_stages(flags["stages"])
         stated = _nested(flags)
         together = {**settings, **stated, "model": {**settings.get("model", {}), **stated.get("model", {})}}
-        if "data" in together and (not together["data"] or "" in [*together["data"]]):
+        if "data" in together and (not together["data"] or not all(together["data"])):
             raise ValueError("data takes files or folders: leave it out for the standard library's source")
         for name in {"steps", "sequence_length"} & together.keys():
             check_whole(name, together[name], least=1)

@@ -174,10 +174,8 @@ class _Trainer:
         if ranks.device.type != "cpu":
             return now, "PyTorch's default"
         if environment.value("OMP_NUM_THREADS"):
-            return (
-                now,
-                f"as OMP_NUM_THREADS states{'' if ranks.mesh is None else ' (with --ranks, 1 if you do not set it)'}",
-            )
+            beside = "" if ranks.mesh is None else " (with --ranks, 1 if you do not set it)"
+            return now, f"as OMP_NUM_THREADS states{beside}"
         # Sums of another number of threads round differently, and a resumed run must equal one that never stopped.
         before = run_folder.last_threads(self.run, None if ranks.mesh is None else ranks.mesh.size())
         if resuming and before is not None and before <= usable_cores():
